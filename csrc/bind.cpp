@@ -1,0 +1,64 @@
+// The module tokserve._C: how Python chooses kernels and threads.
+#include "bind.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cpu.h"
+
+namespace nb = nanobind;
+
+namespace tokserve {
+
+namespace {
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+void choose(const std::string& name) {
+  for (const Kernels* table : runnable_kernels()) {
+    if (name == table->name) return chosen.store(table);
+  }
+  throw nb::value_error(("this machine does not run kernels named " + name).c_str());
+}
+
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (const Kernels* table : runnable_kernels()) all.emplace_back(table->name);
+  return all;
+}
+
+void use_tensors(nb::handle type, nb::handle capsule) {
+  const void* table = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+  if (!table) throw nb::python_error();
+  const auto* api = static_cast<const DLExchange*>(table);
+  if (api->major != 1 || !api->view) throw nb::type_error("the tensors' DLPack table is not version 1");
+  exchange = {api, reinterpret_cast<PyTypeObject*>(type.ptr())};
+}
+
+void set_threads(int n) {
+  require(n >= 1 && n <= 1024, "set_threads", "wants 1 to 1024 threads");
+  nb::gil_scoped_release unlocked;
+  pool().resize(n);
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen.load(std::memory_order_relaxed); }
+
+}  // namespace tokserve
+
+NB_MODULE(_C, m) {
+  using namespace tokserve;
+  chosen.store(runnable_kernels().front());
+  m.def("use_tensors", use_tensors, nb::arg("type"), nb::arg("exchange"),
+        "Read tensors of this type through its DLPack exchange table; to be called before any op.");
+  m.def("instruction_sets", names, "Names of the kernels this machine runs, best first.");
+  m.def("instruction_set", [] { return std::string(kernels().name); }, "Name of the kernels in use.");
+  m.def("select", choose, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
+  m.def("set_threads", set_threads, nb::arg("n"), "Compute with n threads, the calling one included.");
+  m.def("threads", [] { return pool().threads(); });
+  bind_elementwise(m);
+  bind_linear(m);
+  bind_attention(m);
+  bind_sampling(m);
+}

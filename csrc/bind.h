@@ -1,0 +1,33 @@
+// What the binding files share: the chosen kernels, and how work is cut among threads.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "tensor.h"
+
+namespace tokserve {
+
+// The table chosen by select(); never null.
+const Kernels& kernels();
+
+// Calls f(begin, end) over [0, rows).  Work worth less than a thread's wake-up is done here and now, with the
+// interpreter lock held; more goes to the pool, without it.  `cost` is about nanoseconds of one core for one row.
+template <class F>
+void over_rows(int64_t rows, double cost, F&& f) {
+  constexpr double worth = 15000.0;
+  if (rows * cost < worth) {
+    if (rows > 0) f(int64_t{0}, rows);
+    return;
+  }
+  nanobind::gil_scoped_release unlocked;
+  const int64_t pieces = std::min<int64_t>(rows, pool().threads() == 1 ? 1 : pool().threads() * 4);
+  parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
+}
+
+void bind_elementwise(nanobind::module_& m);
+void bind_linear(nanobind::module_& m);
+void bind_attention(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
+
+}  // namespace tokserve

@@ -1,0 +1,145 @@
+// Bindings of the store into the KV pages and of attention over them: all indices are checked here, once a call.
+#include <vector>
+
+#include "bind.h"
+
+namespace nb = nanobind;
+
+namespace tokserve {
+
+namespace {
+
+struct Caches {
+  int64_t blocks, kv_heads, page, dim;
+};
+
+Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind, const char* op) {
+  require(k_cache.ndim() == 4 && k_cache.dense() && k_cache.kind() == kind, op, "k_cache must be contiguous [B,Hk,P,D]");
+  const Caches c{k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)};
+  require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
+  return c;
+}
+
+void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
+  const char* op = "store_kv";
+  float_type(k, op);
+  const Caches c = caches_of(k_cache, v_cache, k.kind(), op);
+  for (const Tensor* t : {&k, &v}) {
+    require(t->kind() == k.kind() && t->ndim() == 3 && t->dense(1), op, "k and v must be [T,Hk,D], dense in a token");
+    require(t->size(0) == k.size(0) && t->size(1) == c.kv_heads && t->size(2) == c.dim, op, "k and v must fit the caches");
+  }
+  const int64_t tokens = k.size(0), item = k.item();
+  require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
+  const int64_t* slot = slots.data<int64_t>();
+  for (int64_t t = 0; t < tokens; t++) require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
+  const StoreArgs a{item, k.data<char>(), v.data<char>(), k_cache.data<char>(), v_cache.data<char>(), slot,
+                    k.stride(0) * item, v.stride(0) * item, c.kv_heads, c.page, c.dim};
+  over_rows(tokens, c.kv_heads * (10 + 0.05 * item * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+}
+
+// Cuts the rows into tiles, without kv_head; returns about how many ns of one core they cost.
+double cut(const AttentionArgs& a, const Caches& c, const Tensor& tables, const int32_t* start, const int32_t* lens,
+           int64_t rows, std::vector<AttentionTile>& tiles) {
+  const char* op = "paged_attention";
+  const int64_t group = a.heads / a.kv_heads, most_queries = std::max<int64_t>(1, kQueryRows / group);
+  double cost = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
+    require(queries >= 0 && first >= 0, op, "a row has more queries than positions");
+    if (queries == 0) continue;
+    require(lens[r] <= tables.size(1) * c.page, op, "a row is longer than its block table");
+    const int32_t* pages = tables.data<int32_t>() + r * tables.stride(0);
+    const auto first_key = [&](int64_t position) { return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0; };
+    for (int64_t i = first_key(first) / c.page; i <= (lens[r] - 1) / c.page; i++) {
+      require(pages[i] >= 0 && pages[i] < c.blocks, op, "a page is outside the cache");
+    }
+    for (int64_t q = 0; q < queries; q += most_queries) {
+      const int64_t count = std::min(most_queries, queries - q), position = first + q, last = position + count - 1;
+      tiles.push_back({pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1});
+      cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
+    }
+  }
+  return cost;
+}
+
+// Few tiles with long contexts: splits go to different threads, then each tile's partial results are merged.
+void attend_by_splits(const AttentionArgs& a, const std::vector<AttentionTile>& tiles) {
+  const Kernels& kernel = kernels();
+  struct Piece {
+    int64_t tile, split;
+    float* partial;
+  };
+  std::vector<Piece> pieces;
+  std::vector<float*> first;
+  int64_t floats = 0;
+  for (const AttentionTile& tile : tiles) floats += (tile.split_end - tile.split_begin) * kernel.attention_partial(a, tile.queries);
+  std::vector<float> partials(floats);
+  float* at = partials.data();
+  for (size_t i = 0; i < tiles.size(); i++) {
+    first.push_back(at);
+    for (int64_t split = tiles[i].split_begin; split < tiles[i].split_end; split++) {
+      pieces.push_back({static_cast<int64_t>(i), split, at});
+      at += kernel.attention_partial(a, tiles[i].queries);
+    }
+  }
+  const int64_t scratch = kernel.attention_scratch(a);
+  parallel(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+    kernel.attend_split(a, tiles[pieces[i].tile], pieces[i].split, pieces[i].partial, thread_scratch(scratch));
+  });
+  parallel(static_cast<int64_t>(tiles.size()), [&](int64_t i) { kernel.merge_splits(a, tiles[i], first[i]); });
+}
+
+void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, bool threaded) {
+  const Kernels& kernel = kernels();
+  const int64_t scratch = kernel.attention_scratch(a), tasks = static_cast<int64_t>(tiles.size()) * a.kv_heads;
+  int64_t splits = 0;
+  for (const AttentionTile& tile : tiles) splits += tile.split_end - tile.split_begin;
+  if (threaded && tasks < 2 * pool().threads() && splits * a.kv_heads > tasks) {
+    std::vector<AttentionTile> by_head;
+    for (const AttentionTile& tile : tiles) {
+      for (int64_t h = 0; h < a.kv_heads; h++) by_head.push_back(tile), by_head.back().kv_head = h;
+    }
+    return attend_by_splits(a, by_head);
+  }
+  const auto one = [&](int64_t i) {
+    AttentionTile tile = tiles[i / a.kv_heads];
+    tile.kv_head = i % a.kv_heads;
+    kernel.attend(a, tile, thread_scratch(scratch));
+  };
+  if (threaded) return parallel(tasks, one);
+  for (int64_t i = 0; i < tasks; i++) one(i);
+}
+
+void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables, const Tensor& start,
+                     const Tensor& lens, float scale, int64_t window, const Tensor& out) {
+  const char* op = "paged_attention";
+  const DType dtype = float_type(q, op);
+  require(q.ndim() == 3 && q.dense(1), op, "q must be [T,Hq,D], dense in a token");
+  const Caches c = caches_of(k_cache, v_cache, q.kind(), op);
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  require(c.kv_heads > 0 && c.page > 0 && c.dim > 0, op, "the caches are empty");
+  require(heads > 0 && heads % c.kv_heads == 0 && q.size(2) == c.dim, op, "q's heads must fit the caches");
+  require(tables.kind() == Kind::i32 && tables.ndim() == 2 && tables.dense(1), op, "block_tables must be int32 [R,max_blocks]");
+  const int64_t rows = tables.size(0);
+  require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
+  require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
+  require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
+  const int32_t* first = start.data<int32_t>();
+  require(first[0] == 0 && first[rows] == tokens, op, "query_start must go from 0 to T");
+  const AttentionArgs a{dtype, q.data<void>(), k_cache.data<void>(), v_cache.data<void>(), out.data<void>(), q.stride(0),
+                        heads, c.kv_heads, c.page, c.dim, scale, window};
+  std::vector<AttentionTile> tiles;
+  const double cost = cut(a, c, tables, first, lens.data<int32_t>(), rows, tiles);
+  if (cost < 15000.0) return attend(a, tiles, false);
+  nb::gil_scoped_release unlocked;
+  attend(a, tiles, pool().threads() > 1);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("store_kv", store_kv);
+  m.def("paged_attention", paged_attention);
+}
+
+}  // namespace tokserve

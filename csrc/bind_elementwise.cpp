@@ -1,0 +1,76 @@
+// Bindings of the row-wise ops.  Outputs are tensors the caller made.
+#include <nanobind/stl/optional.h>
+
+#include "bind.h"
+
+namespace nb = nanobind;
+
+namespace tokserve {
+
+namespace {
+
+void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, float eps, const Tensor& out,
+              const std::optional<Tensor>& sum) {
+  const char* op = residual ? "add_rms_norm" : "rms_norm";
+  const DType dtype = float_type(x, op), weight_dtype = float_type(weight, op);
+  require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
+  const int64_t rows = x.size(0), width = x.size(1);
+  require(weight.ndim() == 1 && weight.dense() && weight.size(0) == width, op, "weight must be contiguous [H]");
+  require(weight_dtype == dtype || weight_dtype == DType::f32, op, "weight must be float32 or have x's dtype");
+  require(out, x.kind(), {rows, width}, op, "out must be like x");
+  require(residual.has_value() == sum.has_value(), op, "residual and its sum come together");
+  if (residual) require(*residual, x.kind(), {rows, width}, op, "residual must be like x");
+  if (sum) require(*sum, x.kind(), {rows, width}, op, "the sum must be like x");
+  const NormArgs a{dtype,
+                   weight_dtype,
+                   x.data<void>(),
+                   residual ? residual->data<void>() : nullptr,
+                   weight.data<void>(),
+                   out.data<void>(),
+                   sum ? sum->data<void>() : nullptr,
+                   width,
+                   eps};
+  over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
+}
+
+void gated(const char* op, void (*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x, const Tensor& out) {
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense() && x.size(1) % 2 == 0, op, "x must be contiguous [T,2I]");
+  const int64_t rows = x.size(0), width = x.size(1) / 2;
+  require(out, x.kind(), {rows, width}, op, "out must be [T,I] of x's dtype");
+  const GatedArgs a{dtype, x.data<void>(), out.data<void>(), width};
+  over_rows(rows, 10 + 0.8 * width, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+}
+
+void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& positions, const Tensor& q_out,
+          const Tensor& k_out) {
+  const char* op = "rope";
+  const DType dtype = float_type(q, op);
+  require(q.ndim() == 3 && q.dense(1) && k.ndim() == 3 && k.dense(1), op, "q and k must be [T,heads,D], dense in a token");
+  const int64_t tokens = q.size(0), heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
+  require(k.kind() == q.kind() && k.size(0) == tokens && k.size(2) == dim, op, "k must match q");
+  require(table, Kind::f32, {-1, -1}, op, "table must be float32 [max_pos,rot_dim]");
+  const int64_t rot = table.size(1), limit = table.size(0);
+  require(rot % 2 == 0 && rot <= dim, op, "rot_dim must be even and at most D");
+  require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
+  require(q_out, q.kind(), {tokens, heads, dim}, op, "q's output must be like q");
+  require(k_out, q.kind(), {tokens, kv_heads, dim}, op, "k's output must be like k");
+  const int64_t* at = positions.data<int64_t>();
+  for (int64_t t = 0; t < tokens; t++) require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
+  const RopeArgs a{dtype,       q.data<void>(), k.data<void>(), q_out.data<void>(), k_out.data<void>(),  q.stride(0),
+                   k.stride(0), heads,          kv_heads,       dim,                rot,                 table.data<float>(),
+                   at};
+  over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim, [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
+}
+
+}  // namespace
+
+void bind_elementwise(nb::module_& m) {
+  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
+        nb::arg("sum").none());
+  m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", kernels().silu_mul, x, out); });
+  m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", kernels().gelu_mul, x, out); });
+  m.def("rope", rope);
+}
+
+}  // namespace tokserve

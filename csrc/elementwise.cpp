@@ -1,0 +1,160 @@
+// Norms, gated activations, rotary embedding and the write into the KV pages: one row in, one row out.
+// Every row is read in vectors of 16 from its start, so a row's bits depend on the row and its width alone.
+#include "table.h"
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+namespace {
+
+// Scale for a row of n floats so that its mean square is one: four partial sums, joined in a fixed tree.
+template <class T>
+float norm_scale(const T* x, int64_t n, float eps) {
+  F part[4] = {fzero(), fzero(), fzero(), fzero()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; j++) {
+      const F value = load(x + i + j * kLanes);
+      part[j] = fma(value, value, part[j]);
+    }
+  }
+  for (int j = 0; i < n; i += kLanes, j++) {
+    const F value = load_part(x + i, n - i);
+    part[j] = fma(value, value, part[j]);
+  }
+  const float square = sum((part[0] + part[1]) + (part[2] + part[3])) / static_cast<float>(n);
+  return 1.0f / __builtin_sqrtf(square + eps);
+}
+
+template <class T>
+void add_rows(const T* x, const T* residual, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) + load(residual + i));
+  if (i < n) store_part(out + i, load_part(x + i, n - i) + load_part(residual + i, n - i), n - i);
+}
+
+template <class T, class W>
+void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+  const int64_t n = a.width;
+  const W* weight = static_cast<const W*>(a.weight);
+  for (int64_t row = begin; row < end; row++) {
+    const T* x = static_cast<const T*>(a.x) + row * n;
+    T* out = static_cast<T*>(a.out) + row * n;
+    if (a.residual) {
+      T* total = static_cast<T*>(a.sum) + row * n;
+      add_rows(x, static_cast<const T*>(a.residual) + row * n, total, n);
+      x = total;
+    }
+    const F scale = fset(norm_scale(x, n, a.eps));
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+    if (i < n) store_part(out + i, load_part(x + i, n - i) * scale * load_part(weight + i, n - i), n - i);
+  }
+}
+
+template <class T>
+void rms_norm_typed(const NormArgs& a, int64_t begin, int64_t end) {
+  if (a.weight_dtype == DType::f32) rms_norm_rows<T, float>(a, begin, end);
+  else rms_norm_rows<T, T>(a, begin, end);
+}
+
+struct Silu {
+  TOKSERVE_INLINE F operator()(F x) const { return x / (fset(1.0f) + exp(fzero() - x)); }
+};
+
+// x (1 + tanh(z)) / 2 = x / (1 + e^-2z): no cancellation where tanh is near -1.
+struct Gelu {
+  TOKSERVE_INLINE F operator()(F x) const {
+    const F z = (x + x * x * x * fset(0.044715f)) * fset(0.7978845608028654f);
+    return x / (fset(1.0f) + exp(z * fset(-2.0f)));
+  }
+};
+
+template <class T, class Activation>
+void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
+  const Activation activation;
+  const int64_t n = a.width;
+  for (int64_t row = begin; row < end; row++) {
+    const T* gate = static_cast<const T*>(a.x) + row * 2 * n;
+    const T* up = gate + n;
+    T* out = static_cast<T*>(a.out) + row * n;
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, activation(load(gate + i)) * load(up + i));
+    if (i < n) store_part(out + i, activation(load_part(gate + i, n - i)) * load_part(up + i, n - i), n - i);
+  }
+}
+
+template <class T>
+void rotate(const T* x, T* out, const float* cos, const float* sin, int64_t half, int64_t dim) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = least(kLanes, half - i);
+    const F c = load_part(cos + i, n), s = load_part(sin + i, n);
+    const F first_half = load_part(x + i, n), second_half = load_part(x + half + i, n);
+    store_part(out + i, first_half * c - second_half * s, n);
+    store_part(out + half + i, second_half * c + first_half * s, n);
+  }
+  std::memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
+}
+
+template <class T>
+void rope_rows(const RopeArgs& a, int64_t begin, int64_t end) {
+  const int64_t half = a.rot / 2;
+  for (int64_t t = begin; t < end; t++) {
+    const float* cos = a.table + a.positions[t] * a.rot;
+    const T* q = static_cast<const T*>(a.q) + t * a.q_stride;
+    const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
+    T* q_out = static_cast<T*>(a.q_out) + t * a.q_heads * a.dim;
+    T* k_out = static_cast<T*>(a.k_out) + t * a.k_heads * a.dim;
+    for (int64_t h = 0; h < a.q_heads; h++) rotate(q + h * a.dim, q_out + h * a.dim, cos, cos + half, half, a.dim);
+    for (int64_t h = 0; h < a.k_heads; h++) rotate(k + h * a.dim, k_out + h * a.dim, cos, cos + half, half, a.dim);
+  }
+}
+
+}  // namespace
+
+void rms_norm(const NormArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return rms_norm_typed<float>(a, begin, end);
+    case DType::bf16: return rms_norm_typed<bf16>(a, begin, end);
+    case DType::f16: return rms_norm_typed<f16>(a, begin, end);
+  }
+}
+
+void silu_mul(const GatedArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return gated_rows<float, Silu>(a, begin, end);
+    case DType::bf16: return gated_rows<bf16, Silu>(a, begin, end);
+    case DType::f16: return gated_rows<f16, Silu>(a, begin, end);
+  }
+}
+
+void gelu_mul(const GatedArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return gated_rows<float, Gelu>(a, begin, end);
+    case DType::bf16: return gated_rows<bf16, Gelu>(a, begin, end);
+    case DType::f16: return gated_rows<f16, Gelu>(a, begin, end);
+  }
+}
+
+void rope(const RopeArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return rope_rows<float>(a, begin, end);
+    case DType::bf16: return rope_rows<bf16>(a, begin, end);
+    case DType::f16: return rope_rows<f16>(a, begin, end);
+  }
+}
+
+void store_kv(const StoreArgs& a, int64_t begin, int64_t end) {
+  const int64_t row = a.dim * a.item;
+  for (int64_t t = begin; t < end; t++) {
+    const int64_t block = a.slots[t] / a.page, offset = a.slots[t] % a.page;
+    for (int64_t h = 0; h < a.heads; h++) {
+      const int64_t to = ((block * a.heads + h) * a.page + offset) * row;
+      std::memcpy(a.k_cache + to, a.k + t * a.k_stride + h * row, row);
+      std::memcpy(a.v_cache + to, a.v + t * a.v_stride + h * row, row);
+    }
+  }
+}
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve

@@ -1,0 +1,172 @@
+// What one instruction set offers: plain functions over plain argument structs, gathered in a table.
+// Kernels know no threads, no Python and no allocation: bind.cpp cuts the work into ranges and lends scratch memory.
+// Nothing here is inline code: these types are shared by files compiled for different instruction sets.
+#pragma once
+
+#include <cstdint>
+
+namespace tokserve {
+
+enum class DType : int { f32, bf16, f16 };
+
+// Columns of one panel of packed weights; N is padded to it.
+constexpr int64_t kPanel = 64;
+// Rows of x that one task of linear covers.
+constexpr int64_t kRowBlock = 128;
+// Keys are read in blocks of kKeyBlock absolute positions; a row's softmax is merged over splits of kSplit positions.
+constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kSplit = 512;
+// Rows (queries x heads of one group) that one attention task holds at once.
+constexpr int64_t kQueryRows = 32;
+// Log-sum-exp is taken over slices of this many logits, merged in ascending order.
+constexpr int64_t kSlice = 4096;
+
+struct NormArgs {
+  DType dtype, weight_dtype;
+  const void* x;         // [T, H]
+  const void* residual;  // [T, H], or null: plain rms_norm
+  const void* weight;    // [H]
+  void* out;             // [T, H]
+  void* sum;             // [T, H]: x + residual rounded to dtype, or null
+  int64_t width;
+  float eps;
+};
+
+struct GatedArgs {
+  DType dtype;
+  const void* x;  // [T, 2 * width]: gate, then up
+  void* out;      // [T, width]
+  int64_t width;
+};
+
+struct RopeArgs {
+  DType dtype;
+  const void* q;  // [T, q_heads, dim], rows q_stride elements apart
+  const void* k;
+  void* q_out;  // contiguous
+  void* k_out;
+  int64_t q_stride, k_stride, q_heads, k_heads, dim, rot;
+  const float* table;  // [max_pos, rot]: cos for rot / 2 pairs, then sin
+  const int64_t* positions;
+};
+
+struct StoreArgs {
+  int64_t item;   // bytes of an element
+  const char* k;  // [T, heads, dim], rows k_stride bytes apart
+  const char* v;
+  char* k_cache;  // [B, heads, page, dim]
+  char* v_cache;
+  const int64_t* slots;  // [T]: block * page + offset
+  int64_t k_stride, v_stride, heads, page, dim;
+};
+
+struct LinearArgs {
+  DType dtype, out_dtype;
+  const void* x;       // [M, K], rows x_stride elements apart
+  const void* packed;  // [panels][K][64], bf16: [panels][ceil(K / 2)][64][2]
+  const void* bias;    // [N] of dtype, or null
+  void* out;           // [M, N]
+  int64_t m, n, k, x_stride;
+};
+
+struct AttentionArgs {
+  DType dtype;
+  const void* q;        // [T, heads, dim], rows q_stride elements apart
+  const void* k_cache;  // [B, kv_heads, page, dim]
+  const void* v_cache;
+  void* out;  // [T, heads, dim]
+  int64_t q_stride, heads, kv_heads, page, dim;
+  float scale;
+  int64_t window;  // 0: all keys up to the query
+};
+
+// Consecutive queries of one request, all heads of one group: one attention task.
+struct AttentionTile {
+  const int32_t* pages;    // this request's row of the block table
+  int64_t token;           // first query's row in q and out
+  int64_t position;        // first query's absolute position
+  int64_t queries;         // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
+  int64_t kv_head;
+  int64_t split_begin, split_end;  // splits that hold keys some query of the tile sees
+};
+
+struct LogprobArgs {
+  const float* logits;      // [R, V]
+  const int64_t* token_ids; // [R]
+  const float* temperature; // [R] or null
+  const int64_t* named;     // [R, m] or null
+  float* token_logprobs;    // [R]
+  int32_t* ranks;           // [R]
+  int32_t* top_ids;         // [R, k + m]
+  float* top_logprobs;      // [R, k + m]
+  int64_t vocab, k, m;
+};
+
+struct SampleArgs {
+  const float* logits;       // [R, V]
+  const int64_t* seeds;      // [R]
+  const int64_t* positions;  // [R]
+  const uint8_t* greedy;     // [R] bool
+  int64_t* ids;              // [R]
+  int64_t vocab;
+};
+
+struct FilterArgs {
+  const float* logits;   // [R, V]
+  const int32_t* top_k;  // [R], 0: off
+  const float* top_p;    // [R]
+  const float* min_p;    // [R]
+  float* out;            // [R, V]
+  int64_t vocab;
+};
+
+struct PenaltyArgs {
+  const float* logits;         // [R, V]
+  const int32_t* history;      // [R, L]: prompt, then output, padded with -1
+  const int32_t* prompt_lens;  // [R]
+  const int32_t* lens;         // [R]
+  const float* presence;
+  const float* frequency;
+  const float* repetition;
+  float* out;  // [R, V]
+  int64_t vocab, length;
+};
+
+struct Kernels {
+  const char* name;
+  // Each does rows [begin, end).
+  void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);
+  void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
+  void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
+  void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
+  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
+  int64_t (*linear_scratch)(const LinearArgs&);
+  void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
+  // A whole tile into out; or one split of it into `partial`, then all partials of the tile into out.
+  int64_t (*attention_scratch)(const AttentionArgs&);
+  int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result
+  void (*attend)(const AttentionArgs&, const AttentionTile&, char* scratch);
+  void (*attend_split)(const AttentionArgs&, const AttentionTile&, int64_t split, float* partial, char* scratch);
+  void (*merge_splits)(const AttentionArgs&, const AttentionTile&, float* partials);
+  int64_t (*sampling_scratch)(int64_t vocab, int64_t k);
+  void (*logprobs)(const LogprobArgs&, int64_t row, char* scratch);
+  void (*sample)(const SampleArgs&, int64_t row);
+  void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
+  void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
+};
+
+namespace portable {
+extern const Kernels table;
+}
+namespace avx2 {
+extern const Kernels table;
+}
+namespace avx512f {
+extern const Kernels table;
+}
+namespace avx512_bf16 {
+extern const Kernels table;
+}
+
+}  // namespace tokserve

@@ -1,0 +1,344 @@
+// From a row of logits to a token: penalties, filters, the seeded draw, logprobs.  One call does one row, in the order
+// of its vocabulary ids; equals go to the lower id.
+#include "table.h"
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+namespace {
+
+constexpr float kNever = -__builtin_inff();
+
+TOKSERVE_INLINE F load_logits(const float* row, int64_t at, int64_t vocab) {
+  if (at + kLanes <= vocab) return load(row + at);
+  return select(first(vocab - at), load_part(row + at, vocab - at), fset(kNever));
+}
+
+float largest_of(const float* row, int64_t vocab) {
+  F best[4] = {fset(kNever), fset(kNever), fset(kNever), fset(kNever)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= vocab; i += 4 * kLanes) {
+    for (int j = 0; j < 4; j++) best[j] = vmax(best[j], load(row + i + j * kLanes));
+  }
+  for (; i < vocab; i += kLanes) best[0] = vmax(best[0], load_logits(row, i, vocab));
+  return largest(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
+}
+
+struct Entry {
+  float value;
+  int32_t id;
+};
+
+TOKSERVE_INLINE bool worse(const Entry& a, const Entry& b) {
+  return a.value < b.value || (a.value == b.value && a.id > b.id);
+}
+
+// heap[0, n) has its worst entry first; `entry` takes place `at` or one below it.
+void sift(Entry* heap, int64_t n, int64_t at, Entry entry) {
+  for (int64_t child; (child = 2 * at + 1) < n; at = child) {
+    if (child + 1 < n && worse(heap[child + 1], heap[child])) child++;
+    if (!worse(heap[child], entry)) break;
+    heap[at] = heap[child];
+  }
+  heap[at] = entry;
+}
+
+void make_heap(Entry* heap, int64_t n) {
+  for (int64_t i = n / 2 - 1; i >= 0; i--) sift(heap, n, i, heap[i]);
+}
+
+// A heap becomes a list, best first.
+void sort_heap(Entry* heap, int64_t n) {
+  for (int64_t last = n - 1; last > 0; last--) {
+    const Entry worst = heap[0];
+    sift(heap, last, 0, heap[last]);
+    heap[last] = worst;
+  }
+}
+
+// The k best of the row as a heap; 1 <= k <= vocab.
+void select_best(const float* row, int64_t vocab, int64_t k, Entry* heap) {
+  for (int64_t i = 0; i < k; i++) heap[i] = {row[i], static_cast<int32_t>(i)};
+  make_heap(heap, k);
+  for (int64_t i = k; i < vocab; i += kLanes) {
+    const F value = load_logits(row, i, vocab);
+    for (uint32_t better = bits(fset(heap[0].value) < value); better; better &= better - 1) {
+      const int64_t id = i + __builtin_ctz(better);
+      if (heap[0].value < row[id]) sift(heap, k, 0, {row[id], static_cast<int32_t>(id)});
+    }
+  }
+}
+
+float log_of(float x) {
+  float lanes[kLanes];
+  store(lanes, log(fset(x)));
+  return lanes[0];
+}
+
+// A row over its temperature.
+struct Scaled {
+  const float* row;
+  int64_t vocab;
+  float temperature;  // 1: as it is
+  TOKSERVE_INLINE F operator()(int64_t at) const {
+    const F x = load_logits(row, at, vocab);
+    return temperature == 1.0f ? x : x / fset(temperature);
+  }
+  TOKSERVE_INLINE float at(int64_t id) const { return temperature == 1.0f ? row[id] : row[id] / temperature; }
+};
+
+// Sum of e^(x - top): four partial sums in a slice, slices in order.
+float mass_of(const Scaled& x, float top) {
+  float mass = 0.0f;
+  for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
+    F part[4] = {fzero(), fzero(), fzero(), fzero()};
+    const int64_t end = least(slice + kSlice, x.vocab);
+    for (int64_t i = slice; i < end; i += 4 * kLanes) {
+      for (int j = 0; j < 4 && i + j * kLanes < end; j++) part[j] = part[j] + exp(x(i + j * kLanes) - fset(top));
+    }
+    mass += sum((part[0] + part[1]) + (part[2] + part[3]));
+  }
+  return mass;
+}
+
+int32_t rank_of(const float* row, int64_t vocab, float value) {
+  int32_t greater = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes) greater += __builtin_popcount(bits(fset(value) < load_logits(row, i, vocab)));
+  return 1 + greater;
+}
+
+// Philox 4x32-10 (Salmon et al., SC 2011) for sixteen counters: random[4][16].
+TOKSERVE_INLINE void philox(I block, uint64_t position, uint64_t seed, I* random) {
+  I c0 = block, c1 = iset(static_cast<uint32_t>(position)), c2 = iset(static_cast<uint32_t>(position >> 32)), c3 = iset(0);
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
+    I high0, low0, high1, low1;
+    multiply(c0, 0xd2511f53u, high0, low0);
+    multiply(c2, 0xcd9e8d57u, high1, low1);
+    c0 = high1 ^ c1 ^ iset(k0);
+    c1 = low1;
+    c2 = high0 ^ c3 ^ iset(k1);
+    c3 = low0;
+  }
+  random[0] = c0, random[1] = c1, random[2] = c2, random[3] = c3;
+}
+
+// -log(-log(1 - u)) for u = (word + 1/2) / 2^32.
+TOKSERVE_INLINE F gumbel(I word) {
+  const F u = vmin((from_unsigned(word) + fset(0.5f)) * fset(0x1p-32f), fset(1.0f - 0x1p-24f));
+  const F rest = fset(1.0f) - u;
+  // log(1 - u) = log(rest) u / (1 - rest) makes good what rounding `rest` lost
+  const F exact = fzero() - log(rest) * (u / (fset(1.0f) - rest));
+  return fzero() - log(select(rest == fset(1.0f), u, exact));
+}
+
+constexpr float kMostGumbel = 22.875f;  // -log(2^-33), rounded up
+
+// The largest value and its lowest id.
+struct Best {
+  F value = fset(kNever);
+  I id = iset(0);
+  TOKSERVE_INLINE void see(F other, int64_t at) {
+    const M better = value < other;
+    value = select(better, other, value);
+    id = select(better, iota() + iset(static_cast<uint32_t>(at)), id);
+  }
+  int64_t winner() const {
+    float values[kLanes];
+    uint32_t ids[kLanes];
+    store(values, value);
+    istore(ids, id);
+    int best = 0;
+    for (int i = 1; i < kLanes; i++) {
+      if (values[best] < values[i] || (values[best] == values[i] && ids[i] < ids[best])) best = i;
+    }
+    return values[best] == kNever ? 0 : ids[best];
+  }
+};
+
+int64_t draw(const float* row, int64_t vocab, uint64_t seed, uint64_t position) {
+  Best best;
+  float reached = kNever;
+  for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
+    F x[4];
+    for (int j = 0; j < 4; j++) x[j] = i + j * kLanes < vocab ? load_logits(row, i + j * kLanes, vocab) : fset(kNever);
+    const float most_here = largest(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])));
+    if (most_here == kNever || most_here + kMostGumbel < reached) continue;  // no noise lifts these to the top
+    I random[4];
+    uint32_t words[4][kLanes], in_order[4 * kLanes];
+    philox(iota() + iset(static_cast<uint32_t>(i / 4)), position, seed, random);
+    for (int j = 0; j < 4; j++) istore(words[j], random[j]);
+    for (int b = 0; b < kLanes; b++) {
+      for (int j = 0; j < 4; j++) in_order[4 * b + j] = words[j][b];
+    }
+    for (int j = 0; j < 4; j++) best.see(x[j] + gumbel(iload(in_order + j * kLanes)), i + j * kLanes);
+    reached = largest(best.value);
+  }
+  return best.winner();
+}
+
+int64_t arg_max(const float* row, int64_t vocab) {
+  Best best;
+  for (int64_t i = 0; i < vocab; i += kLanes) best.see(load_logits(row, i, vocab), i);
+  return best.winner();
+}
+
+// Keeps what is better than `worst` or `worst` itself.
+void forbid_worse(float* row, int64_t vocab, const Entry& worst) {
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    const int64_t n = least(kLanes, vocab - i);
+    const F x = load_logits(row, i, vocab), limit = fset(worst.value);
+    const F kept = select(x < limit, fset(kNever), x);
+    store_part(row + i, kept, n);
+    for (uint32_t equal = bits(x == limit); equal; equal &= equal - 1) {
+      const int64_t id = i + __builtin_ctz(equal);
+      if (id < vocab && id > worst.id) row[id] = kNever;
+    }
+  }
+}
+
+// The last of list[0, n), best first, that top-p keeps when `before` of the mass lies ahead of the list.
+Entry last_kept(const Entry* list, int64_t n, float top, double before, double wanted) {
+  int64_t kept = 0;
+  for (; kept < n && (before < wanted || kept == 0); kept++) {
+    float lanes[kLanes];
+    store(lanes, exp(fset(list[kept].value - top)));
+    before += lanes[0];
+  }
+  return list[kept - 1];
+}
+
+constexpr int64_t kBins = 2048;
+constexpr float kBinsPerUnit = 64.0f;
+
+// Which sixty-fourth below the top a logit lies in; the last bin takes all that is far below.
+TOKSERVE_INLINE I bin_of(F x, float top) {
+  const F down = vmin((fset(top) - x) * fset(kBinsPerUnit), fset(kBins - 1.0f));
+  return to_int(down);
+}
+
+// top-p without a sort of the row: masses by bin, then a sort of the one bin in which the limit falls.
+Entry nucleus(const float* row, int64_t vocab, float top, float top_p, double* bins, Entry* found) {
+  for (int64_t b = 0; b < kBins; b++) bins[b] = 0.0;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    const F x = load_logits(row, i, vocab);
+    float mass[kLanes];
+    uint32_t bin[kLanes];
+    store(mass, exp(x - fset(top)));
+    istore(bin, bin_of(x, top));
+    for (int j = 0; j < kLanes; j++) bins[bin[j]] += mass[j];
+  }
+  double total = 0.0, before = 0.0;
+  for (int64_t b = 0; b < kBins; b++) total += bins[b];
+  const double wanted = static_cast<double>(top_p) * total;
+  int64_t chosen = 0;
+  while (chosen + 1 < kBins && before + bins[chosen] < wanted) before += bins[chosen++];
+  int64_t n = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    uint32_t bin[kLanes];
+    istore(bin, bin_of(load_logits(row, i, vocab), top));
+    const int64_t here = least(kLanes, vocab - i);
+    for (int64_t j = 0; j < here; j++) {
+      if (bin[j] == chosen) found[n++] = {row[i + j], static_cast<int32_t>(i + j)};
+    }
+  }
+  if (n == 0) return {top, static_cast<int32_t>(vocab)};  // only by rounding of the sums: keep the largest
+  make_heap(found, n);
+  sort_heap(found, n);
+  return last_kept(found, n, top, before, wanted);
+}
+
+}  // namespace
+
+int64_t sampling_scratch(int64_t vocab, int64_t k) {
+  return kBins * static_cast<int64_t>(sizeof(double)) + most(vocab, k) * static_cast<int64_t>(sizeof(Entry));
+}
+
+void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
+  const float* logits = a.logits + row * a.vocab;
+  const float given = a.temperature ? a.temperature[row] : 1.0f;
+  const Scaled x{logits, a.vocab, given == 0.0f ? 1.0f : given};
+  F highest = fset(kNever);
+  for (int64_t i = 0; i < a.vocab; i += kLanes) highest = vmax(highest, x(i));
+  const float top = largest(highest), log_mass = log_of(mass_of(x, top));
+  const int64_t token = a.token_ids[row];
+  a.token_logprobs[row] = (x.at(token) - top) - log_mass;
+  a.ranks[row] = rank_of(logits, a.vocab, logits[token]);
+  int32_t* ids = a.top_ids + row * (a.k + a.m);
+  float* values = a.top_logprobs + row * (a.k + a.m);
+  if (a.k > 0) {
+    Entry* best = reinterpret_cast<Entry*>(scratch);
+    select_best(logits, a.vocab, a.k, best);
+    sort_heap(best, a.k);
+    for (int64_t i = 0; i < a.k; i++) ids[i] = best[i].id;
+  }
+  for (int64_t i = 0; i < a.m; i++) ids[a.k + i] = static_cast<int32_t>(a.named[row * a.m + i]);
+  for (int64_t i = 0; i < a.k + a.m; i++) values[i] = (x.at(ids[i]) - top) - log_mass;
+}
+
+void sample(const SampleArgs& a, int64_t row) {
+  const float* logits = a.logits + row * a.vocab;
+  a.ids[row] = a.greedy[row] ? arg_max(logits, a.vocab)
+                             : draw(logits, a.vocab, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
+}
+
+void filter_logits(const FilterArgs& a, int64_t row, char* scratch) {
+  float* out = a.out + row * a.vocab;
+  std::memcpy(out, a.logits + row * a.vocab, a.vocab * sizeof(float));
+  const int64_t k = a.top_k[row];
+  const float top_p = a.top_p[row], min_p = a.min_p[row];
+  const bool few = k > 0 && k < a.vocab;
+  if (!few && !(top_p < 1.0f) && !(min_p > 0.0f)) return;
+  const float top = largest_of(out, a.vocab);
+  double* bins = reinterpret_cast<double*>(scratch);
+  Entry* entries = reinterpret_cast<Entry*>(bins + kBins);
+  if (few) {
+    select_best(out, a.vocab, k, entries);
+    Entry worst = entries[0];
+    if (top_p < 1.0f) {
+      sort_heap(entries, k);
+      double total = 0.0;
+      for (int64_t i = 0; i < k; i++) {
+        float lanes[kLanes];
+        store(lanes, exp(fset(entries[i].value - top)));
+        total += lanes[0];
+      }
+      worst = last_kept(entries, k, top, 0.0, static_cast<double>(top_p) * total);
+    }
+    forbid_worse(out, a.vocab, worst);
+  } else if (top_p < 1.0f) {
+    forbid_worse(out, a.vocab, nucleus(out, a.vocab, top, top_p, bins, entries));
+  }
+  if (!(min_p > 0.0f)) return;
+  for (int64_t i = 0; i < a.vocab; i += kLanes) {
+    const F x = load_logits(out, i, a.vocab);
+    store_part(out + i, select(exp(x - fset(top)) < fset(min_p), fset(kNever), x), a.vocab - i);
+  }
+}
+
+void penalize(const PenaltyArgs& a, int64_t row, char* scratch) {
+  float* out = a.out + row * a.vocab;
+  std::memcpy(out, a.logits + row * a.vocab, a.vocab * sizeof(float));
+  const float presence = a.presence[row], frequency = a.frequency[row], repetition = a.repetition[row];
+  const int64_t length = a.lens[row];
+  if ((presence == 0.0f && frequency == 0.0f && repetition == 1.0f) || length == 0) return;
+  int32_t* seen = reinterpret_cast<int32_t*>(scratch);  // [V]: 0, or 1 + how often it was generated
+  std::memset(seen, 0, a.vocab * sizeof(int32_t));
+  const int32_t* history = a.history + row * a.length;
+  for (int64_t i = 0; i < length; i++) {
+    int32_t& count = seen[history[i]];
+    count = most(count, 1) + (i >= a.prompt_lens[row] ? 1 : 0);
+  }
+  for (int64_t i = 0; i < length; i++) {
+    const int32_t id = history[i], count = seen[id] - 1;
+    if (count < 0) continue;  // done already
+    seen[id] = 0;
+    float x = out[id];
+    x = x > 0.0f ? x / repetition : x * repetition;
+    x = x - static_cast<float>(count) * frequency;
+    out[id] = x - (count > 0 ? presence : 0.0f);
+  }
+}
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve

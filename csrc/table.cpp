@@ -1,0 +1,32 @@
+// Gathers the kernels of one instruction set under its name.
+#include "table.h"
+
+#define TOKSERVE_TEXT_OF(x) #x
+#define TOKSERVE_TEXT(x) TOKSERVE_TEXT_OF(x)
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+const Kernels table = {
+    TOKSERVE_TEXT(TOKSERVE_ISA),
+    rms_norm,
+    silu_mul,
+    gelu_mul,
+    rope,
+    store_kv,
+    linear_scratch,
+    linear,
+    attention_scratch,
+    attention_partial,
+    attend,
+    attend_split,
+    merge_splits,
+    sampling_scratch,
+    logprobs,
+    sample,
+    filter_logits,
+    penalize,
+};
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve

@@ -1,0 +1,98 @@
+// The inner product of a few rows with a panel of 64 columns: what linear and attention's scores have in common.
+// Each output element is one chain over K in ascending order whatever the tile's shape, so every shape gives the same
+// bits; sums may rest in memory between two stretches of K, which loses nothing.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+// Rows and vectors of columns that fit into the registers at once.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6, kTileVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6, kTileVectors = 1;
+#else
+constexpr int kTileRows = 2, kTileVectors = 1;
+#endif
+constexpr int kPanelVectors = kPanel / kLanes;
+
+// How a panel holds its weights, and what a row of x looks like to be multiplied with it.  One step of the chain takes
+// kDepth elements of K.
+template <class T>
+struct Plain {  // [K][64]
+  using Weight = T;
+  using Row = float;
+  static constexpr int64_t kDepth = 1;
+  TOKSERVE_INLINE static F load_weight(const T* w) { return load(w); }
+  TOKSERVE_INLINE static F add(const float* x, F w, F sum) { return fma(fset(*x), w, sum); }
+};
+
+struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
+  using Weight = bf16;
+  static constexpr int64_t kDepth = 2;
+  TOKSERVE_INLINE static I load_weight(const bf16* w) { return iload(reinterpret_cast<const uint32_t*>(w)); }
+#if defined(__AVX512BF16__)
+  using Row = bf16;
+  TOKSERVE_INLINE static F add(const bf16* x, I w, F sum) {
+    int pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), reinterpret_cast<__m512bh>(w.v))};
+  }
+#else
+  using Row = float;
+  TOKSERVE_INLINE static F add(const float* x, I w, F sum) {
+    const F even = fma(fset(x[0]), as_float(shl<16>(w)), sum);
+    return fma(fset(x[1]), as_float(w & iset(0xffff0000)), even);
+  }
+#endif
+};
+
+// sums [ROWS][64] (+)= x [ROWS][K] times w, in VECTORS vectors of columns; `steps` steps of K.
+// Meanwhile AHEAD cache lines a step are fetched from `ahead`, which somebody will need soon.
+template <class Format, int ROWS, int VECTORS, int AHEAD>
+TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
+                                   int64_t steps, float* sums, bool begin, const char* ahead) {
+  F sum[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) sum[r][v] = begin ? fzero() : load(sums + r * kPanel + v * kLanes);
+  }
+  for (int64_t step = 0; step < steps; step++) {
+    decltype(Format::load_weight(w)) weight[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weight[v] = Format::load_weight(w + v * kLanes * Format::kDepth);
+    for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + i * 64);
+    ahead += AHEAD * 64;
+    for (int r = 0; r < ROWS; r++) {
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(x + r * x_stride, weight[v], sum[r][v]);
+    }
+    x += Format::kDepth;
+    w += kPanel * Format::kDepth;
+  }
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) store(sums + r * kPanel + v * kLanes, sum[r][v]);
+  }
+}
+
+template <class Format, int ROWS, int AHEAD>
+void multiply_rows(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w, int64_t steps,
+                   float* sums, bool begin, const char* ahead) {
+  constexpr int vectors = ROWS == 1 ? kPanelVectors : kTileVectors;  // one row: several chains at once hide latency
+  for (int v = 0; v < kPanelVectors; v += vectors) {
+    multiply_tile<Format, ROWS, vectors, AHEAD>(x, x_stride, w + v * kLanes * Format::kDepth, steps,
+                                                sums + v * kLanes, begin, ahead);
+  }
+}
+
+// The same for 1 <= rows <= kTileRows.
+template <class Format, int AHEAD, int ROWS = kTileRows>
+TOKSERVE_INLINE void multiply_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
+                                    const typename Format::Weight* w, int64_t steps, float* sums, bool begin,
+                                    const char* ahead) {
+  if (rows == ROWS) multiply_rows<Format, ROWS, AHEAD>(x, x_stride, w, steps, sums, begin, ahead);
+  else if constexpr (ROWS > 1) multiply_up_to<Format, AHEAD, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead);
+}
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve

@@ -1,0 +1,63 @@
+"""Numbers from known outcomes, and prompts from known seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokserve.bench.datasets import DatasetSpec, make
+from tokserve.bench.report import Outcome, is_good, parse_goodput, result, table
+from tokserve.bench.wire import EventLines, Reply, RequestShape
+
+
+def test_statistics_of_known_times() -> None:
+    outcomes = [Outcome(start=1.0, end=1.0 + i, ttft=0.1 * i, input_tokens=2, output_tokens=3) for i in (1, 2, 3, 4)]
+    outcomes.append(Outcome(start=0.0, end=99.0, ttft=9.0, output_tokens=50, error="no"))
+    row = result(outcomes, 2.0, [50.0, 75.0], {"e2el": 2500.0})
+    assert row["mean_ttft_ms"] == pytest.approx(250.0) and row["p75_e2el_ms"] == pytest.approx(3250.0)
+    assert row["std_e2el_ms"] == pytest.approx(1e3 * np.std([1, 2, 3, 4])) and row["mean_tpot_ms"] is None
+    assert (row["completed"], row["failed"], row["request_throughput"], row["output_throughput"]) == (4, 1, 2.0, 6.0)
+    assert row["request_goodput"] == 1.0
+    shown = table(row, [50.0, 75.0])
+    assert "first error: no" in shown and "per output token" not in shown
+
+
+def test_goodput_needs_every_limit() -> None:
+    limits = parse_goodput(["ttft:100", "tpot:10"])
+    assert is_good(Outcome(start=0.0, ttft=0.1, tpot=0.01), limits)
+    assert not is_good(Outcome(start=0.0, ttft=0.1, tpot=0.011), limits)
+    assert is_good(Outcome(start=0.0, ttft=0.05), limits)
+
+
+def test_events_cut_at_every_byte() -> None:
+    stream = b': ping\r\n\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:two\n\ndata: [DONE]\n\n'
+    for size in range(1, len(stream) + 1):
+        lines = EventLines()
+        found = [p for at in range(0, len(stream), size) for p in lines.feed(stream[at : at + size])]
+        assert found == [b'{"a":1}', b"two", b"[DONE]"]
+
+
+def test_time_per_token_by_a_known_clock() -> None:
+    reply = Reply(RequestShape())
+    for at, ids, end in ((1.0, "[1]", "null"), (1.5, "[2,3]", "null"), (3.0, "[4]", '"stop"')):
+        reply.take(f'{{"choices":[{{"index":0,"token_ids":{ids},"finish_reason":{end}}}]}}'.encode(), at)
+    assert (reply.first, reply.gaps, reply.output_ids) == (1.0, [0.5, 1.5], [1, 2, 3, 4])
+    assert reply.tpot() == pytest.approx(2.0 / 3)
+
+
+def test_time_per_token_of_a_chat_runs_to_its_finish() -> None:
+    reply = Reply(RequestShape(backend="openai-chat"))
+    for at, delta, end in ((0.5, '""', "null"), (1.0, '"a"', "null"), (2.0, '"b"', "null"), (4.0, "null", '"length"')):
+        reply.take(f'{{"choices":[{{"delta":{{"content":{delta}}},"finish_reason":{end}}}]}}'.encode(), at)
+    reply.take(b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":7}}', 4.5)
+    assert (reply.first, reply.gaps, reply.tpot()) == (1.0, [1.0], pytest.approx(3.0 / 6))
+
+
+def test_datasets_follow_their_seed_and_lengths() -> None:
+    spec = DatasetSpec(kind="shared-prefix", shared_prefix_len=5, input_len=10, range_ratio=0.5, count=200, seed=4)
+    talks = make(spec)
+    prompts = [talk.turns[0].prompt for talk in talks]
+    assert talks == make(spec) and len({tuple(p[:5]) for p in prompts}) == 1
+    assert {len(p) for p in prompts} == set(range(10, 21))
+    assert all(10 <= i < 256 for p in prompts for i in p)
+    assert make(spec, stream=1)[0].turns[0].prompt[:5] == prompts[0][:5] != prompts[0][5:10]

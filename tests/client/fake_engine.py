@@ -1,0 +1,199 @@
+"""An engine without a scheduler or a model: a ROUTER in a thread that says what a test or its script tells it to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from tokserve.config import CacheConfig, Config, ModelConfig, RuntimeConfig, SchedulerConfig, ServerConfig
+from tokserve.messages import (
+    Abort,
+    Add,
+    Call,
+    Finish,
+    FromEngine,
+    Logprobs,
+    Output,
+    Ready,
+    Reply,
+    Step,
+    StepStats,
+    ToEngine,
+    decode_to_engine,
+    encode,
+    pack_ids,
+)
+
+T = TypeVar("T")
+VOCAB = 450
+READY = Ready(64, VOCAB, 40, 4, [2], "v1", {"fake": True})
+Script = Callable[[Add], list[Output]]
+
+
+def config(model: str | Path = "none", **options: Any) -> Config:
+    """A configuration that counts as resolved, without a checkpoint."""
+    model_options = {"max_logprobs": 20, "generation_config": "none"} | options.pop("model_options", {})
+    return Config(
+        model=ModelConfig(model=str(model), **model_options),
+        cache=CacheConfig(block_size=4),
+        scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "fcfs")),
+        runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0)),
+        server=ServerConfig(tokens_only=options.pop("tokens_only", False)),
+    )
+
+
+def logprobs_for(ids: Sequence[int], width: int = 2) -> Logprobs:
+    """Recognisable rows: -id/10, rank id % 7, top ids from id + 1."""
+    own = np.asarray(ids, dtype="<f4") / np.float32(-10)
+    top = np.asarray([[token + 1 + i for i in range(width)] for token in ids], dtype="<i4").reshape(len(ids), width)
+    ranks = np.asarray([token % 7 for token in ids], dtype="<i4")
+    return Logprobs(
+        own.tobytes(), ranks.tobytes(), top.tobytes(), (top / np.float32(-10)).astype("<f4").tobytes(), width
+    )
+
+
+def tokens(rid: str, ids: Sequence[int], finish: Finish | None = None, **fields: Any) -> Output:
+    """An output with these new tokens."""
+    return Output(rid, pack_ids(ids), finish=finish, **fields)
+
+
+def stop(detail: str = "max_tokens", reason: str = "length", **fields: Any) -> Finish:
+    """An end with times."""
+    return Finish(reason, detail, queued=0.25, first_token=0.5, total=1.5, **fields)
+
+
+def echo(add: Add) -> list[Output]:
+    """Streams the prompt back, one token per output."""
+    ids = np.frombuffer(add.prompt, "<i4").tolist()[: add.sampling.max_tokens]
+    logprobs = [logprobs_for([token]) if add.sampling.logprobs is not None else None for token in ids]
+    spans = [("v1", 0, len(ids))]
+    if add.hold:
+        joined = logprobs_for(ids) if add.sampling.logprobs is not None else None
+        return [tokens(add.rid, ids, stop(), logprobs=joined, spans=spans)]
+    ends = [None] * (len(ids) - 1) + [stop()]
+    return [
+        tokens(add.rid, [token], end, logprobs=row, spans=spans if end else [])
+        for token, row, end in zip(ids, logprobs, ends, strict=True)
+    ]
+
+
+class FakeEngine:
+    """`with FakeEngine(address) as engine:`; `engine.received` grows, `engine.send` speaks to the last front end.
+
+    Answers hello, ping, shutdown, abort_all and aborts by itself; adds by `script`, if there is one.
+    """
+
+    def __init__(self, address: str, ready: FromEngine | None = READY, script: Script | None = None) -> None:
+        self.address = address
+        self.received: list[ToEngine] = []
+        self.live: dict[str, Add] = {}
+        self.ended: set[str] = set()
+        self.closed = threading.Event()
+        self._ready = ready
+        self._script = script
+        self._news = threading.Condition()
+        self._outbox: deque[FromEngine] = deque()
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.closed.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    def send(self, *messages: FromEngine) -> None:
+        """Say these to the last front end that spoke."""
+        self._outbox.extend(messages)
+        os.eventfd_write(self._wake, 1)
+
+    def step(self, *outputs: Output, **stats: int) -> None:
+        """One step with these outputs."""
+        self.send(Step(list(outputs), StepStats(**stats)))
+
+    def wait(self, kind: type[T], count: int = 1, seconds: float = 10.0) -> list[T]:
+        """All messages of a kind, once there are `count`."""
+        with self._news:
+            end = time.monotonic() + seconds
+            while len(found := [m for m in self.received if isinstance(m, kind)]) < count:
+                assert self._news.wait(end - time.monotonic()), f"{len(found)} of {count} {kind.__name__} came"
+            return found
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is above it
+        socket.bind(self.address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        identity = b""
+        while not self.closed.is_set():
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if socket in ready:
+                identity, packed = socket.recv_multipart()
+                message = decode_to_engine(packed)
+                with self._news:
+                    self.received.append(message)
+                    self._news.notify_all()
+                self._outbox.extend(self._answers(message))
+            while self._outbox:
+                message_out = self._outbox.popleft()
+                if isinstance(message_out, Step):
+                    for output in message_out.outputs:
+                        if output.finish:
+                            self.live.pop(output.rid, None)
+                            self.ended.add(output.rid)
+                socket.send_multipart((identity, encode(message_out)))
+        socket.close(linger=500)
+        context.term()
+
+    def _answers(self, message: ToEngine) -> list[FromEngine]:
+        if isinstance(message, Add):
+            self.live[message.rid] = message
+            return [Step([output], StepStats(steps=1)) for output in self._script(message)] if self._script else []
+        if isinstance(message, Abort):
+            return self._abort(message.rids, message.reason, message.call_id)
+        return self._call(message)
+
+    def _abort(self, rids: list[str], reason: str, call_id: int | None) -> list[FromEngine]:
+        result = {r: "aborted" if r in self.live else "finished" if r in self.ended else "not_found" for r in rids}
+        outputs = [
+            tokens(rid, [], stop(reason, "abort"), spans=[("v1", 0, 99)])
+            for rid, outcome in result.items()
+            if outcome == "aborted"
+        ]
+        answers: list[FromEngine] = [Step(outputs, StepStats())] if outputs else []
+        return [*answers, Reply(call_id, result)] if call_id is not None else answers
+
+    def _call(self, call: Call) -> list[FromEngine]:
+        if call.method == "hello":
+            return [self._ready] if self._ready else []
+        if call.method == "ping":
+            return [Reply(call.call_id, {})]
+        if call.method == "abort_all":
+            return self._abort(list(self.live), call.args["reason"], call.call_id)
+        if call.method == "shutdown":
+            self.closed.set()
+            return self._abort(list(self.live), "shutdown", call.call_id)
+        if call.method == "silence":
+            return []
+        return [Reply(call.call_id, error=f"no verb {call.method!r}")]

@@ -1,0 +1,48 @@
+"""An engine process for tests, `python -m tests.client.fake_process MODE`: the real opening, fake answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+from tests.client.fake_engine import READY, FakeEngine, echo
+from tokserve.messages import Dead
+
+
+def main(mode: str) -> None:
+    """Behave as `mode` says."""
+    if mode == "exit":
+        sys.exit(3)
+    address = json.loads(sys.stdin.readline())["address"]
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready = {
+        "refuse": Dead("the checkpoint has no such tensor", expected=True),
+        "crash": Dead("KeyError: 'x'"),
+        "mute": None,
+    }.get(mode, READY)
+    engine = FakeEngine(address, ready, None if mode == "hang" else echo)
+
+    def parent_gone() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=parent_gone, daemon=True).start()
+    if mode in ("refuse", "crash"):
+        engine.wait(object)
+        time.sleep(0.05)
+        engine.close()
+        os._exit(1)
+    engine.closed.wait()
+    if mode == "stubborn":
+        time.sleep(600)
+    engine.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

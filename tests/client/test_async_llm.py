@@ -1,0 +1,521 @@
+"""AsyncLLM and Stream against a fake engine: deltas, merging, stop strings, aborts, ids, death."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.fake_engine import FakeEngine, Script, config, echo, logprobs_for, stop, tokens
+from tests.text.checkpoints import write_chatml
+from tokserve.client.async_llm import AsyncLLM, Stream, collect
+from tokserve.client.outputs import Completion, merge
+from tokserve.errors import Conflict, EngineDead, RequestError, RequestFailed, StartError
+from tokserve.messages import Abort, Add, Call, Dead, Finish, StepStats, pack_ids, unpack_ids
+from tokserve.params import SamplingParams
+from tokserve.text.tokenizer import Tokenizer
+
+PLAIN = SamplingParams()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chatml(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def play(tmp_path: Path, model: Path) -> Callable[..., None]:
+    """Run a scene with an engine and a client that has joined it."""
+
+    def run(
+        scene: Callable[[AsyncLLM, FakeEngine], Awaitable[None]], script: Script | None = None, **options: Any
+    ) -> None:
+        async def all_of_it() -> None:
+            async with joined(f"ipc://{tmp_path}/e.sock", model, script, **options) as (llm, engine):
+                await asyncio.wait_for(scene(llm, engine), 20)
+
+        asyncio.run(all_of_it())
+
+    return run
+
+
+@asynccontextmanager
+async def joined(
+    address: str, model: Path, script: Script | None, **options: Any
+) -> AsyncIterator[tuple[AsyncLLM, FakeEngine]]:
+    with FakeEngine(address, script=script) as engine:
+        llm = AsyncLLM.from_config(config(model, **options))
+        await llm.connect(address)
+        try:
+            yield llm, engine
+        finally:
+            await llm.shutdown()
+
+
+async def waited(engine: FakeEngine, kind: type[Any], count: int = 1) -> list[Any]:
+    return await asyncio.to_thread(engine.wait, kind, count)
+
+
+async def settled(llm: AsyncLLM) -> None:
+    """Everything the engine has said so far is taken."""
+    await llm.call("ping")
+
+
+def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([5, 6, 7], SamplingParams(logprobs=2, seed=9), request_id="r")
+        assert stream.request_id == "r" and stream.seed == 9 and stream.prompt_ids == [5, 6, 7]
+        [add] = await waited(engine, Add)
+        assert add.rid == "r#0" and add.seed == 9 and not add.hold and add.sampling.logprobs == 2
+        engine.step(tokens("r#0", [11], logprobs=logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached=3))
+        first = await anext(stream)
+        assert first == Completion(
+            0, [11], None, logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached_tokens=3
+        )
+        engine.step(tokens("r#0", [12, 13], logprobs=logprobs_for([12, 13])), running=1, steps=2)
+        assert await anext(stream) == Completion(0, [12, 13], None, logprobs_for([12, 13]))
+        assert llm.stats == StepStats(running=1, steps=2) and llm.num_inflight == 1
+        end = stop("stop_token", "stop", stop=14)
+        engine.step(tokens("r#0", [14], end, logprobs=logprobs_for([14]), spans=[("v1", 0, 4)]))
+        last = await anext(stream)
+        assert (last.token_ids, last.finish_reason, last.stop_reason) == ([14], "stop", 14)
+        assert last.stop_detail == "stop_token" and last.times == (0.25, 0.5, 1.5)
+        assert last.weight_versions == [("v1", 0, 4)] and llm.num_inflight == 0
+        assert [delta async for delta in stream] == []
+        await stream.aclose()
+        await settled(llm)
+        assert not [m for m in engine.received if isinstance(m, Abort)]
+
+    play(scene)
+
+
+def test_not_streamed_is_one_delta_per_choice_held_back_by_the_engine(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([5, 6, 7], SamplingParams(logprobs=2), stream=False)
+        deltas = [delta async for delta in stream]
+        assert len(deltas) == 1 and deltas[0].token_ids == [5, 6, 7] and deltas[0].logprobs == logprobs_for([5, 6, 7])
+        assert all(add.hold for add in engine.wait(Add))
+        streamed = await collect(llm.generate([5, 6, 7], SamplingParams(logprobs=2)))
+        assert streamed == deltas
+
+    play(scene, echo)
+
+
+def test_deltas_merge_while_nobody_fetches(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], SamplingParams(logprobs=1), request_id="r", text=True)
+        ids = llm.tokenizer.encode("slow but sure " * 20, False) if llm.tokenizer else []
+        for token in ids:
+            engine.step(tokens("r#0", [token], logprobs=logprobs_for([token])))
+        engine.step(tokens("r#0", [2], stop("eos", "stop"), logprobs=logprobs_for([2])))
+        await settled(llm)
+        [only] = [delta async for delta in stream]
+        assert only.token_ids == [*ids, 2] and only.logprobs == logprobs_for([*ids, 2])
+        assert only.text == "slow but sure " * 20 and only.finish_reason == "stop"
+
+    play(scene)
+
+
+def test_choices_interleave_and_have_their_own_seeds(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], SamplingParams(n=3, seed=(1 << 63) - 2), request_id="r")
+        adds = await waited(engine, Add, 3)
+        assert [add.rid for add in adds] == ["r#0", "r#1", "r#2"]
+        assert [add.seed for add in adds] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
+        assert stream.num_choices == 3 and adds[0].sampling.n == 1
+        engine.step(tokens("r#2", [7]), tokens("r#0", [8]))
+        engine.step(tokens("r#2", [9], stop()))
+        await settled(llm)
+        assert [(await anext(stream)).token_ids for _ in range(2)] == [[7, 9], [8]]
+        engine.step(tokens("r#1", [3], stop()), tokens("r#0", [], stop()))
+        await settled(llm)
+        assert sorted([(d.index, tuple(d.token_ids)) async for d in stream]) == [(0, ()), (1, (3,))]
+        assert llm.num_inflight == 0
+
+    play(scene)
+
+
+def test_a_seed_is_drawn_when_none_is_given(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        streams = [llm.generate([1], PLAIN) for _ in range(4)]
+        adds = await waited(engine, Add, 4)
+        assert [add.seed for add in adds] == [stream.seed for stream in streams]
+        assert len({stream.seed for stream in streams}) == 4 and all(0 <= s.seed < 1 << 63 for s in streams)
+        assert len({stream.request_id for stream in streams}) == 4
+
+    play(scene)
+
+
+def ids_of(llm: AsyncLLM, text: str) -> list[int]:
+    assert llm.tokenizer is not None
+    return [token for char in text for token in llm.tokenizer.encode(char, False)]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("text", [True, False])
+def test_a_stop_string_cuts_and_aborts(play: Callable[..., None], streamed: bool, include: bool, text: bool) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        params = SamplingParams(stop=["##"], logprobs=2, include_stop_str_in_output=include)
+        stream = llm.generate([1], params, request_id="r", stream=streamed, text=text)
+        [add] = await waited(engine, Add)
+        assert not add.hold, "the front end must see the text to find the stop"
+        assert add.sampling.stop == [] and not add.sampling.include_stop_str_in_output
+        ids = ids_of(llm, "ab#c##tail")
+        for part in (ids[:5], ids[5:8], ids[8:]):
+            engine.step(tokens("r#0", part, logprobs=logprobs_for(part)))
+        [abort] = await waited(engine, Abort)
+        assert abort.rids == ["r#0"] and abort.reason == "abort_stop_string"
+        deltas = [delta async for delta in stream]
+        assert streamed or len(deltas) == 1
+        [done] = merge(deltas)
+        assert done.token_ids == ids[:6] and done.logprobs == logprobs_for(ids[:6])
+        assert done.text == (("ab#c##" if include else "ab#c") if text else None)
+        assert (done.finish_reason, done.stop_reason, done.stop_detail) == ("stop", "##", "stop_string")
+        assert done.weight_versions == [("v1", 0, 6)] and done.times == (0.25, 0.5, 1.5)
+        assert llm.num_inflight == 0
+        assert len([m for m in engine.received if isinstance(m, Abort)]) == 1
+
+    play(scene)
+
+
+def test_a_possible_stop_is_held_back_from_the_text_but_not_its_tokens(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], SamplingParams(stop="##"), request_id="r", text=True)
+        ids = ids_of(llm, "a#b")
+        got = []
+        for token in ids:
+            engine.step(tokens("r#0", [token]))
+            delta = await anext(stream)
+            got.append((delta.token_ids, delta.text))
+        assert got == [([ids[0]], "a"), ([ids[1]], ""), ([ids[2]], "#b")]
+        engine.step(tokens("r#0", ids_of(llm, "#"), stop()))
+        last = await anext(stream)
+        assert last.text == "#" and last.finish_reason == "length"
+
+    play(scene)
+
+
+def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], SamplingParams(stop="##"), request_id="r", text=True)
+        ids = ids_of(llm, "a##b")
+        engine.step(tokens("r#0", ids, stop(), spans=[("v1", 0, 2), ("v2", 2, 4)]))
+        [done] = await collect(stream)
+        assert (done.text, done.token_ids, done.finish_reason) == ("a", ids[:3], "stop")
+        assert done.weight_versions == [("v1", 0, 2), ("v2", 2, 3)]
+        await settled(llm)
+        assert not [m for m in engine.received if isinstance(m, Abort)]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_the_token_that_ends_is_text_only_if_asked_for(play: Callable[..., None], include: bool) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
+        ids = ids_of(llm, "ab")
+        for end in ("eos", "stop_token", "max_tokens"):
+            stream = llm.generate([1], params, request_id=end, text=True)
+            engine.step(tokens(f"{end}#0", [*ids, 2], stop(end)))
+            [done] = await collect(stream)
+            assert done.text == ("ab<|im_end|>" if include or end == "max_tokens" else "ab")
+            assert done.token_ids == [*ids, 2]
+
+    play(scene)
+
+
+def test_text_can_be_turned_off(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        [done] = await collect(llm.generate([5, 6], SamplingParams(detokenize=False), text=True))
+        assert done.text == "" and done.token_ids == [5, 6]
+        with pytest.raises(RequestError) as caught:
+            llm.generate([5], SamplingParams(detokenize=False, stop="a"))
+        assert caught.value.field == "stop"
+
+    play(scene, echo)
+
+
+async def leave_by_close(stream: Stream) -> None:
+    await anext(stream)
+    await stream.aclose()
+    await stream.aclose()
+
+
+async def leave_by_with(stream: Stream) -> None:
+    with pytest.raises(ValueError):
+        async with stream:
+            raise ValueError
+
+
+async def leave_by_collect(stream: Stream) -> None:
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("leave", [leave_by_close, leave_by_with, leave_by_collect])
+def test_leaving_aborts_what_has_not_ended(
+    play: Callable[..., None], leave: Callable[[Stream], Awaitable[None]]
+) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], SamplingParams(n=3), request_id="r")
+        engine.step(tokens("r#1", [5], stop()), tokens("r#0", [4]))
+        await settled(llm)
+        await leave(stream)
+        [abort] = await waited(engine, Abort)
+        assert abort == Abort(["r#0", "r#2"], "abort_disconnect")
+        assert llm.num_inflight == 0
+        engine.step(tokens("r#0", [4]))
+        await settled(llm)
+        again = llm.generate([1], PLAIN, request_id="r")
+        engine.step(tokens("r#0", [9], stop()))
+        assert (await collect(again))[0].token_ids == [9]
+
+    play(scene)
+
+
+def test_dropping_a_stream_aborts(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        async def reader() -> None:
+            async for _ in llm.generate([1], PLAIN, request_id="cancelled"):
+                pass
+
+        llm.generate([1], PLAIN, request_id="never read")
+        task = asyncio.create_task(reader())
+        await waited(engine, Add, 2)
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        gc.collect()
+        aborts = await waited(engine, Abort, 2)
+        assert {abort.rids[0] for abort in aborts} == {"never read#0", "cancelled#0"}
+        assert {abort.reason for abort in aborts} == {"abort_disconnect"} and llm.num_inflight == 0
+
+    play(scene)
+
+
+def test_closing_ends_the_wait_of_another_task(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], PLAIN)
+
+        async def read() -> list[Completion]:
+            return [delta async for delta in stream]
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError, match="one consumer"):
+            await anext(stream)
+        stream.close()
+        assert await reading == []
+
+    play(scene)
+
+
+def test_a_cancelled_wait_loses_nothing(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], PLAIN, request_id="r")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.02)
+        engine.step(tokens("r#0", [5], stop()))
+        assert (await anext(stream)).token_ids == [5]
+        assert not [m for m in engine.received if isinstance(m, Abort)]
+
+    play(scene)
+
+
+def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], PLAIN, request_id="chatcmpl-x")
+        for same in ("chatcmpl-x", "x", "generate-tokens-x"):
+            with pytest.raises(Conflict) as caught:
+                llm.generate([1], PLAIN, request_id=same)
+            assert caught.value.status == 409 and caught.value.field == "request_id"
+        assert stream.request_id == "chatcmpl-x"
+        await waited(engine, Add)
+        engine.step(tokens("x#0", [5], stop()))
+        await collect(stream)
+        llm.generate([1], PLAIN, request_id="x").close()
+        assert len(await waited(engine, Add, 2)) == 2
+
+    play(scene)
+
+
+def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        one = llm.generate([1], PLAIN, request_id="generate-tokens-one", stream=False)
+        two = llm.generate([1], SamplingParams(n=2), request_id="two")
+        done = llm.generate([1], PLAIN, request_id="done")
+        await waited(engine, Add, 4)
+        engine.step(tokens("two#0", [5]), tokens("two#1", [6], stop()), tokens("done#0", [7], stop()))
+        await collect(done)
+        results = await llm.abort(["one", "chatcmpl-two", "done", "cmpl-nobody", "two"], "abort_user")
+        assert results == {
+            "one": "aborted", "chatcmpl-two": "aborted", "two": "aborted",
+            "done": "finished", "cmpl-nobody": "not_found",
+        }  # fmt: skip
+        [abort] = engine.wait(Abort)
+        assert sorted(abort.rids) == ["done#0", "nobody#0", "one#0", "two#0", "two#1"]
+        [first] = await collect(one)
+        assert (first.finish_reason, first.stop_detail) == ("abort", "abort_user")
+        assert [c.token_ids for c in await collect(two)] == [[5], [6]]
+        assert await llm.abort([]) == {}
+
+    play(scene)
+
+
+def test_abort_all(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        streams = [llm.generate([1], PLAIN, request_id=name) for name in ("a", "b#c")]
+        assert await llm.abort_all("shutdown") == {"a": "aborted", "b#c": "aborted"}
+        for stream in streams:
+            assert (await collect(stream))[0].stop_detail == "shutdown"
+
+    play(scene)
+
+
+def test_call(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        assert await llm.call("ping") == {}
+        with pytest.raises(RequestFailed, match="no verb 'dance'"):
+            await llm.call("dance", fast=True)
+        assert engine.wait(Call, 3)[-1].args == {"fast": True}
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.call("silence"), 0.02)
+        assert await llm.call("ping") == {}
+
+    play(scene)
+
+
+def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        waiting = [llm.generate([1], PLAIN, request_id=f"{i}") for i in range(3)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in waiting[:2]]
+        call = asyncio.create_task(llm.call("silence"))
+        engine.step(tokens("2#0", [5]))
+        await settled(llm)
+        engine.send(Dead("step 7: secrets of the machine"))
+        for task in (*tasks, call):
+            with pytest.raises(EngineDead) as caught:
+                await task
+            assert "secrets" not in caught.value.message and caught.value.code == "engine_dead"
+            assert caught.value.private == "step 7: secrets of the machine" and caught.value.status == 503
+        assert (await anext(waiting[2])).token_ids == [5], "what had come is not lost"
+        with pytest.raises(EngineDead):
+            await anext(waiting[2])
+        assert llm.dead is not None and llm.num_inflight == 0
+        with pytest.raises(EngineDead):
+            llm.generate([1], PLAIN)
+        with pytest.raises(EngineDead):
+            await llm.abort(["x"])
+        with pytest.raises(EngineDead):
+            await llm.call("ping")
+        for stream in waiting:
+            stream.close()
+
+    play(scene)
+
+
+def test_the_engines_refusal_ends_the_request_only(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], PLAIN, request_id="r", text=True)
+        engine.step(tokens("r#0", [], Finish("error", "nan", message="the logits were not finite")))
+        [done] = await collect(stream)
+        assert (done.finish_reason, done.stop_detail, done.message) == ("error", "nan", "the logits were not finite")
+        assert done.times == (0.0, 0.0, 0.0) and done.text == "" and llm.dead is None
+
+    play(scene)
+
+
+def test_refused_requests_send_nothing(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        for bad in (SamplingParams(temperature=3.0), SamplingParams(stop_token_ids=[999])):
+            with pytest.raises(RequestError):
+                llm.generate([1], bad, request_id="r")
+        with pytest.raises(RequestError):
+            llm.generate([], PLAIN, request_id="r")
+        await settled(llm)
+        assert not [m for m in engine.received if isinstance(m, Add)] and llm.num_inflight == 0
+
+    play(scene)
+
+
+def test_terms_reach_the_engine(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        packed = pack_ids([3, 4])
+        params = SamplingParams(temperature=1e-9, max_tokens=7)
+        stream = llm.generate(packed, params, priority=-2, cache_salt="s", deadline_ms=5, queue_timeout_ms=6)
+        assert stream.prompt_ids == [3, 4]
+        [add] = await waited(engine, Add)
+        assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-2, "s", 5, 6)
+        assert unpack_ids(add.prompt) == [3, 4] and add.sampling.temperature == 1e-9 and add.sampling.max_tokens == 7
+
+    play(scene, policy="priority")
+
+
+def test_many_streams_at_once(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        prompts = [[(i * 7 + j) % 100 for j in range(40)] for i in range(60)]
+        results = await asyncio.gather(*[collect(llm.generate(prompt, PLAIN)) for prompt in prompts])
+        assert [result[0].token_ids for result in results] == prompts
+        assert llm.num_inflight == 0
+
+    play(scene, echo)
+
+
+def test_after_shutdown_nothing_starts(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.generate([1], PLAIN)
+        await llm.shutdown()
+        assert (await collect(stream))[0].stop_detail == "shutdown"
+        with pytest.raises(EngineDead, match="shut down"):
+            llm.generate([1], PLAIN)
+        with pytest.raises(EngineDead, match="shut down"):
+            await llm.call("ping")
+        assert llm.dead is None
+        await llm.shutdown()
+
+    play(scene)
+
+
+def test_before_the_start_nothing_works() -> None:
+    llm = AsyncLLM.from_config(config())
+    with pytest.raises(EngineDead, match="not started"):
+        llm.generate([1], PLAIN)
+    with pytest.raises(EngineDead, match="not started"):
+        _ = llm.ready
+
+
+def test_a_missing_tokenizer_stops_the_start(tmp_path: Path) -> None:
+    async def scene(**options: Any) -> AsyncLLM:
+        with FakeEngine(f"ipc://{tmp_path}/e.sock"):
+            llm = AsyncLLM.from_config(config(tmp_path, **options))
+            await llm.connect(f"ipc://{tmp_path}/e.sock")
+            await llm.shutdown()
+            return llm
+
+    with pytest.raises(StartError, match="tokens-only"):
+        asyncio.run(scene())
+    assert asyncio.run(scene(tokens_only=True)).tokenizer is None
+
+
+def test_a_death_while_the_tokenizer_loads_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"ipc://{tmp_path}/e.sock"
+    with FakeEngine(address) as engine:
+
+        def load(directory: Path) -> None:
+            engine.wait(Call)
+            engine.send(Dead("too late"))
+            time.sleep(0.2)
+
+        monkeypatch.setattr(Tokenizer, "load", load)
+        with pytest.raises(StartError, match="too late"):
+            asyncio.run(AsyncLLM.from_config(config(tmp_path)).connect(address))

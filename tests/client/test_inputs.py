@@ -1,0 +1,221 @@
+"""Inputs: every refusal names its field; what passes is built without loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from tests.client.fake_engine import READY, VOCAB, config
+from tests.text.checkpoints import byte_level_json
+from tokserve.client.inputs import Inputs, Order, bare_id, generation_defaults, pack_prompt, typed
+from tokserve.errors import RequestError, StartError
+from tokserve.messages import pack_ids, unpack_ids
+from tokserve.params import SamplingParams
+from tokserve.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(Backend.from_str(byte_level_json()))
+
+
+def inputs(tokenizer: Tokenizer | None = TOKENIZER, **options: Any) -> Inputs:
+    return Inputs(config(**options), READY, lambda: tokenizer)
+
+
+def refusal(order: Order, checks: Inputs | None = None) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        (checks or inputs()).prepare(order)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def asked(**params: Any) -> Order:
+    return Order([1, 2, 3], SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "must not be empty"),
+        (b"", "must not be empty"),
+        ([1, -1], r"token_ids\[1\] is -1"),
+        ([1, 2, VOCAB], rf"token_ids\[2\] is {VOCAB}; this model's token ids are 0 to {VOCAB - 1}"),
+        ([1, 1 << 31], r"token_ids\[1\] is 2147483648"),
+        ([1, -(1 << 70)], r"token_ids\[1\] is -1180591620717411303424"),
+        ([1.5], "list of integers"),
+        (["a"], "list of integers"),
+        ("text", "list of integers"),
+        (b"123", "4 bytes each"),
+        (pack_ids([7, VOCAB]), rf"token_ids\[1\] is {VOCAB}"),
+        ([1] * 64, "prompt has 64 tokens; with at least one output token that is over max_model_len 64"),
+    ],
+)
+def test_prompts_that_cannot_be_served(prompt: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        inputs().prepare(Order(prompt, SamplingParams()))
+    assert caught.value.field == "token_ids"
+
+
+def test_a_prompt_the_kv_cache_cannot_hold() -> None:
+    small = Inputs(config(), type(READY)(64, VOCAB, 3, 4, [2], "v1"), lambda: None)
+    assert "KV cache holds 12" in refusal(Order([1] * 13, SamplingParams()), small).message
+    small.prepare(Order([1] * 12, SamplingParams()))
+
+
+PACKED = pack_ids([1, 2, 3])
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), PACKED, bytearray(PACKED)])
+def test_prompts_of_any_kind_travel_packed(prompt: Any) -> None:
+    [add] = inputs().prepare(Order(prompt, SamplingParams())).adds
+    assert add.prompt == pack_ids([1, 2, 3])
+
+
+def test_the_longest_prompt_and_any_max_tokens_pass() -> None:
+    [add] = inputs().prepare(Order([1] * 63, SamplingParams(max_tokens=10_000))).adds
+    assert add.sampling.max_tokens == 10_000
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"stop_token_ids": [1, 2, VOCAB]}, "stop_token_ids[2]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids[0]"),
+        ({"bad_token_ids": [0, VOCAB]}, "bad_token_ids[1]"),
+        ({"logprob_token_ids": [VOCAB]}, "logprob_token_ids[0]"),
+        ({"stop_token_sequences": [[1], [2, VOCAB]]}, "stop_token_sequences[1][1]"),
+        ({"bad_token_sequences": [[-5]]}, "bad_token_sequences[0][0]"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias.{VOCAB}"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias.-1"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs_start": 3}, "prompt_logprobs_start"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"stop": ["a"], "detokenize": False}, "stop"),
+        ({"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_token_sequences": [[4]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids"),  # 2 is the eos
+        ({"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1}, "allowed_token_ids"),
+        ({"bad_token_ids": list(range(VOCAB))}, "bad_token_ids"),
+    ],
+)
+def test_params_that_this_model_cannot_serve(params: dict[str, Any], field: str) -> None:
+    error = refusal(asked(**params))
+    assert error.field == field and field.partition("[")[0].partition(".")[0] in error.message
+
+
+def test_few_tokens_left_to_draw_are_enough() -> None:
+    for params in (
+        {"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_token_sequences": [[4, 4]]},
+        {"allowed_token_ids": [2], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [2]},
+        {"bad_token_ids": list(range(1, VOCAB))},
+    ):
+        inputs().prepare(asked(**params))
+
+
+def test_logprobs_limits() -> None:
+    inputs().prepare(asked(logprobs=20, prompt_logprobs=20, prompt_logprobs_start=2))
+    unlimited = inputs(model_options={"max_logprobs": -1})
+    unlimited.prepare(asked(logprobs=-1, prompt_logprobs=VOCAB))
+    with pytest.raises(RequestError, match=f"at most {VOCAB}"):
+        unlimited.prepare(asked(logprobs=VOCAB + 1))
+    whole = inputs(model_options={"max_logprobs": VOCAB})
+    whole.prepare(asked(logprobs=-1))
+    assert "whole vocabulary" in refusal(asked(logprobs=-1)).message
+
+
+@pytest.mark.parametrize(
+    ("order", "field"),
+    [
+        (Order([1], SamplingParams(stop="a")), "stop"),
+        (Order([1], SamplingParams(bad_words=["a"])), "bad_words"),
+        (Order([1], SamplingParams(), text=True), "output_mode"),
+    ],
+)
+def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
+    error = refusal(order, inputs(None))
+    assert error.field == field and "--tokens-only" in error.message
+    inputs().prepare(order)
+
+
+@pytest.mark.parametrize(
+    ("terms", "field"),
+    [
+        ({"priority": 1}, "priority"),
+        ({"cache_salt": "x" * 129}, "cache_salt"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"queue_timeout_ms": -1}, "queue_timeout_ms"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 1025}, "request_id"),
+    ],
+)
+def test_terms_that_cannot_be_kept(terms: dict[str, Any], field: str) -> None:
+    assert refusal(Order([1], SamplingParams(), **terms)).field == field
+
+
+def test_terms_that_can() -> None:
+    order = Order([1], SamplingParams(), priority=-3, cache_salt="x" * 128, deadline_ms=1, queue_timeout_ms=1)
+    [add] = inputs(policy="priority").prepare(order).adds
+    assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-3, "x" * 128, 1, 1)
+
+
+def test_the_engine_gets_no_text_fields() -> None:
+    params = SamplingParams(
+        n=2, stop=["a"], bad_words=["the"], include_stop_str_in_output=True, skip_special_tokens=False, seed=5,
+        temperature=1e-12, top_k=3,
+    )  # fmt: skip
+    prepared = inputs().prepare(Order([1], params, "id", stream=False))
+    assert prepared.seed == 5 and [add.seed for add in prepared.adds] == [5, 6]
+    sampling = prepared.adds[0].sampling
+    assert sampling == SamplingParams(temperature=1e-12, top_k=3, bad_token_sequences=sampling.bad_token_sequences)
+    spelled = {TOKENIZER.decode(ids) for ids in sampling.bad_token_sequences}
+    assert spelled == {"the", " the"}
+
+
+def test_bad_words_join_the_sequences_given_as_ids() -> None:
+    the = TOKENIZER.encode(" the", False)
+    params = SamplingParams(bad_words=[" the"], bad_token_sequences=[[9], the])
+    [add] = inputs().prepare(Order([1], params)).adds
+    assert add.sampling.bad_token_sequences == [[9], the]
+
+
+def test_ids_lose_their_prefix() -> None:
+    assert [bare_id(i) for i in ("a", "cmpl-a", "chatcmpl-a", "generate-tokens-a", "cmpl-")] == ["a"] * 4 + ["cmpl-"]
+    prepared = inputs().prepare(Order([1], SamplingParams(), "chatcmpl-a"))
+    assert (prepared.request_id, prepared.key, prepared.adds[0].rid) == ("chatcmpl-a", "a", "a#0")
+
+
+def test_packing_agrees_with_the_wire() -> None:
+    ids = list(range(0, VOCAB, 7))
+    assert unpack_ids(pack_prompt(ids, VOCAB)) == ids
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    def defaults(**model: Any) -> SamplingParams:
+        return generation_defaults(config(tmp_path, model_options=model).model)
+
+    assert defaults(generation_config="auto") == SamplingParams()
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "eos_token_id": 2})
+    )
+    assert defaults(generation_config="auto") == SamplingParams(temperature=0.6, top_k=20)
+    assert defaults(generation_config="none") == SamplingParams()
+    assert defaults(generation_config=str(tmp_path)) == SamplingParams(temperature=0.6, top_k=20)
+    with pytest.raises(StartError, match="not a directory"):
+        defaults(generation_config="/no/such")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 9}')
+    with pytest.raises(StartError, match="bad value"):
+        defaults(generation_config="auto")
+
+
+def test_untyped_params_are_refused_by_field() -> None:
+    assert typed(SamplingParams(top_k=3)) == SamplingParams(top_k=3)
+    for params, field in (({"top_k": "x"}, "top_k"), ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]")):
+        with pytest.raises(RequestError) as caught:
+            typed(SamplingParams(**params))  # type: ignore[arg-type]
+        assert caught.value.field == field

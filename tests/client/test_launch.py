@@ -1,0 +1,239 @@
+"""The engine's process: started, refused, crashed, killed, stubborn; nothing is ever left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.fake_engine import READY, config
+from tokserve.client import async_llm, launch
+from tokserve.client.async_llm import AsyncLLM, collect
+from tokserve.client.launch import EngineProcess, describe_exit
+from tokserve.errors import EngineDead, StartError
+from tokserve.params import SamplingParams
+
+PLAIN = SamplingParams()
+
+
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`mode(name)` decides how the engine processes of this test behave; their directories go to tmp_path."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def choose(name: str) -> None:
+        monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.client.fake_process", name))
+
+    yield choose
+    assert not list(tmp_path.iterdir()), "a socket directory was left behind"
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def pid_of(llm: AsyncLLM) -> int:
+    assert llm._engine is not None
+    return llm._engine.pid
+
+
+def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
+    mode("serve")
+
+    async def scene() -> int:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        [directory] = tmp_path.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert llm.ready == READY and llm.dead is None
+        assert (await collect(llm.generate([4, 5], PLAIN)))[0].token_ids == [4, 5]
+        pid = pid_of(llm)
+        await llm.shutdown()
+        assert gone(pid) and llm._engine is not None and llm._engine.exited.result() == 0
+        return pid
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("refuse", r"^the checkpoint has no such tensor$"),
+        ("crash", "the engine failed to start: KeyError: 'x'; its log says more"),
+        ("exit", "the engine failed to start: the engine process ended with exit code 3"),
+        ("mute", r"was not ready after 0.5 s \(start_timeout\)"),
+    ],
+)
+def test_a_start_that_fails_says_why(mode: Any, name: str, message: str) -> None:
+    mode(name)
+    seen: list[AsyncLLM] = []
+
+    async def scene() -> None:
+        seen.append(AsyncLLM.from_config(config(tokens_only=True, start_timeout=0.5 if name == "mute" else 20)))
+        await seen[0].start()
+
+    with pytest.raises(StartError, match=message):
+        asyncio.run(scene())
+    assert gone(pid_of(seen[0]))
+
+
+def test_a_cancelled_start_leaves_nothing(mode: Any) -> None:
+    mode("mute")
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        starting = asyncio.create_task(llm.start())
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await llm.shutdown()
+        assert gone(pid_of(llm))
+
+    asyncio.run(scene())
+
+
+def test_a_killed_engine_is_noticed(mode: Any) -> None:
+    mode("hang")
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN)))
+        await asyncio.sleep(0)
+        os.kill(pid_of(llm), signal.SIGKILL)
+        with pytest.raises(EngineDead) as caught:
+            await asyncio.wait_for(waiting, 10)
+        assert caught.value.private == "the engine process was killed by SIGKILL"
+        assert llm.dead is not None and "SIGKILL" not in llm.dead.message
+        with pytest.raises(EngineDead):
+            llm.generate([1], PLAIN)
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_requests_in_flight_end_with_what_they_have(mode: Any) -> None:
+    mode("hang")
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN)))
+        await asyncio.sleep(0)
+        await llm.shutdown()
+        assert (await waiting)[0].stop_detail == "shutdown"
+
+    asyncio.run(scene())
+
+
+def test_a_stubborn_engine_is_killed(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode("stubborn")
+    monkeypatch.setattr(async_llm, "SHUTDOWN_PATIENCE", 0.3)
+    monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        await llm.shutdown()
+        assert gone(pid_of(llm)) and llm._engine is not None and llm._engine.exited.result() == -signal.SIGKILL
+
+    asyncio.run(scene())
+
+
+def test_a_loop_that_ends_takes_the_engine_along(mode: Any) -> None:
+    mode("serve")
+    pids: list[int] = []
+
+    async def scene() -> None:
+        engine = EngineProcess(config())
+        pids.append(engine.pid)
+
+    with pytest.warns(ResourceWarning, match="still running"):
+        asyncio.run(scene())
+        import gc
+
+        gc.collect()
+        end = time.monotonic() + 10
+        while _alive(pids[0]) and time.monotonic() < end:
+            time.sleep(0.02)
+    assert not _alive(pids[0])
+
+
+def _alive(pid: int) -> bool:
+    """Runs and is no zombie (a child nobody waited for)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_does_not_reach_the_engine(mode: Any) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        assert os.getpgid(pid_of(llm)) != os.getpgid(0)
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_it_starts_once(mode: Any) -> None:
+    """A second engine would take the first one's place, and nobody would end that."""
+    mode("serve")
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_config(config(tokens_only=True))
+        await llm.start()
+        first = pid_of(llm)
+        with pytest.raises(StartError, match="starts once"):
+            await llm.start()
+        assert pid_of(llm) == first and llm.dead is None
+        await llm.shutdown()
+        with pytest.raises(StartError, match="starts once"):
+            await llm.start()
+
+    asyncio.run(scene())
+
+
+def test_a_command_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "COMMAND", ("/no/such/python",))
+
+    async def scene() -> None:
+        await AsyncLLM.from_config(config(tokens_only=True)).start()
+
+    with pytest.raises(StartError, match="could not be started"):
+        asyncio.run(scene())
+    import gc
+
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_exit_codes_in_words() -> None:
+    assert describe_exit(1) == "the engine process ended with exit code 1"
+    assert describe_exit(-9) == "the engine process was killed by SIGKILL"
+    assert describe_exit(-99) == "the engine process was killed by signal 99"
+
+
+def test_a_temporary_directory_with_a_long_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    path = launch._private_directory()
+    assert path.startswith("/tmp/") and len(path) < 80
+    os.rmdir(path)
+    assert not list(long.iterdir())

@@ -1,0 +1,80 @@
+"""The wire: bursts, sends that cross with answers, closing in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+from pathlib import Path
+
+from tests.client.fake_engine import FakeEngine
+from tokserve.client.link import BURST, Link
+from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
+
+
+def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/e.sock"
+    got: list[FromEngine] = []
+
+    async def scene() -> None:
+        link = Link(address, got.append)
+        link.send(Call(0, "hello"))
+        count = 5 * BURST + 3
+        with FakeEngine(address) as engine:
+            await asyncio.to_thread(engine.wait, Call)
+            for i in range(count):
+                engine.send(Reply(i))
+                if i % 7 == 0:
+                    link.send(Call(1000 + i, "silence"))
+                if i % 50 == 0:
+                    await asyncio.sleep(0.001)
+            end = asyncio.get_running_loop().time() + 10
+            while len(got) < count + 1 and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.005)
+            assert isinstance(got[0], Ready)
+            assert [m.call_id for m in got[1:] if isinstance(m, Reply)] == list(range(count))
+            assert len(await asyncio.to_thread(engine.wait, Call, 1 + (count + 6) // 7)) == 1 + (count + 6) // 7
+        link.close()
+        link.close()
+
+    asyncio.run(scene())
+
+
+def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/e.sock"
+    got: list[FromEngine] = []
+
+    async def scene() -> None:
+        def deliver(message: FromEngine) -> None:
+            got.append(message)
+            if isinstance(message, Dead):
+                link.close()
+
+        link = Link(address, deliver)
+        link.send(Call(0, "hello"))
+        with FakeEngine(address) as engine:
+            await asyncio.to_thread(engine.wait, Call)
+            engine.send(Dead("x"), *[Reply(i) for i in range(10)])
+            await asyncio.sleep(0.1)
+        assert isinstance(got[-1], Dead)
+
+    asyncio.run(scene())
+
+
+def forget(address: str) -> None:
+    async def scene() -> None:
+        link = Link(address, lambda _: None)
+        link.itself = link  # type: ignore[attr-defined]
+        link.send(Call(0, "hello"))
+
+    asyncio.run(scene())
+    gc.collect()
+
+
+def test_collecting_one_that_was_never_closed_does_not_block(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=forget, args=(f"ipc://{tmp_path}/e.sock",))
+    process.start()
+    process.join(20)
+    blocked = process.is_alive()
+    process.kill()
+    assert not blocked and process.exitcode == 0

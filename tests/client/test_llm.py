@@ -1,0 +1,266 @@
+"""LLM: the offline API over real processes: a fake engine, and the real one around a scripted executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.client.fake_engine import config, logprobs_for
+from tests.text.checkpoints import write_chatml
+from tokserve.client import launch
+from tokserve.client.llm import LLM, Logprob, TokenLogprobs
+from tokserve.errors import EngineDead, RequestError, StartError
+from tokserve.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_chatml(tmp_path_factory.mktemp("model"))
+    (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
+    return directory
+
+
+def make(model: Path, mode: str = "serve", **options: Any) -> LLM:
+    """An LLM whose engine is the fake one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.client.fake_process", mode))
+        patch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model, **options))
+        return LLM(str(model))
+
+
+@pytest.fixture(scope="module")
+def fake(model: Path) -> Iterator[LLM]:
+    with make(model, model_options={"generation_config": "auto"}) as made:
+        yield made
+
+
+def test_outputs_keep_the_order_of_the_prompts(fake: LLM) -> None:
+    outputs = fake.generate(["one and two", [4, 5, 6], "three"], SamplingParams(logprobs=2), use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["one and two", None, "three"]
+    assert [output.outputs[0].token_ids for output in outputs] == [output.prompt_token_ids for output in outputs]
+    assert outputs[1].prompt_token_ids == [4, 5, 6]
+    assert outputs[0].outputs[0].text == "one and two"
+    first = outputs[1].outputs[0]
+    assert (first.index, first.finish_reason, first.stop_reason) == (0, "length", None)
+    assert first.logprobs is not None and len(first.logprobs) == 3
+    assert first.cumulative_logprob == pytest.approx(-1.5)
+    assert len({output.request_id for output in outputs}) == 3 and all(output.finished for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ids"),
+    [
+        ([4, 5], [[4, 5]]),
+        ([[4, 5], [6]], [[4, 5], [6]]),
+        (np.array([4, 5]), [[4, 5]]),
+        ([np.array([4, 5])], [[4, 5]]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_several(fake: LLM, prompts: Any, ids: list[list[int]]) -> None:
+    assert [output.prompt_token_ids for output in fake.generate(prompts, use_tqdm=False)] == ids
+
+
+def test_chat_renders_the_template(fake: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    [one] = fake.chat(talk, use_tqdm=False)
+    assert one.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    both = fake.chat(
+        [talk, [*talk, {"role": "assistant", "content": "yo"}]], use_tqdm=False, add_generation_prompt=False
+    )
+    assert [output.prompt.count("<|im_start|>") for output in both if output.prompt] == [1, 2]
+    with pytest.raises(RequestError) as caught:
+        fake.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    assert caught.value.field == "messages[0].content[0].type"
+
+
+def test_the_models_defaults_hold_without_params(fake: LLM) -> None:
+    assert fake._params(None, 2) == [SamplingParams(temperature=0.5, top_k=7)] * 2
+    assert fake._params(SamplingParams(), 1) == [SamplingParams()]
+
+
+def test_params_one_for_all_or_one_each(fake: LLM) -> None:
+    each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
+    outputs = fake.generate([[4, 5, 6]] * 2, each, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
+    with pytest.raises(RequestError, match="2 prompts and 1 params"):
+        fake.generate([[4], [5]], [SamplingParams()])
+
+
+def test_a_bad_request_refuses_the_batch_and_frees_the_rest(fake: LLM) -> None:
+    with pytest.raises(RequestError) as caught:
+        fake.generate([[4], [5], [-1]], use_tqdm=False)
+    assert caught.value.field == "token_ids"
+    with pytest.raises(RequestError) as caught:
+        fake.generate([4], SamplingParams(top_p="high"), use_tqdm=False)  # type: ignore[arg-type]
+    assert caught.value.field == "top_p"
+    assert fake._llm.num_inflight == 0
+    assert fake.generate([4], use_tqdm=False)[0].outputs[0].token_ids == [4]
+
+
+def test_several_choices(fake: LLM) -> None:
+    [output] = fake.generate([4, 5], SamplingParams(n=3, seed=1), use_tqdm=False)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2] and output.seed == 1
+
+
+def test_the_progress_bar_counts_requests(fake: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.generate([[4], [5]])
+    assert "2/2" in capsys.readouterr().err
+    fake.generate([[4], [5]], use_tqdm=False)
+    assert not capsys.readouterr().err
+
+
+def test_ctrl_c_stops_the_work_and_the_engine_lives(model: Path) -> None:
+    with make(model, "hang") as hanging:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            hanging.generate([[4], [5]], use_tqdm=False)
+        timer.join()
+        end = time.monotonic() + 10
+        while hanging._llm.num_inflight and time.monotonic() < end:
+            time.sleep(0.01)
+        assert hanging._llm.num_inflight == 0
+        assert hanging._wait(hanging._llm.call("ping")) == {}
+
+
+def test_close_twice_and_then_nothing(model: Path) -> None:
+    made = make(model)
+    made.close()
+    made.close()
+    assert not made._thread.is_alive()
+    with pytest.raises(RequestError, match="closed"):
+        made.generate([4])
+
+
+def test_a_dead_engine_is_told(model: Path) -> None:
+    with make(model, "hang") as made:
+        engine = made._llm._engine
+        assert engine is not None
+        threading.Timer(0.1, os.kill, (engine.pid, signal.SIGKILL)).start()
+        with pytest.raises(EngineDead):
+            made.generate([4], use_tqdm=False)
+
+
+def test_a_start_that_fails_raises(model: Path) -> None:
+    threads = threading.active_count()
+    with pytest.raises(StartError, match="no such tensor"):
+        make(model, "refuse")
+    assert threading.active_count() <= threads
+    with pytest.raises(StartError, match="unknown option"):
+        LLM("demo", no_such_option=1)
+
+
+def test_tokens_only(model: Path) -> None:
+    with make(model, tokens_only=True) as made:
+        assert made.tokenizer is None
+        assert made.generate([4, 5], use_tqdm=False)[0].outputs[0].text == ""
+        for call in (lambda: made.generate("text"), lambda: made.chat([{"role": "user", "content": "a"}])):
+            with pytest.raises(RequestError, match="tokens_only"):
+                call()
+
+
+def test_logprobs_as_arrays_and_by_token() -> None:
+    packed = logprobs_for([5, 8], 3)
+    logprobs = TokenLogprobs([5, 8], packed, named=1)
+    assert logprobs.token_logprobs.tolist() == pytest.approx([-0.5, -0.8])
+    assert logprobs.top_ids.tolist() == [[6, 7, 8], [9, 10, 11]] and logprobs.ranks.tolist() == [5, 1]
+    assert list(logprobs[1]) == [8, 11, 9, 10]
+    assert logprobs[0][5] == Logprob(pytest.approx(-0.5), 5) and logprobs[0][7].rank == 2 and logprobs[0][8].rank == 0
+    assert logprobs.mode == "raw" and logprobs.top_logprobs.shape == (2, 3)
+    assert len(TokenLogprobs([5], logprobs_for([5], 0))[0]) == 1
+
+
+SCRIPT = """
+import pytest
+from tests.client.fake_engine import config
+from tokserve.client import async_llm, launch
+import sys
+launch.COMMAND = (sys.executable, "-m", "tests.client.fake_process", "serve")
+async_llm.resolve = lambda _: config("x", tokens_only=True)
+from tokserve import LLM
+llm = LLM()
+print(llm.generate([4, 5], use_tqdm=False)[0].outputs[0].token_ids)
+print(llm._llm._engine.pid)
+"""
+
+
+def test_a_script_needs_no_main_guard_and_no_close(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, pid = done.stdout.split("\n")[:2]
+    assert tokens == "[4, 5]" and not done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+FORK = """
+import os, sys
+from tests.client.fake_engine import config
+from tokserve.client import async_llm, launch
+launch.COMMAND = (sys.executable, "-m", "tests.client.fake_process", "serve")
+async_llm.resolve = lambda _: config("x", tokens_only=True)
+from tokserve import LLM
+from tokserve.errors import EngineDead
+llm = LLM()
+child = os.fork()
+try:
+    told = llm.generate([4, 5], use_tqdm=False)[0].outputs[0].token_ids
+except EngineDead as error:
+    told = error
+os.write(1, f"{told}\\n".encode())  # one write: two processes share the pipe
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print(len(llm.generate([6], use_tqdm=False)))
+"""
+
+
+def test_a_fork_is_refused_ends_by_itself_and_leaves_the_engine_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FORK)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["[4, 5]", "a forked process must make its own LLM"] and lines[2:] == ["1"]
+
+
+def test_the_real_engine_around_a_scripted_executor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
+    monkeypatch.setattr("tokserve.client.async_llm.resolve", lambda _: config(model, tokens_only=True))
+    with LLM(str(model)) as real:
+        prompts = [[i, i + 1, i + 2] for i in range(8)]
+        params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+        outputs = real.generate(prompts, params, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        for output in outputs:
+            [choice] = output.outputs
+            assert len(choice.token_ids) == 6 and choice.finish_reason == "length"
+            assert choice.stop_detail == "max_tokens" and choice.weight_versions[0][1:] == (0, 6)
+            assert choice.logprobs is not None and choice.logprobs.top_ids.shape == (6, 2)
+            assert (
+                output.prompt_logprobs is not None and output.prompt_logprobs.token_ids == output.prompt_token_ids[1:]
+            )
+        alone = real.generate(prompts[2], params, use_tqdm=False)[0].outputs[0]
+        assert alone.token_ids == outputs[2].outputs[0].token_ids
+        assert real._wait(real._llm.call("check")) is True
+        assert real._llm.stats.blocks_held == 0

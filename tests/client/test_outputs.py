@@ -1,0 +1,26 @@
+"""Merging deltas gives what an unstreamed request returns."""
+
+from tests.client.fake_engine import logprobs_for
+from tokserve.client.outputs import Completion, join_logprobs, merge
+
+
+def test_merge() -> None:
+    end = {"finish_reason": "stop", "stop_reason": 5, "stop_detail": "stop_token", "times": (1.0, 2.0, 3.0)}
+    deltas = [
+        Completion(1, [7], "x", logprobs_for([7]), prompt_logprobs=logprobs_for([1, 2]), cached_tokens=4),
+        Completion(0, [1, 2], "ab", logprobs_for([1, 2])),
+        Completion(0, [], "", weight_versions=[("v", 0, 2)], **end),  # type: ignore[arg-type]
+        Completion(1, [8], "y", logprobs_for([8]), finish_reason="length"),
+    ]
+    first, second = merge(deltas)
+    assert first == Completion(0, [1, 2], "ab", logprobs_for([1, 2]), weight_versions=[("v", 0, 2)], **end)  # type: ignore[arg-type]
+    assert (second.index, second.token_ids, second.text, second.finish_reason) == (1, [7, 8], "xy", "length")
+    assert second.logprobs == logprobs_for([7, 8]) and second.prompt_logprobs == logprobs_for([1, 2])
+    assert second.cached_tokens == 4
+    assert merge([]) == []
+
+
+def test_join_logprobs() -> None:
+    assert join_logprobs([]) is None
+    parts = [logprobs_for([i], 3) for i in range(4)]
+    assert join_logprobs(parts) == logprobs_for(range(4), 3) == parts[0].join(parts[1]).join(parts[2]).join(parts[3])

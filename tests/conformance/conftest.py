@@ -1,0 +1,27 @@
+"""The server that is asked: `pytest tests/conformance --base-url http://host:8000`, or else a demo server."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conformance.api import Api
+from tests.e2e.server import Server
+
+
+@pytest.fixture(scope="session")
+def api(pytestconfig: pytest.Config) -> Iterator[Api]:
+    given = pytestconfig.getoption("--base-url")
+    if given:
+        with Api(given) as asked:
+            yield asked
+    else:
+        with Server("demo") as server, Api(server.url) as asked:
+            yield asked
+
+
+@pytest.fixture
+def text(api: Api) -> Api:
+    """The same, for what needs a tokenizer."""
+    if api.tokens_only:
+        pytest.skip("a tokens-only server")
+    return api

@@ -1,0 +1,29 @@
+"""Servers and checkpoints that several end-to-end tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Server]:
+    """The demo model with everything at its default."""
+    with Server("demo") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tokens_only() -> Iterator[Server]:
+    """The demo model, token routes only."""
+    with Server("demo", "--tokens-only") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_dir() -> Path:
+    from tokserve.checkpoint import DEMO_DIR
+
+    return DEMO_DIR

@@ -1,0 +1,111 @@
+"""A real `tokserve serve` process for tests: started from the command line, on a free port, killed at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+START_SECONDS = 120.0
+
+
+class Server:
+    """`with Server("demo", "--max-num-seqs", "4") as server: server.post(...)`.  `log` holds stderr's lines."""
+
+    def __init__(self, model: str | Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "tokserve", "serve", str(model), "--port", "0", *flags]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
+        )
+        self.log: list[str] = []
+        self._url: str | None = None
+        self._found = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.log.append(line.rstrip("\n"))
+            if found := re.search(r"serving on (\S+),", line):
+                self._url = found.group(1)
+                self._found.set()
+        self._found.set()
+
+    @property
+    def url(self) -> str:
+        """Base URL; waits until the server serves."""
+        assert self._found.wait(START_SECONDS), "\n".join(self.log)
+        assert self._url, "\n".join(self.log)
+        return self._url
+
+    def __enter__(self) -> Server:
+        try:
+            _ = self.url
+        except AssertionError:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self, sig: int = signal.SIGTERM, seconds: float = 30.0) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        self._reader.join(10)
+        assert self.process.stderr
+        self.process.stderr.close()
+        return code
+
+    def engine(self) -> psutil.Process:
+        """The engine's process."""
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return next(p for p in children if "tokserve.engine.process" in " ".join(p.cmdline()))
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        """POST JSON."""
+        return httpx.post(self.url + path, json=body, timeout=120, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        """GET."""
+        return httpx.get(self.url + path, timeout=60, **kwargs)
+
+    def generate(self, token_ids: list[int], **params: Any) -> dict[str, Any]:
+        """The reply of /inference/v1/generate for these sampling parameters."""
+        answer = self.post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def metric(self, name: str) -> float:
+        """The value of an unlabelled (or once-labelled) metric, summed over labels."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
+        assert lines, name
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def wait_idle(self, seconds: float = 30.0) -> None:
+        """Until the engine runs and holds nothing."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            running = self.metric("tokserve:num_requests_running") + self.metric("tokserve:num_requests_waiting")
+            if running == 0 and self.metric("tokserve:kv_cache_usage_perc") == 0.0:
+                return
+            time.sleep(0.1)
+        raise AssertionError("the engine did not become idle")

@@ -1,0 +1,124 @@
+"""The exactness contract through real engines: one request's tokens and logprobs, whatever surrounds it.  Only `==`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokserve import LLM, SamplingParams
+from tokserve.models.dummy import tiny_config, write_checkpoint
+
+Case = tuple[list[int], SamplingParams]
+
+
+def cases() -> list[Case]:
+    rng = np.random.default_rng(0)
+    made: list[Case] = []
+    shared = rng.integers(3, 200, 70).tolist()
+    for i in range(17):
+        own = rng.integers(3, 200, [3, 20, 45, 90][i % 4]).tolist()
+        prompt = shared[: 64 if i % 3 == 0 else 0] + own
+        params: dict[str, Any] = {"max_tokens": 12 + i, "ignore_eos": True, "logprobs": i % 4, "seed": i}
+        params["temperature"] = [0.0, 1.0, 0.6][i % 3]
+        if i % 5 == 1:
+            params |= {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+        if i % 5 == 2:
+            params |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+        params["logprobs_mode"] = ["raw", "temperature", "processed"][i % 3]
+        made.append((prompt, SamplingParams(**params)))
+    return made
+
+
+def result(output: Any) -> tuple[Any, ...]:
+    choice = output.outputs[0]
+    return (choice.token_ids, columns(choice.logprobs))
+
+
+def columns(logprobs: Any) -> tuple[Any, ...]:
+    found = logprobs
+    return tuple(c.tolist() for c in (found.token_logprobs, found.ranks, found.top_ids, found.top_logprobs))
+
+
+def together(llm: LLM) -> list[tuple[Any, ...]]:
+    made = cases()
+    outputs = llm.generate([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=False)
+    return [result(output) for output in outputs]
+
+
+def alone(llm: LLM) -> list[tuple[Any, ...]]:
+    return [result(llm.generate([prompt], [params], use_tqdm=False)[0]) for prompt, params in cases()]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(f"tiny-{request.param}")
+    write_checkpoint(directory, tiny_config("qwen3", dtype=request.param), seed=1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Iterator[list[tuple[Any, ...]]]:
+    """Each request alone, no prefix cache, whole prompts, one thread, depth 1."""
+    with LLM(checkpoint, tokens_only=True, enable_prefix_caching=False, cpu_threads=1) as llm:
+        yield alone(llm)
+
+
+def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
+    """Different requests have different, varied tokens: equality below means something."""
+    assert len({tuple(tokens) for tokens, _ in expected}) == len(expected)
+    assert sum(len(set(tokens)) for tokens, _ in expected) > 0.5 * sum(len(tokens) for tokens, _ in expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"depth": 2, "cpu_threads": 2},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        {"max_num_batched_tokens": 64, "max_chunk": 16, "depth": 2, "enable_prefix_caching": False},
+        {"max_model_len": 256, "kv_cache_memory_bytes": "preempt", "block_size": 8},
+    ],
+    ids=["batched", "overlapped", "chunks of 7", "chunks of 16", "preempted"],
+)
+def test_same_bits_among_others(checkpoint: Path, expected: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
+    if options.get("kv_cache_memory_bytes") == "preempt":  # room for little more than one full context
+        with LLM(checkpoint, tokens_only=True, max_model_len=256) as llm:
+            per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+        options = options | {"kv_cache_memory_bytes": per_token * 264}
+    with LLM(checkpoint, tokens_only=True, **options) as llm:
+        assert together(llm) == expected
+        assert together(llm) == expected, "second time, from the prefix cache"
+        assert alone(llm) == expected
+        if "kv_cache_memory_bytes" in options:
+            assert llm.stats.preemptions > 0
+        llm.call("check")
+
+
+def test_same_bits_on_the_torch_references(checkpoint: Path) -> None:
+    """Where the C++ extension did not build: other bits than the compiled ops' perhaps, but whatever the company."""
+    torch_ops: dict[str, Any] = {"ops": {"*": "torch"}, "tokens_only": True}
+    with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **torch_ops) as llm:
+        assert set(llm.ready.facts["ops"].values()) == {"torch"}
+        expected = alone(llm)
+    with LLM(checkpoint, cpu_threads=2, max_num_batched_tokens=23, **torch_ops) as llm:
+        assert together(llm) == expected
+        assert together(llm) == expected, "second time, from the prefix cache"
+
+
+@pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
+def test_decode_logprobs_equal_rescored_prompt_logprobs(checkpoint: Path, mode: str) -> None:
+    prompt = list(range(5, 40))
+    params: dict[str, Any] = {"temperature": 0.7, "seed": 3, "logprobs_mode": mode, "ignore_eos": True}
+    if mode == "processed":
+        params |= {"top_k": 50, "top_p": 0.95}
+    with LLM(checkpoint, tokens_only=True, max_num_batched_tokens=48) as llm:
+        made = llm.generate([prompt], [SamplingParams(max_tokens=100, logprobs=3, **params)], use_tqdm=False)[0]
+        tokens = list(made.outputs[0].token_ids)
+        rescore = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt), **params)
+        for _ in range(2):  # cold, then with a warm cache
+            scored = llm.generate([prompt + tokens], [rescore], use_tqdm=False)[0]
+            assert columns(scored.prompt_logprobs) == columns(made.outputs[0].logprobs)

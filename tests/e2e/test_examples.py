@@ -1,0 +1,85 @@
+"""Every example runs and prints what it promises."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.server import Server
+from tokserve import SamplingParams
+from tokserve.server.app import ENDPOINTS
+from tokserve.server.schemas import ChatBody, CompletionBody
+from tokserve.server.tokens import GenerateBody
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_curl(demo: Server) -> None:
+    shown = run("bash", str(EXAMPLES / "curl.sh"), demo.url)
+    assert '"content":"85"' in shown and "data: [DONE]" in shown and '"nobody":"not_found"' in shown
+
+
+def test_openai_chat(demo: Server) -> None:
+    assert run(sys.executable, str(EXAMPLES / "openai_chat.py"), demo.url) == "85\n"
+
+
+def test_token_client(demo: Server) -> None:
+    shown = run(sys.executable, str(EXAMPLES / "token_client.py"), demo.url)
+    assert "text: 85\n" in shown and "the same as the chat route: True" in shown
+
+
+def test_stop_strings_client(tokens_only: Server, demo_dir: Path) -> None:
+    shown = run(sys.executable, str(EXAMPLES / "stop_strings_client.py"), tokens_only.url, str(demo_dir))
+    assert shown.startswith("text: te\n") and shown.endswith("abort: aborted\n")
+    tokens_only.wait_idle()
+
+
+def test_multi_turn_tokens(demo: Server) -> None:
+    shown = run(sys.executable, str(EXAMPLES / "multi_turn_tokens.py"), demo.url)
+    found = [(int(n), int(cached)) for n, cached in re.findall(r"prompt (\d+) tokens, (\d+) of them cached", shown)]
+    assert "What is 47 + 38? -> 85" in shown and len(found) == 4
+    for (earlier, _), (_, cached) in itertools.pairwise(found):
+        assert cached >= earlier // 16 * 16, shown
+
+
+def test_examples_are_short() -> None:
+    for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")]:
+        assert len(path.read_text().splitlines()) < 80, path
+
+
+def test_offline() -> None:
+    shown = run(sys.executable, str(EXAMPLES / "offline.py"))
+    assert "What is 47 + 38? -> 85" in shown and "Reverse the word hello. -> olleh" in shown
+
+
+def test_demo_model_answers_its_tasks(demo: Server) -> None:
+    shown = run(sys.executable, str(EXAMPLES / "demo_model" / "measure.py"), "--url", demo.url, "-n", "40")
+    assert "total" in shown.lower()
+
+
+def test_what_the_token_api_document_shows(demo: Server) -> None:
+    text = (EXAMPLES.parent / "docs" / "token-api.md").read_text()
+    shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
+    asked = re.findall(r"curl -s http://127.0.0.1:8041(\S+) .*? -d '(.*?)'\n```", text, re.DOTALL)
+    replies = {path: demo.post(path, json.loads(body)).json() for path, body in asked}
+    assert replies["/v1/chat/completions/render"] in shown
+    for reply in [replies["/inference/v1/generate"], shown[0]]:
+        del reply["id"], reply["request_id"], reply["created"], reply["usage"]["prompt_tokens_details"]
+    assert replies["/inference/v1/generate"] == shown[0]
+    wrong = demo.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"top_p": 0}}).json()
+    assert wrong in shown
+
+
+def test_the_token_api_document_names_every_field_and_route() -> None:
+    text = (EXAMPLES.parent / "docs" / "token-api.md").read_text()
+    known = {*SamplingParams.__struct_fields__, *GenerateBody.__struct_fields__, *ChatBody.model_fields}
+    assert {name for name in known | {*CompletionBody.model_fields} if f"`{name}`" not in text} == set()
+    assert {e.path for e in ENDPOINTS if e.path.replace(":path", "") not in text} == set()

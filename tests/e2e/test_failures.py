@@ -1,0 +1,211 @@
+"""Bad days: the engine is killed, the server is told to stop, the command line is wrong, the port is taken."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server import Server
+
+# many choices: a single one of this model is done in well under a second
+LONG: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1900, "ignore_eos": True, "n": 64}}
+SHORTER = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 500, "ignore_eos": True, "n": 64}}
+
+
+def test_kill_9_of_the_engine() -> None:
+    with Server("demo") as server:
+        url = server.url
+        engine = server.engine()
+
+        async def scene() -> tuple[httpx.Response, str, httpx.Response]:
+            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+                full = asyncio.create_task(client.post("/inference/v1/generate", json=LONG))
+                text = []
+                async with client.stream("POST", "/inference/v1/generate", json=LONG | {"stream": True}) as stream:
+                    async for line in stream.aiter_lines():
+                        if not text:
+                            engine.kill()
+                        text.append(line)
+                return await full, "\n".join(text), await client.get("/health")
+
+        full, stream, health = asyncio.run(scene())
+        assert full.status_code == 503 and full.json()["error"]["code"] == "engine_dead"
+        assert '"error"' in stream and stream.rstrip().endswith("data: [DONE]")
+        assert health.status_code == 503
+        assert server.process.wait(30) == 1
+
+
+def test_deep_health_does_not_wait_for_a_stopped_engine() -> None:
+    with Server("demo") as server:
+        engine = server.engine()
+        engine.suspend()
+        try:
+            answer = server.get("/health?deep=1")
+        finally:
+            engine.resume()
+        assert answer.status_code == 503 and "has not answered" in answer.json()["error"]["message"]
+        assert server.get("/health?deep=1").status_code == 200
+
+
+def test_kill_9_of_the_server_takes_the_engine_along() -> None:
+    with Server("demo") as server:
+        engine = server.engine()
+        files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
+        server.process.kill()
+        server.process.wait()
+        engine.wait(10)
+        assert not [f for f in files if f.exists()], "the socket directory was left behind"
+
+
+def test_sigterm_drains_and_exits_0() -> None:
+    with Server("demo") as server:
+        url = server.url
+
+        async def scene() -> tuple[httpx.Response, httpx.Response]:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                running = asyncio.create_task(client.post("/inference/v1/generate", json=SHORTER))
+                await asyncio.sleep(0.05)
+                server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.05)
+                refused = await client.post("/inference/v1/generate", json=SHORTER)
+                return await running, refused
+
+        done, refused = asyncio.run(scene())
+        assert done.status_code == 200 and [len(c["token_ids"]) for c in done.json()["choices"]] == [500] * 64
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert server.process.wait(30) == 0
+
+
+def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
+    with Server("demo", "--shutdown-timeout", "0.2") as server:
+        url = server.url
+
+        async def scene() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                running = asyncio.create_task(client.post("/inference/v1/generate", json=LONG))
+                await asyncio.sleep(0.3)
+                server.process.send_signal(signal.SIGTERM)
+                return await running
+
+        answer = asyncio.run(scene())
+        choice = answer.json()["choices"][0]
+        assert answer.status_code == 200
+        assert choice["finish_reason"] == "abort" and choice["stop_detail"]["kind"] == "shutdown"
+        assert choice["token_ids"]
+        assert server.process.wait(30) == 0
+
+
+def test_nothing_is_left_behind_after_a_normal_stop() -> None:
+    with Server("demo") as server:
+        engine = server.engine()
+        files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
+        assert files
+        assert server.stop() == 0
+        assert not psutil.pid_exists(engine.pid)
+        assert not [f for f in files if f.exists()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_while_the_engine_loads(number: signal.Signals) -> None:
+    server = Server("demo")
+    while not any("loading" in line for line in server.log):
+        assert server.process.poll() is None
+        time.sleep(0.01)
+    engine = server.engine()
+    assert server.stop(number, seconds=10) == 0
+    engine.wait(1)
+    assert not any("serving on" in line or "Traceback" in line for line in server.log), server.log
+
+
+def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:
+    body = json.dumps({**LONG, "stream": True, "sampling_params": {**LONG["sampling_params"], "logprobs": 20}}).encode()
+    with Server("demo") as server, socket.socket() as client:
+        url = httpx.URL(server.url)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((url.host, url.port))
+        client.sendall(b"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        assert server.stop(signal.SIGINT) == 0
+        assert not any("ERROR" in line or "Traceback" in line for line in server.log), server.log
+
+
+def test_without_the_compiled_extension_it_serves_on_torch_and_says_so_once(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tokserve._C'] = None\n")
+    with Server("demo", env={"PYTHONPATH": str(tmp_path)}) as server:
+        assert sum("torch references" in line for line in server.log) == 1, server.log
+        prompt, params = list(range(5, 40)), {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        replies = [server.generate(prompt, **params) for _ in range(2)]  # the second from the prefix cache
+        assert len(replies[0]["choices"][0]["token_ids"]) == 8
+        assert replies[0]["choices"] == replies[1]["choices"]
+
+
+def test_tls_files_that_are_none(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("no certificate")
+    done = run("serve", "demo", "--port", "0", "--ssl-keyfile", str(junk), "--ssl-certfile", str(junk))
+    assert done.returncode == 1 and "tokserve: error: ssl_certfile" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_idle_costs_no_cpu() -> None:
+    with Server("demo") as server:
+        server.generate([5, 6, 7], max_tokens=4)
+        time.sleep(1.0)
+        processes = [server.engine(), psutil.Process(server.process.pid)]
+        before = [sum(p.cpu_times()[:2]) for p in processes]
+        time.sleep(2.0)
+        spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
+        assert max(spent) < 0.2, spent
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokserve", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
+
+
+def test_port_in_use_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("serve", "demo", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "tokserve: error: cannot listen on 127.0.0.1:" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", "/no/such/model"], "neither a directory"),
+        (["serve", "demo", "--max-model-len", "0"], "max_model_len"),
+        (["serve", "demo", "--max-model-len", "1000000"], "max_position_embeddings"),
+        (["serve", "demo", "--ops", '{"no_such_op": "torch"}'], "no_such_op"),
+        (["serve", "demo", "--kv-cache-memory-bytes", "1K"], "--kv-cache-memory-bytes"),
+        (["serve", "demo", "--hf-overrides", '{"architectures": ["MambaForCausalLM"]}'], "Qwen3ForCausalLM"),
+        (["serve", "demo", "--hf-overrides", '{"hidden_size": 64}'], "shape"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why_in_one_line(args: list[str], message: str) -> None:
+    done = run(*args, "--port", "0")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("tokserve: error:")]
+    assert done.returncode == 1, done.stderr
+    assert errors and message in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_flags_and_help() -> None:
+    assert run("serve", "demo", "--no-such-flag").returncode == 2
+    assert run().returncode == 2
+    shown = run("serve", "--help")
+    assert shown.returncode == 0
+    for flag in ("--max-model-len", "--tokens-only", "--enable-prefix-caching", "--no-enable-prefix-caching", "--uds"):
+        assert flag in shown.stdout

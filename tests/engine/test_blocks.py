@@ -1,0 +1,131 @@
+"""Blocks: who holds them, which are found, and in which order they are given away."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokserve.engine.blocks import BlockPool, CacheBroken
+
+
+def new(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.take_new(count)
+    assert blocks is not None
+    return blocks
+
+
+def counts(pool: BlockPool) -> tuple[int, int, int]:
+    return pool.num_empty, pool.num_cached, pool.num_held
+
+
+def test_blocks_are_empty_then_held_then_empty_again() -> None:
+    pool = BlockPool(4)
+    table = new(pool, 3)
+    assert len(set(table)) == 3
+    assert counts(pool) == (1, 0, 3)
+    pool.check([table])
+    pool.release(table)
+    assert counts(pool) == (4, 0, 0)
+    pool.check([])
+
+
+def test_too_many_blocks_are_refused_without_a_change() -> None:
+    pool = BlockPool(4)
+    table = new(pool, 3)
+    assert pool.take_new(2) is None
+    assert counts(pool) == (1, 0, 3)
+    pool.check([table])
+
+
+def test_published_content_is_found_while_held_and_after() -> None:
+    pool = BlockPool(3)
+    (block,) = new(pool, 1)
+    pool.publish(block, b"x")
+    assert pool.find(b"x") == block
+    assert pool.is_held(block)
+    pool.release([block])
+    assert pool.find(b"x") == block
+    assert not pool.is_held(block)
+    assert counts(pool) == (2, 1, 0)
+
+
+def test_a_found_block_is_shared_until_its_last_holder_leaves() -> None:
+    pool = BlockPool(3)
+    (block,) = new(pool, 1)
+    pool.publish(block, b"x")
+    pool.take(block)
+    pool.check([[block], [block]])
+    pool.release([block])
+    assert pool.is_held(block)
+    pool.check([[block]])
+    pool.release([block])
+    assert counts(pool) == (2, 1, 0)
+
+
+def test_taking_a_cached_block_keeps_it_from_being_given_away() -> None:
+    pool = BlockPool(2)
+    (block,) = new(pool, 1)
+    pool.publish(block, b"x")
+    pool.release([block])
+    pool.take(block)
+    (other,) = new(pool, 1)
+    assert other != block
+    assert pool.take_new(1) is None
+    pool.check([[block], [other]])
+
+
+def test_empty_blocks_go_first_then_the_least_recently_released_tail_first() -> None:
+    pool = BlockPool(5)
+    first, second = new(pool, 2), new(pool, 2)
+    for i, block in enumerate(first + second):
+        pool.publish(block, bytes([i]))
+    pool.release(second)
+    pool.release(first)
+    spare = new(pool, 1)
+    assert not set(spare) & set(first + second)
+    assert new(pool, 4) == [second[1], second[0], first[1], first[0]]
+
+
+def test_a_block_given_away_is_not_found_any_more() -> None:
+    pool = BlockPool(1)
+    (block,) = new(pool, 1)
+    pool.publish(block, b"x")
+    pool.release([block])
+    assert new(pool, 1) == [block]
+    assert pool.find(b"x") is None
+    pool.check([[block]])
+
+
+def test_the_first_block_with_a_content_stays_the_one_that_is_found() -> None:
+    pool = BlockPool(2)
+    one, two = new(pool, 2)
+    pool.publish(one, b"x")
+    pool.publish(two, b"x")
+    assert pool.find(b"x") == one
+    pool.release([one, two])
+    assert counts(pool) == (1, 1, 0)
+    pool.check([])
+
+
+def test_clear_forgets_all_content_and_no_holder() -> None:
+    pool = BlockPool(4)
+    table = new(pool, 3)
+    for i, block in enumerate(table):
+        pool.publish(block, bytes([i]))
+    pool.release(table[1:])
+    pool.clear()
+    assert counts(pool) == (3, 0, 1)
+    assert pool.find(b"\0") is None
+    pool.check([table[:1]])
+
+
+def test_check_finds_what_is_wrong() -> None:
+    pool = BlockPool(4)
+    table = new(pool, 2)
+    for wrong in ([], [table, table], [[table[0], table[0]]], [[*table, 3]]):
+        with pytest.raises(CacheBroken):
+            pool.check(wrong)
+    pool.release(table[:1])
+    pool.release(table[1:])
+    pool._empty.pop()  # a lost block
+    with pytest.raises(CacheBroken):
+        pool.check([])

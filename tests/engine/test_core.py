@@ -1,0 +1,480 @@
+"""The loop and its messages: outputs, aborts, deadlines, statistics, verbs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import VOCAB, Engine
+from tokserve.engine import core
+from tokserve.messages import Finish, Ready, Reply, Step
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+def finish(engine: Engine, rid: str) -> Finish:
+    found = engine.received[rid].finish
+    assert found is not None
+    return found
+
+
+def last_reply(engine: Engine) -> Reply:
+    assert engine.replies, "no reply yet"
+    return engine.replies[-1]
+
+
+# --- outputs ---
+
+
+@DEPTHS
+def test_one_output_per_token_and_one_message_per_step_and_front_end(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3, 4, 5], max_tokens=4, ignore_eos=True)
+    engine.add("b", [4, 5], max_tokens=4, ignore_eos=True, owner=b"A")
+    engine.add("c", [4, 6], max_tokens=4, ignore_eos=True, owner=b"B")
+    engine.run()
+    for name in "abc":
+        engine.check_complete(name)
+        assert len(engine.received[name].outputs) == 4
+    steps = [(identity, [o.rid for o in m.outputs]) for identity, m in engine.messages if isinstance(m, Step)]
+    assert [rids for identity, rids in steps if identity == b"A" and rids] == [["a", "b"]] * 4
+    assert [rids for identity, rids in steps if identity == b"B" and rids] == [["c"]] * 4
+
+
+@DEPTHS
+def test_held_requests_send_one_output(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3, 4, 5], max_tokens=9, hold=True, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    engine.run()
+    engine.check_complete("a")
+
+
+def test_every_step_carries_statistics() -> None:
+    engine = Engine(num_blocks=20)
+    engine.add("a", list(range(10)), max_tokens=2, ignore_eos=True)
+    engine.add("b", list(range(3, 10)), max_tokens=9, ignore_eos=True)
+    engine.step()
+    _, message = engine.messages[-1]
+    assert isinstance(message, Step)
+    stats = message.stats
+    assert (stats.running, stats.waiting, stats.steps) == (2, 0, 1)
+    assert (stats.blocks_held, stats.blocks_cached, stats.blocks_total) == (5, 0, 20)
+    assert (stats.prompt_tokens, stats.output_tokens, stats.prefix_queries) == (17, 2, 17)
+    engine.run()
+    assert (engine.stats.running, engine.stats.blocks_held, engine.stats.output_tokens) == (0, 0, 11)
+    assert engine.stats.blocks_cached > 0
+
+
+@DEPTHS
+def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
+    engine = Engine(depth=depth, num_blocks=100, context=300)
+    engine.call("hello", owner=b"B")
+    engine.add("a", [3], max_tokens=100, hold=True, ignore_eos=True)
+    for _ in range(60):
+        engine.clock.now += 0.1
+        engine.step()
+    for identity in (b"A", b"B"):
+        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
+        assert 9 <= len(told) <= 12 and not any(m.outputs for m in told)
+        assert told[-1].stats.running == 1
+
+
+@DEPTHS
+def test_going_idle_is_told_once_to_everybody(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.call("hello", owner=b"B")
+    engine.add("a", [3], max_tokens=3, ignore_eos=True)
+    engine.run()
+    count = len(engine.messages)
+    for identity in (b"A", b"B"):
+        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
+        assert told[-1].stats == engine.stats
+        assert (told[-1].stats.running, told[-1].stats.blocks_held) == (0, 0)
+    if depth == 1:  # the owner's last output said it already
+        assert sum(i == b"A" for i, _ in engine.messages) == 3
+    engine.clock.now += 9
+    assert not engine.step()
+    assert len(engine.messages) == count
+
+
+def test_a_stop_keeps_the_stop_token_and_says_which() -> None:
+    engine = Engine()
+    engine.add("a", [3, 4], max_tokens=30, ignore_eos=True, stop_token_ids=list(range(VOCAB)))
+    engine.run()
+    (token,) = engine.tokens("a")
+    assert (finish(engine, "a").reason, finish(engine, "a").detail, finish(engine, "a").stop) == (
+        "stop", "stop_token", token,
+    )  # fmt: skip
+
+
+@DEPTHS
+def test_logits_of_nan_end_one_request_and_no_other(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.executor.spoil.add((7, 6))
+    engine.add("a", [3, 4, 5], seed=7, max_tokens=9, ignore_eos=True, logprobs=0)
+    engine.add("b", [3, 4, 5], seed=8, max_tokens=9, ignore_eos=True)
+    engine.run()
+    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("error", "nan")
+    assert engine.tokens("a") == engine.solo("a").tokens[:3]
+    assert engine.stats.nan_requests == 1
+    engine.check_complete("b")
+    engine.check_empty()
+
+
+def test_times_are_told_by_the_clock() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("a", [3], max_tokens=2, ignore_eos=True)
+    engine.add("b", [4], max_tokens=2, ignore_eos=True)
+    for _ in range(4):
+        engine.clock.now += 1
+        engine.step()
+    end = finish(engine, "b")
+    assert (end.queued, end.first_token, end.total) == (3.0, 3.0, 4.0)
+
+
+def test_time_in_the_inbox_counts() -> None:
+    engine = Engine()
+    add = engine.add("a", [3], max_tokens=1)
+    engine.run()
+    engine.received.clear()
+    engine.core.receive(b"A", add, received=engine.clock.now - 5)
+    engine.run()
+    assert finish(engine, "a").total == 5.0
+
+
+# --- admission ---
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([5, VOCAB], "vocabulary"), ([5] * 64, "64 tokens")])
+def test_a_request_that_cannot_be_served_ends_with_a_message(prompt: list[int], message: str) -> None:
+    engine = Engine()
+    engine.add("bad", prompt)
+    engine.add("good", [3], max_tokens=2)
+    engine.run()
+    assert (finish(engine, "bad").reason, finish(engine, "bad").detail) == ("error", "error")
+    assert message in (finish(engine, "bad").message or "")
+    engine.check_complete("good")
+
+
+def test_a_request_that_could_never_fit_is_refused_and_others_are_cut_to_the_cache() -> None:
+    engine = Engine(num_blocks=4, context=64)
+    assert engine.core.limits.context == 16
+    engine.add("bad", [5] * 16)
+    assert "KV cache" in (finish(engine, "bad").message or "")
+    engine.add("good", [5] * 15, max_tokens=30)
+    engine.run()
+    engine.check_complete("good")
+
+
+def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "Request", broken)
+        engine.add("bad", [3])
+    assert (finish(engine, "bad").reason, finish(engine, "bad").message) == ("error", "internal error at admission")
+    engine.add("good", [3], max_tokens=2)
+    engine.run()
+    engine.check_complete("good")
+
+
+def test_an_id_in_use_is_refused_and_free_again_after_its_end() -> None:
+    engine = Engine()
+    first = engine.add("a", [3], max_tokens=3, ignore_eos=True)
+    engine.step()
+    engine.core.receive(b"A", first)
+    second = engine.received.pop("a")
+    assert second.finish is not None and second.finish.reason == "error"
+    assert "already in use" in (second.finish.message or "")
+    engine.run()
+    engine.received.clear()
+    engine.core.receive(b"A", first)
+    engine.run()
+    engine.check_complete("a")
+
+
+def test_an_id_is_free_as_soon_as_its_end_was_told() -> None:
+    engine = Engine(depth=2, eos_token_ids=list(range(VOCAB)))
+    engine.add("a", [3], max_tokens=9)
+    engine.steps(2)
+    assert engine.received.pop("a").finish and engine.stats.blocks_held  # its surplus step is in flight
+    engine.add("a", [4], max_tokens=9)
+    engine.run()
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+# --- aborts ---
+
+
+@DEPTHS
+@pytest.mark.parametrize("hold", [True, False])
+def test_abort_returns_what_there_is_to_the_owner_and_the_reply_to_the_caller(depth: int, hold: bool) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3, 4], max_tokens=30, ignore_eos=True, hold=hold, logprobs=1)
+    engine.steps(4)
+    engine.abort("a", owner=b"B", call_id=5, reason="abort_stop_string")
+    got = engine.received["a"]
+    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("abort", "abort_stop_string")
+    assert got.tokens == engine.solo("a").tokens[: len(got.tokens)] and len(got.tokens) == 5 - depth
+    assert got.outputs[-1].spans == [("v1", 0, len(got.tokens))]
+    engine.run()
+    assert [i for i, m in engine.messages if isinstance(m, Reply)] == [b"B"]
+    assert last_reply(engine) == Reply(5, {"a": "aborted"})
+    engine.check_empty()
+
+
+def test_the_reply_comes_when_the_blocks_are_free() -> None:
+    engine = Engine(depth=2)
+    engine.add("a", [3, 4], max_tokens=30, ignore_eos=True)
+    engine.add("b", [3, 4, 5], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    engine.abort("a")
+    assert not engine.replies and engine.stats.blocks_held > 2
+    engine.step()
+    engine.step()
+    assert engine.replies
+    assert sum(slot.row.rid == "a" for slot in engine.executor.slots.values()) == 0
+    engine = Engine(depth=1)
+    engine.add("a", [3, 4], max_tokens=30, ignore_eos=True)
+    engine.step()
+    engine.abort("a")
+    assert engine.replies and engine.stats.blocks_held == 0
+
+
+def test_aborts_of_waiting_finished_unknown_and_repeated_ids() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("done", [3], max_tokens=1)
+    engine.run()
+    engine.add("runs", [3], max_tokens=9, ignore_eos=True)
+    engine.add("waits", [4], max_tokens=9, ignore_eos=True)
+    engine.step()
+    engine.abort("done", "runs", "waits", "what", "runs")
+    assert last_reply(engine).result == {
+        "done": "finished", "runs": "aborted", "waits": "aborted", "what": "not_found",
+    }  # fmt: skip
+    assert engine.tokens("waits") == []
+    engine.abort("runs")
+    assert last_reply(engine).result == {"runs": "finished"}
+    engine.run()
+    engine.check_empty()
+
+
+def test_abort_without_a_call_id_is_not_acknowledged() -> None:
+    engine = Engine()
+    engine.add("a", [3], max_tokens=9)
+    engine.abort("a", call_id=None)
+    engine.run()
+    assert not engine.replies and finish(engine, "a").reason == "abort"
+
+
+def test_only_so_many_ended_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "ENDED_KEPT", 3)
+    engine = Engine()
+    for name in "abcde":
+        engine.add(name, [3], max_tokens=1)
+        engine.run()
+    engine.abort(*"abcde")
+    assert list(last_reply(engine).result.values()) == ["not_found"] * 2 + ["finished"] * 3
+    for name in "cx":  # an id that ends again is remembered anew
+        engine.received.clear()
+        engine.add(name, [3], max_tokens=1)
+        engine.run()
+    engine.abort(*"cdex")
+    assert last_reply(engine).result == {"c": "finished", "d": "not_found", "e": "finished", "x": "finished"}
+
+
+@DEPTHS
+def test_aborting_a_preempted_request_frees_it(depth: int) -> None:
+    engine = Engine(num_blocks=8, context=32, depth=depth)
+    for name in "ab":
+        engine.add(name, [ord(name) % 19] * 6, max_tokens=18, ignore_eos=True)
+    while engine.stats.preemptions == 0:
+        engine.step()
+    engine.abort("b")
+    engine.run()
+    assert last_reply(engine).result == {"b": "aborted"}
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+# --- deadlines ---
+
+
+@DEPTHS
+def test_past_its_deadline_a_request_ends_with_what_it_has(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3], max_tokens=60, ignore_eos=True, deadline_ms=2500)
+    for _ in range(10):
+        engine.step()
+        engine.clock.now += 1
+    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("deadline", "deadline")
+    assert 1 <= len(engine.tokens("a")) <= 3
+    assert engine.tokens("a") == engine.solo("a").tokens[: len(engine.tokens("a"))]
+    engine.run()
+    engine.check_empty()
+
+
+def test_queue_timeout_ends_only_who_was_never_admitted() -> None:
+    engine = Engine(max_num_seqs=1)
+    for name in "ab":
+        engine.add(name, [3], max_tokens=5, ignore_eos=True, queue_timeout_ms=1500)
+    for _ in range(8):
+        engine.step()
+        engine.clock.now += 1
+    assert (finish(engine, "b").reason, finish(engine, "b").detail) == ("deadline", "queue_timeout")
+    assert engine.tokens("b") == []
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+def test_sleep_is_bounded_by_the_nearest_deadline_that_still_counts() -> None:
+    engine = Engine()
+    assert engine.core.seconds_to_deadline() is None
+    engine.add("a", [3], max_tokens=2, deadline_ms=7000, ignore_eos=True)
+    engine.add("b", [3], max_tokens=2, deadline_ms=9000, queue_timeout_ms=3000, ignore_eos=True)
+    assert engine.core.seconds_to_deadline() == pytest.approx(3.0)
+    engine.step()
+    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
+    engine.clock.now += 2
+    assert engine.core.seconds_to_deadline() == pytest.approx(5.0)
+    engine.abort("a")
+    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
+    engine.run()
+    assert engine.core.seconds_to_deadline() is None
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine = Engine()
+    for number in range(200):
+        engine.add(f"r{number}", [3], max_tokens=1, deadline_ms=10**9)
+        engine.run()
+    assert len(engine.core._deadlines) < 100
+
+
+# --- verbs ---
+
+
+def test_hello_is_answered_with_what_the_engine_serves() -> None:
+    engine = Engine(num_blocks=9, block_size=4, context=64)
+    engine.call("hello", call_id=0)
+    assert engine.messages == [(b"A", Ready(36, VOCAB, 9, 4, [1], "v1", {"scripted": True}))]
+
+
+def test_ping_and_state() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("a", [3], max_tokens=9, ignore_eos=True)
+    engine.add("b", [3], max_tokens=9, ignore_eos=True)
+    engine.step()
+    engine.call("ping", call_id=4)
+    assert last_reply(engine) == Reply(4, {})
+    engine.call("state", call_id=5)
+    state = last_reply(engine).result
+    assert (state["running"], state["waiting"], state["cache"], state["weight_version"]) == (1, 1, "ok", "v1")
+
+
+@DEPTHS
+def test_abort_all(depth: int) -> None:
+    engine = Engine(depth=depth, max_num_seqs=2)
+    for name in "abc":
+        engine.add(name, [3], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    engine.call("abort_all", call_id=8, reason="shutdown")
+    engine.run()
+    assert last_reply(engine) == Reply(8, {"a": "aborted", "b": "aborted", "c": "aborted"})
+    assert {finish(engine, name).detail for name in "abc"} == {"shutdown"}
+    engine.check_empty()
+
+
+@DEPTHS
+def test_shutdown_aborts_answers_and_stops(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    engine.call("shutdown", call_id=8)
+    engine.add("late", [3])
+    assert (finish(engine, "late").reason, finish(engine, "late").detail) == ("abort", "shutdown")
+    while not engine.core.stopped:
+        assert engine.step()
+    assert last_reply(engine) == Reply(8, {"a": "aborted"})
+    assert finish(engine, "a").detail == "shutdown"
+    engine.check_empty()
+
+
+def test_shutdown_when_idle_stops_at_once() -> None:
+    engine = Engine()
+    engine.call("shutdown")
+    assert engine.core.stopped and last_reply(engine) == Reply(1, {})
+
+
+def test_reset_prefix_cache() -> None:
+    engine = Engine()
+    engine.add("a", [3] * 8, max_tokens=1)
+    engine.run()
+    engine.call("reset_prefix_cache")
+    assert last_reply(engine).result is True
+    engine.add("b", [3] * 8, max_tokens=1)
+    engine.run()
+    assert engine.received["b"].cached == 0
+
+
+def test_check_raises_to_its_caller_if_the_cache_is_broken() -> None:
+    engine = Engine()
+    engine.call("check", call_id=2)
+    assert last_reply(engine) == Reply(2, True)
+    engine.core.cache.pool._empty.pop()
+    for verb in ("check", "state"):
+        engine.call(verb, call_id=3)
+        reply = last_reply(engine)
+        assert reply.call_id == 3 and reply.error is not None and "CacheBroken" in reply.error
+
+
+@pytest.mark.parametrize(("verb", "args"), [("nonsense", {}), ("ping", {"x": 1}), ("abort_all", {"why": "x"})])
+def test_a_wrong_call_is_answered_with_an_error(verb: str, args: dict[str, Any]) -> None:
+    engine = Engine()
+    engine.call(verb, call_id=6, **args)
+    reply = last_reply(engine)
+    assert reply.call_id == 6 and reply.error
+    engine.add("a", [3], max_tokens=2)
+    engine.run()
+    engine.check_complete("a")
+
+
+# --- failure ---
+
+
+def test_a_failing_step_raises_and_can_be_described() -> None:
+    engine = Engine()
+    engine.executor.fail_at = 1
+    engine.add("a", [17, 16, 15], max_tokens=9, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.run()
+    summary = engine.core.summary()
+    assert "step 1: 1 rows, 1 tokens" in summary and "17" not in summary
+    assert Engine().core.summary() == "no step was in flight"
+
+
+def test_requests_that_nobody_can_run_are_a_bug_not_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.add("a", [3])
+    monkeypatch.setattr(engine.core.cache, "admit", lambda *_, **__: False)
+    with pytest.raises(RuntimeError, match="1 requests wait"):
+        engine.step()
+
+
+def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "FRONT_ENDS_KEPT", 2)
+    engine = Engine()
+    engine.add("a", [3], max_tokens=2, ignore_eos=True, owner=b"0")
+    for owner in (b"1", b"2", b"3"):
+        engine.call("ping", owner=owner)
+    engine.run()
+    engine.check_complete("a")
+    assert len(engine.core._front_ends) == 2
+    engine.add("b", [3], max_tokens=1, owner=b"3")
+    engine.run()
+    assert b"1" not in {i for i, m in engine.messages if isinstance(m, Step)}

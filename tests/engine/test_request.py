@@ -1,0 +1,238 @@
+"""One request: its limits, its stops in order, what it sends, what it may reuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.scripted import rows_of
+from tokserve.engine.request import Limits, Request
+from tokserve.errors import RequestError
+from tokserve.messages import Add, Finish, pack_ids, unpack_ids
+from tokserve.params import SamplingParams
+
+LIMITS = Limits(32, 50, (1, 2), "raw")
+
+
+def make(prompt: list[int] | bytes = b"", *, hold: bool = False, limits: Limits = LIMITS, **params: Any) -> Request:
+    packed = prompt if isinstance(prompt, bytes) and prompt else pack_ids(prompt or [10, 11, 12, 13, 14, 15])
+    return Request(Add("r", packed, SamplingParams(**params), 7, hold), b"A", 3, 100.0, limits)
+
+
+def feed(request: Request, *tokens: int) -> Finish | None:
+    for token in tokens:
+        assert request.finish is None
+        request.append(token, None, 0, "v", 101.0)
+    return request.finish
+
+
+def ended(request: Request, *tokens: int) -> tuple[str, str, object]:
+    finish = feed(request, *tokens)
+    assert finish is not None
+    return finish.reason, finish.detail, finish.stop
+
+
+def test_eos_ends_and_is_kept() -> None:
+    request = make(max_tokens=5)
+    assert ended(request, 20, 2) == ("stop", "eos", None)
+    assert unpack_ids(request.take_output().token_ids) == [20, 2]
+
+
+def test_ignored_eos_is_a_token_like_others() -> None:
+    assert ended(make(max_tokens=3, ignore_eos=True), 1, 2, 1) == ("length", "max_tokens", None)
+
+
+def test_stop_tokens_and_sequences_say_which() -> None:
+    assert ended(make(stop_token_ids=[30, 31]), 20, 31) == ("stop", "stop_token", 31)
+    sequences = [[4, 5], [20, 4]]
+    assert ended(make(stop_token_sequences=sequences), 5, 20, 4) == ("stop", "stop_sequence", [20, 4])
+
+
+def test_stop_sequences_look_at_output_only() -> None:
+    request = make([10, 11], stop_token_sequences=[[11, 20]], max_tokens=9)
+    assert feed(request, 20) is None
+    assert ended(request, 11, 20) == ("stop", "stop_sequence", [11, 20])
+
+
+def test_order_of_stops() -> None:
+    """Each condition wins over all after it."""
+    conditions: dict[str, Any] = {"stop_token_ids": [2], "stop_token_sequences": [[2]], "max_tokens": 1}
+    limits = Limits(7, 50, (2,), "raw")
+    details = []
+    for removed in ["", "eos", "stop_token_ids", "stop_token_sequences", "max_tokens"]:
+        conditions.pop(removed, None)
+        conditions["ignore_eos"] = removed != ""
+        details.append(ended(make(limits=limits, **conditions), 2)[1])
+    assert details == ["eos", "stop_token", "stop_sequence", "max_tokens", "context"]
+
+
+def test_an_eos_that_is_asked_for_as_stop_token_stops_even_if_eos_is_ignored() -> None:
+    assert ended(make(ignore_eos=True, stop_token_ids=[2]), 2) == ("stop", "stop_token", 2)
+
+
+def test_below_min_tokens_no_sequence_stops() -> None:
+    request = make(min_tokens=3, stop_token_sequences=[[20]])
+    assert feed(request, 20, 20) is None
+    assert ended(request, 20)[1] == "stop_sequence"
+
+
+def test_stop_ids_for_the_sampler() -> None:
+    assert make(stop_token_ids=[9, 2]).stop_ids == (1, 2, 9)
+    assert make(stop_token_ids=[9, 2], ignore_eos=True).stop_ids == (2, 9)
+
+
+def test_limit_is_max_tokens_or_the_context() -> None:
+    assert make(max_tokens=5).limit == 11
+    assert make(max_tokens=500).limit == make().limit == 32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(b"abc", "int32"), ([10, 50], "50"), ([10, -1], "-1"), ([10] * 32, "32 tokens")],
+)
+def test_impossible_prompts_are_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make(prompt)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="at least one"):
+        Request(Add("r", b"", SamplingParams(), 0), b"A", 0, 0.0, LIMITS)
+
+
+def test_the_longest_prompt_is_served() -> None:
+    assert ended(make([10] * 31, max_tokens=4), 9) == ("length", "context", None)
+
+
+def test_output_is_told_once() -> None:
+    request = make(max_tokens=3, ignore_eos=True)
+    assert not request.has_output
+    feed(request, 20)
+    assert request.has_output
+    assert unpack_ids(request.take_output().token_ids) == [20]
+    assert not request.has_output
+    feed(request, 21, 22)
+    last = request.take_output()
+    assert unpack_ids(last.token_ids) == [21, 22]
+    assert last.finish is not None and last.spans == [("v", 0, 3)]
+
+
+def test_held_output_comes_at_the_end() -> None:
+    request = make(max_tokens=2, ignore_eos=True, hold=True)
+    feed(request, 20)
+    assert not request.has_output
+    feed(request, 21)
+    assert request.has_output
+    assert unpack_ids(request.take_output().token_ids) == [20, 21]
+
+
+def test_spans_follow_the_weight_version() -> None:
+    request = make(max_tokens=5, ignore_eos=True)
+    for version in ["v1", "v1", "v2", "v3", "v3"]:
+        request.append(20, None, 0, version, 101.0)
+    assert request.take_output().spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
+
+
+def test_times_are_seconds_since_receipt() -> None:
+    request = make(max_tokens=2, ignore_eos=True)
+    request.admitted = 100.5
+    request.append(20, None, 0, "v", 102.0)
+    request.append(20, None, 0, "v", 104.0)
+    assert request.finish is not None
+    assert (request.finish.queued, request.finish.first_token, request.finish.total) == (0.5, 2.0, 4.0)
+    never = make()
+    never.end("abort", "abort_user", 101.0)
+    assert never.finish is not None
+    assert (never.finish.queued, never.finish.first_token, never.finish.total) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "width"),
+    [
+        ({}, None),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": 3}, 3),
+        ({"logprobs": -1}, 50),
+        ({"logprob_token_ids": [4, 5]}, 2),
+        ({"logprobs": 2, "logprob_token_ids": [4]}, 3),
+    ],
+)
+def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
+    request = make(max_tokens=1, **params)
+    wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
+    request.append(20, wide, 1, "v", 101.0)
+    logprobs = request.take_output().logprobs
+    if width is None:
+        assert logprobs is None
+    else:
+        assert logprobs is not None
+        assert (logprobs.width, len(logprobs.ranks), len(logprobs.top_ids)) == (width, 4, 4 * width)
+
+
+@pytest.mark.parametrize(("asked", "mode"), [(None, "raw"), ("processed", "processed")])
+def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
+    request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
+    request.append(20, rows_of([(0.0, 1, [], [])], 0), 0, "v", 101.0)
+    output = request.take_output()
+    assert output.logprobs is not None and output.prompt_logprobs is not None
+    assert output.logprobs.mode == output.prompt_logprobs.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "reusable", "blocks"),
+    [
+        (8, {}, 7, 2),  # the whole prompt is found; its last token is computed again
+        (9, {}, 8, 2),
+        (7, {}, 6, 1),
+        (1, {}, 0, 0),
+        (8, {"prompt_logprobs": 1}, 0, 0),
+        (8, {"prompt_logprobs": 1, "prompt_logprobs_start": 1}, 0, 0),
+        (8, {"prompt_logprobs": 1, "prompt_logprobs_start": 5}, 4, 1),
+        (8, {"prompt_logprobs": 1, "prompt_logprobs_start": 7}, 6, 1),
+        (8, {"prompt_logprobs": 1, "prompt_logprobs_start": 8}, 7, 2),
+        (8, {"prompt_logprobs": 1, "prompt_logprobs_start": 99}, 7, 2),
+    ],
+)
+def test_what_may_come_from_the_cache(length: int, params: dict[str, Any], reusable: int, blocks: int) -> None:
+    request = make([10] * length, **params)
+    assert request.reusable == reusable
+    assert request.reusable_blocks(4) == blocks
+
+
+def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
+    request = make([10] * 8, prompt_logprobs=1, prompt_logprobs_start=2, max_tokens=1)
+
+    def rows(first: int, last: int) -> Any:
+        return rows_of([(-float(j), j, [j], [-float(j)]) for j in range(first, last)], 1, padding=1)
+
+    request.add_prompt_rows(0, rows(2, 5))  # positions 0..3
+    assert request.reusable == 4
+    request.add_prompt_rows(0, rows(2, 4))  # after a preemption
+    request.add_prompt_rows(3, rows(4, 7))
+    request.add_prompt_rows(6, rows(7, 8))
+    assert request.reusable == 7
+    feed(request, 20)
+    columns = request.take_output().prompt_logprobs
+    assert columns is not None
+    assert np.frombuffer(columns.ranks, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
+    assert np.frombuffer(columns.top_ids, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_prompt_logprobs_without_rows_are_empty_not_absent() -> None:
+    request = make([10], prompt_logprobs=2, max_tokens=1)
+    feed(request, 20)
+    columns = request.take_output().prompt_logprobs
+    assert columns is not None and columns.ranks == b"" and columns.width == 2
+
+
+def test_new_row_has_all_tokens() -> None:
+    request = make([10, 11], max_tokens=9)
+    feed(request, 20, 21)
+    request.slot = 5
+    row = request.new_row()
+    assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
+    assert (row.slot, row.rid, row.prompt_len, row.seed, row.stop_ids) == (5, "r", 2, 7, (1, 2))
+    request.append(22, None, 0, "v", 1.0)
+    assert len(row.tokens) == 4

@@ -1,0 +1,74 @@
+"""The attention block against its formula, written out per query."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve.layers.attention import Attention
+from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.rope import RopeSpec, rope_table
+from tokserve.plan import KVSpec
+
+HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
+TABLE = rope_table(RopeSpec(DIM, 50.0), TOKENS)
+
+
+def rotated(x: Tensor) -> Tensor:  # [T, H, D]
+    cos, sin = TABLE[:, None, : DIM // 2], TABLE[:, None, DIM // 2 :]
+    a, b = x[..., : DIM // 2], x[..., DIM // 2 :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def expected(x: Tensor, w: dict[str, Tensor], window: int) -> Tensor:
+    zero = torch.zeros(1)
+
+    def project(name: str, heads: int) -> Tensor:
+        return (x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", zero)).view(TOKENS, heads, DIM)
+
+    q = rotated(normed(project("q_proj", HEADS), w.get("q_norm.weight"), 0.1))
+    k = rotated(normed(project("k_proj", KV_HEADS), w.get("k_norm.weight"), 0.1))
+    v = project("v_proj", KV_HEADS)
+    out = torch.zeros(TOKENS, HEADS, DIM)
+    for t in range(TOKENS):
+        first = max(0, t + 1 - window) if window else 0
+        for h in range(HEADS):
+            scores = k[first : t + 1, h // 2] @ q[t, h] / DIM**0.5
+            out[t, h] = scores.softmax(0) @ v[first : t + 1, h // 2]
+    return out.reshape(TOKENS, -1) @ w["o_proj.weight"].T + w.get("o_proj.bias", zero)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("qkv_bias", "out_bias"), [(False, False), (True, False), (True, True)])
+def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, out_bias: bool) -> None:
+    block = Attention(
+        HIDDEN, HEADS, KV_HEADS, DIM, torch.float32,
+        window=window, norm_eps=0.1 if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
+    )  # fmt: skip
+    assert block.kv_spec() == KVSpec(KV_HEADS, DIM, "float32", window)
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, parameter in block.parameters().items():
+        weights[name] = torch.randn(parameter.shape, generator=generator)
+        parameter.load(weights[name])
+    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    pages = -(-TOKENS // PAGE)
+    unused = (torch.empty(0), torch.empty(0))
+    cache = (torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan), torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan))
+    positions = torch.arange(TOKENS)
+    batch = ForwardBatch(
+        input_ids=positions,
+        positions=positions,
+        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
+        block_tables=torch.arange(pages, dtype=torch.int32)[None],
+        slot_mapping=positions,
+        kv=[unused, cache],
+    )
+    torch.testing.assert_close(block(x, batch, 1, TABLE), expected(x, weights, window), atol=2e-5, rtol=1e-5)

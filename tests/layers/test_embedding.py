@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokserve.layers.embedding import Embedding, Head
+
+VOCAB, HIDDEN = 11, 8
+
+
+def test_lookup_copies_and_converts() -> None:
+    embedding = Embedding(VOCAB, HIDDEN, torch.bfloat16)
+    weight = torch.randn(VOCAB, HIDDEN)
+    expected = weight.bfloat16()
+    embedding.parameters()["weight"].load(weight)
+    weight.zero_()
+    assert torch.equal(embedding(torch.tensor([3, 0, 3])), expected[[3, 0, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_uses_the_embedding_and_returns_float32(dtype: torch.dtype, head_dtype: torch.dtype) -> None:
+    head = Head(VOCAB, HIDDEN, head_dtype)
+    embedding = Embedding(VOCAB, HIDDEN, dtype, head=head)
+    for seed in (0, 1):  # loading again reaches the head too
+        weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        embedding.load(weight)
+        hidden = torch.randn(3, HIDDEN).to(dtype)
+        logits = head(hidden)
+        assert logits.dtype == torch.float32
+        expected = hidden.to(head_dtype).float() @ weight.to(dtype).to(head_dtype).float().T
+        torch.testing.assert_close(logits, expected)
+
+
+def test_an_untied_float32_head_keeps_the_checkpoints_precision() -> None:
+    head = Head(VOCAB, HIDDEN, torch.float32)
+    weight = torch.randn(VOCAB, HIDDEN)
+    head.parameters()["lm_head.weight"].load(weight)
+    hidden = torch.randn(3, HIDDEN).bfloat16()
+    torch.testing.assert_close(head(hidden), hidden.float() @ weight.T)
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected .*\[11, 8\], found \[11, 9\]"):
+        Embedding(VOCAB, HIDDEN, torch.float32).load(torch.zeros(VOCAB, 9))

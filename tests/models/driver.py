@@ -1,0 +1,60 @@
+"""Runs a Decoder without a runner: one paged cache, pages handed out in a scrambled order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokserve.layers.batch import ForwardBatch
+from tokserve.models.decoder import Decoder
+
+PAGE = 16
+
+
+class Driver:
+    """Rows of one decoder, each with its own pages; `step` computes the next tokens of some rows."""
+
+    def __init__(self, decoder: Decoder, *, rows: int = 1, length: int = 512) -> None:
+        self.decoder = decoder
+        per_row = -(-length // PAGE)
+        order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(0))
+        self.tables = order.to(torch.int32).view(rows, per_row)
+        self.lengths = [0] * rows
+        self.kv = []
+        for spec in decoder.kv_specs():
+            shape = (rows * per_row, spec.heads, PAGE, spec.dim)
+            dtype = getattr(torch, spec.dtype)
+            self.kv.append((torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)))
+
+    def step(self, work: dict[int, Sequence[int]]) -> list[Tensor]:
+        """Append tokens to rows {row: ids}; the logits of each row's new positions [n, vocab]."""
+        positions = [torch.arange(self.lengths[row], self.lengths[row] + len(ids)) for row, ids in work.items()]
+        slots = [self.tables[row][p // PAGE].long() * PAGE + p % PAGE for row, p in zip(work, positions, strict=True)]
+        for row, ids in work.items():
+            self.lengths[row] += len(ids)
+        counts = [len(ids) for ids in work.values()]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        batch = ForwardBatch(
+            input_ids=torch.tensor([token for ids in work.values() for token in ids]),
+            positions=torch.cat(positions),
+            query_start=starts.to(torch.int32),
+            seq_lens=torch.tensor([self.lengths[row] for row in work], dtype=torch.int32),
+            block_tables=self.tables[list(work)],
+            slot_mapping=torch.cat(slots),
+            kv=self.kv,
+        )
+        with torch.inference_mode():
+            logits = self.decoder.logits(self.decoder.forward(batch))
+        return list(logits.split(counts))
+
+
+def prefill(decoder: Decoder, ids: Sequence[int]) -> Tensor:
+    """Logits of all positions of one sequence [n, vocab]."""
+    return Driver(decoder, length=len(ids)).step({0: ids})[0]
+
+
+def random_ids(count: int, vocab: int, seed: int = 0) -> list[int]:
+    """Reproducible token ids."""
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

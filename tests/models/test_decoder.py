@@ -1,0 +1,55 @@
+"""The decoder's own promises: what it declares, and the same bits however the work is cut and batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.driver import Driver, prefill, random_ids
+from tokserve.models.decoder import Decoder
+from tokserve.models.dummy import tiny_config
+from tokserve.models.load import load
+from tokserve.plan import KVSpec
+
+
+def made(family: str, dtype: str = "float32", **changes: Any) -> Decoder:
+    hf = tiny_config(family, **changes)
+    return load(Path("/nowhere"), hf, dtype=dtype, head_dtype="auto", load_format="dummy", seed=0)
+
+
+def test_kv_specs_have_a_window_where_the_layer_has_one() -> None:
+    windowed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    specs = made("qwen3", "bfloat16", **windowed).kv_specs()
+    assert specs == (KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16", window=9))
+
+
+def test_parameters_have_the_names_of_checkpoints() -> None:
+    names = made("llama", num_hidden_layers=1, attention_bias=True).parameters_by_name()
+    layer = "model.layers.0."
+    expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    expected |= {f"{layer}{norm}_layernorm.weight" for norm in ("input", "post_attention")}
+    expected |= {f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    expected |= {f"{layer}self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")}
+    assert set(names) == expected
+    assert names[f"{layer}self_attn.k_proj.weight"].shape == (32, 64)
+    assert "lm_head.weight" not in made("qwen3").parameters_by_name()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.usefixtures("kernels")
+def test_chunks_decoding_and_company_do_not_change_a_bit(family: str, dtype: str) -> None:
+    decoder = made(family, dtype)
+    ids = random_ids(75, 320)
+    alone = prefill(decoder, ids)
+    cut = Driver(decoder, length=len(ids))
+    chunks = [ids[:1], ids[1:18], ids[18:50], *([token] for token in ids[50:])]
+    assert torch.equal(torch.cat([cut.step({0: chunk})[0] for chunk in chunks]), alone)
+    others = Driver(decoder, rows=3, length=len(ids))
+    others.step({1: random_ids(33, 320, seed=1), 2: random_ids(5, 320, seed=2)})
+    first = others.step({2: random_ids(9, 320, seed=3), 0: ids[:40], 1: random_ids(1, 320, seed=4)})[1]
+    rest = others.step({1: random_ids(2, 320, seed=5), 0: ids[40:]})[1]
+    assert torch.equal(torch.cat((first, rest)), alone)

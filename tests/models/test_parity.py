@@ -1,0 +1,191 @@
+"""Logits against transformers on the same checkpoint: every family, option, rope type, dtype and kind of kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.models.driver import Driver, prefill, random_ids
+from tokserve.models.decoder import Decoder
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.load import load
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-no-groups": ("llama", {"num_key_value_heads": 4}),
+    "llama-null-sizes": ("llama", {"num_key_value_heads": None, "head_dim": None}),
+    "llama-one-kv-head-gelu": ("llama", {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "mistral-wide-heads": ("mistral", {"head_dim": 32, "rms_norm_eps": 1e-2}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "tie_word_embeddings": False},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-untied-biases": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 32}),
+    "qwen3-mixed": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED}),
+    "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "rope-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "rope-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "rope-yarn-factor": ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False}}),
+    "rope-yarn-mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
+}
+LENGTH = 150  # longer than every window and every original context
+
+
+def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def oracle_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def ours(directory: Path, dtype: str = "float32", **options: Any) -> Decoder:
+    hf = json.loads((directory / "config.json").read_text())
+    options = {"head_dtype": "auto", "load_format": "auto", "seed": 0} | options
+    return load(directory, hf, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("kernels")
+def test_float32_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    family, changes = CASES[name]
+    hf = tiny_config(family, **changes)
+    model = oracle(write_checkpoint(tmp_path / "ours", hf))
+    ids = random_ids(LENGTH, hf["vocab_size"])
+    expected = oracle_logits(model, ids)
+    assert expected.std() > 1.5  # sharp enough for a difference to show
+    found = prefill(ours(tmp_path / "ours"), ids)
+    assert (found - expected).abs().max() < 1e-4
+    model.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(prefill(ours(tmp_path / "theirs"), ids), found)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", "rope-yarn"])
+@pytest.mark.usefixtures("kernels")
+def test_greedy_decoding_equals_transformers(name: str, tmp_path: Path) -> None:
+    family, changes = CASES[name]
+    hf = tiny_config(family, **changes)
+    model = oracle(write_checkpoint(tmp_path, hf))
+    prompt = random_ids(11, hf["vocab_size"], seed=3)
+    with torch.no_grad():
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
+        )[0, len(prompt) :].tolist()
+    driver = Driver(ours(tmp_path))
+    found: list[int] = []
+    pending = prompt
+    while len(found) < 64:
+        pending = [int(driver.step({0: pending})[0][-1].argmax())]
+        found += pending
+    assert len(set(expected)) > 10
+    assert found == expected
+
+
+def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    hf = tiny_config("llama", max_position_embeddings=32, rope_parameters=rope)
+    model = oracle(write_checkpoint(tmp_path, hf))
+    ids = random_ids(80, hf["vocab_size"])
+    cache, rows = None, []
+    with torch.no_grad():
+        for token in ids:
+            step = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            rows.append(step.logits[0, -1])
+    decoder = ours(tmp_path, max_model_len=128)
+    found = prefill(decoder, ids)
+    assert (found - torch.stack(rows)).abs().max() < 1e-4
+    within = oracle_logits(oracle(tmp_path), ids[:32])
+    assert (found[:32] - within).abs().max() < 1e-4
+    assert torch.equal(found[:32], prefill(ours(tmp_path), ids[:32]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_older_config_spelling(family: str, tmp_path: Path) -> None:
+    hf = tiny_config(family, torch_dtype="float32", rope_theta=5000.0)
+    del hf["dtype"], hf["rope_parameters"]
+    hf["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    model = oracle(write_checkpoint(tmp_path, hf))
+    ids = random_ids(LENGTH, hf["vocab_size"])
+    assert (prefill(ours(tmp_path), ids) - oracle_logits(model, ids)).abs().max() < 1e-4
+
+
+def sharp_checkpoint(directory: Path, family: str) -> Path:
+    sizes = {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    }  # fmt: skip
+    return write_checkpoint(directory, tiny_config(family, dtype="bfloat16", **sizes), seed=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.usefixtures("kernels")
+def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
+    directory = sharp_checkpoint(tmp_path, family)
+    texts = [random_ids(256, 2048, seed) for seed in range(4)]
+    exact_model, rounded_model, decoder = (
+        oracle(directory),
+        oracle(directory, torch.bfloat16),
+        ours(directory, "bfloat16"),
+    )
+    exact = torch.cat([oracle_logits(exact_model, ids).log_softmax(-1) for ids in texts])
+    theirs = torch.cat([oracle_logits(rounded_model, ids).log_softmax(-1) for ids in texts]) - exact
+    own = torch.cat([prefill(decoder, ids).log_softmax(-1) for ids in texts]) - exact
+    assert own.abs().mean() <= 1.2 * theirs.abs().mean()
+    assert own.abs().max() <= 1.2 * theirs.abs().max()
+    drawn = torch.multinomial(exact.exp(), 4, replacement=True, generator=torch.Generator().manual_seed(0))
+    chosen = own.gather(1, drawn)
+    assert chosen.mean().abs() <= 0.1 * chosen.abs().mean()
+    assert own.mean().abs() <= 0.1 * own.abs().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.usefixtures("kernels")
+def test_float32_head_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
+    directory = sharp_checkpoint(tmp_path, family)
+    ids = random_ids(64, 2048)
+    exact = oracle_logits(oracle(directory), ids)
+    auto = prefill(ours(directory, "bfloat16"), ids)
+    full = prefill(ours(directory, "bfloat16", head_dtype="float32"), ids)
+    assert auto.dtype == full.dtype == torch.float32
+    assert (full - exact).abs().mean() <= 1.1 * (auto - exact).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_serving_dtype_converts_a_float32_checkpoint(dtype: str, tmp_path: Path) -> None:
+    hf = tiny_config("llama")
+    expected = oracle_logits(oracle(write_checkpoint(tmp_path, hf)), random_ids(40, hf["vocab_size"]))
+    decoder = ours(tmp_path, dtype)
+    assert {spec.dtype for spec in decoder.kv_specs()} == {dtype}
+    found = prefill(decoder, random_ids(40, hf["vocab_size"]))
+    assert 0 < (found - expected).abs().mean() < (0.06 if dtype == "bfloat16" else 0.01)

@@ -1,0 +1,170 @@
+"""Reading config.json: the same values transformers reads, and a refusal for what is not built."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from tokserve.errors import StartError
+from tokserve.layers.rope import RopeSpec
+from tokserve.models.dummy import FAMILIES, tiny_config
+from tokserve.models.registry import ARCHITECTURES, decoder_spec
+from tokserve.models.spec import DecoderSpec
+
+ABSENT = object()
+
+
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    hf = tiny_config(family) | changes
+    return {name: value for name, value in hf.items() if value is not ABSENT}
+
+
+def spec_of(family: str, **changes: Any) -> DecoderSpec:
+    return decoder_spec(config(family, **changes))
+
+
+def theirs(hf: dict[str, Any]) -> PretrainedConfig:
+    return AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 40}
+    architecture = tiny_config(family)["architectures"]
+    hf = {"architectures": architecture, "model_type": family, "num_attention_heads": 32} | sizes
+    expected, spec = theirs(hf), decoder_spec(hf)
+    assert spec.kv_heads == expected.num_key_value_heads
+    assert spec.head_dim == (128 // 32 if family == "qwen2" else expected.head_dim)
+    assert spec.norm_eps == expected.rms_norm_eps
+    assert spec.tied == expected.tie_word_embeddings
+    assert spec.max_position == expected.max_position_embeddings
+    assert spec.rope == RopeSpec(spec.head_dim, expected.rope_parameters["rope_theta"])
+    assert set(spec.windows) == {4096 if family == "mistral" else 0}
+    assert spec.qkv_bias == (family == "qwen2")
+    assert (spec.out_bias, spec.mlp_bias, spec.qk_norm) == (False, False, family == "qwen3")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_by_layer_equal_transformers(family: str) -> None:
+    types = [ABSENT, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3]
+    counted = 0
+    for used, window, first, kinds in itertools.product(
+        (ABSENT, False, True), (ABSENT, None, 8), (ABSENT, 0, 1, 3), types
+    ):
+        hf = config(family, use_sliding_window=used, sliding_window=window, max_window_layers=first, layer_types=kinds)
+        expected = theirs(hf)
+        windows = [expected.sliding_window if kind == "sliding_attention" else 0 for kind in expected.layer_types]
+        if None in windows:  # transformers accepts the config and fails when it makes the mask
+            with pytest.raises(StartError, match="layer_types names sliding_attention, but no sliding_window"):
+                decoder_spec(hf)
+        else:
+            counted += any(windows)
+            assert decoder_spec(hf).windows == tuple(windows), hf
+    assert counted > 5
+
+
+def test_window_everywhere() -> None:
+    assert spec_of("mistral", sliding_window=7).windows == (7, 7, 7)
+    assert spec_of("mistral", sliding_window=None).windows == (0, 0, 0)
+    assert spec_of("mistral", sliding_window=ABSENT).windows == (4096,) * 3
+    assert spec_of("llama", sliding_window=7).windows == (0, 0, 0)
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_parameters": ABSENT},
+    {"rope_parameters": ABSENT, "rope_theta": 7.0},
+    {"rope_parameters": ABSENT, "rope_theta": 7.0, "rope_scaling": None},
+    {"rope_parameters": ABSENT, "rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}},
+    {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}, "rope_theta": 7.0},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 7.0},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@pytest.mark.parametrize("changes", ROPES)
+def test_rope_spellings_equal_transformers(changes: dict[str, Any]) -> None:
+    hf = config("llama", **changes)
+    expected = theirs(hf)
+    expected.standardize_rope_params()  # as its frequency functions do
+    wanted = expected.rope_parameters
+    rope = decoder_spec(hf).rope
+    assert (rope.kind, rope.theta, rope.dim) == (wanted["rope_type"], wanted["rope_theta"], 16)
+    assert rope.factor == wanted.get("factor", 1.0)
+    if rope.kind == "yarn":
+        assert rope.original == wanted["original_max_position_embeddings"]
+    if rope.kind == "dynamic":
+        assert rope.original == hf["max_position_embeddings"]
+
+
+def test_yarn_attributes_reach_the_spec() -> None:
+    given = {
+        "rope_type": "yarn", "rope_theta": 5.0, "factor": None, "original_max_position_embeddings": 128,
+        "beta_fast": 9, "beta_slow": 2.5, "truncate": False, "mscale": 0.5, "mscale_all_dim": 0.25,
+    }  # fmt: skip
+    assert spec_of("llama", rope_parameters=given).rope == RopeSpec(
+        16, 5.0, "yarn", 4.0, 128, beta_fast=9.0, beta_slow=2.5, truncate=False, mscale=0.5, mscale_all_dim=0.25
+    )
+    assert spec_of("llama", rope_parameters=given | {"attention_factor": 0.5}).rope.attention_factor == 0.5
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization 'awq'"),
+    ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),
+    ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization 'compressed-tensors'"),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+    ("llama", {"is_causal": False}, "is_causal"),
+    ("llama", {"hidden_size": ABSENT}, "hidden_size is missing"),
+    ("llama", {"vocab_size": "many"}, "vocab_size must be an integer of at least 1, found 'many'"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, found 0"),
+    ("llama", {"num_attention_heads": True}, "num_attention_heads must be an integer of at least 1, found True"),
+    ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+    ("llama", {"head_dim": 15}, "head_dim must be even, found 15"),
+    ("llama", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported are: silu"),
+    ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
+    ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor must be a positive number"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling must be an object"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor must be above low_freq_factor",
+    ),
+    ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
+    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+    ("qwen3", {"layer_types": ["full_attention", "conv", "mamba"]}, "unsupported kinds: conv, mamba"),
+    ("qwen3", {"layer_types": "full_attention"}, "layer_types must be a list of strings"),
+    ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, found 0"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_refusals_name_the_attribute(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError) as caught:
+        spec_of(family, **changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [["GPTBigForCausalLM"], [], None])
+def test_unknown_architectures_are_refused_with_the_list(names: list[str] | None) -> None:
+    with pytest.raises(StartError) as caught:
+        spec_of("llama", architectures=names)
+    for name in [*(names or []), *ARCHITECTURES]:
+        assert name in str(caught.value)
+
+
+def test_a_known_architecture_among_several_is_taken() -> None:
+    assert spec_of("qwen3", architectures=["Unknown", "Qwen3ForCausalLM"]).qk_norm

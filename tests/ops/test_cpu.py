@@ -1,0 +1,312 @@
+"""The C++ extension itself: instruction sets, threads, exit, and arguments that must raise instead of crashing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve.ops import registry
+from tokserve.ops.registry import OPS
+
+_C = pytest.importorskip("tokserve._C")
+registry.load_extension("cpu")
+NAMES = [name for name in OPS if name != "pack_linear"]
+CALLS: dict[str, Callable[..., Any]] = {name: op.implementations["cpp"].call for name, op in OPS.items()}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    chosen, threads = _C.instruction_set(), _C.threads()
+    yield
+    _C.select(chosen)
+    _C.set_threads(threads)
+
+
+def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """Outputs, and for an op that writes into its arguments these."""
+    arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+    if name == "linear":
+        arguments = (arguments[0], CALLS["pack_linear"](arguments[1]), *arguments[2:])
+    result = CALLS[name](*arguments)
+    if result is None:
+        return [a for a in arguments if isinstance(a, Tensor)]
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_every_op_has_a_cpp_implementation() -> None:
+    assert all("cpp" in op.available("cpu") for op in OPS.values())
+
+
+def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
+    names = _C.instruction_sets()
+    assert names[-1] == "portable" and len(set(names)) == len(names)
+    for name in names:
+        _C.select(name)
+        assert _C.instruction_set() == name
+    with pytest.raises(ValueError, match="z80"):
+        _C.select("z80")
+
+
+@pytest.mark.parametrize("isa", _C.instruction_sets()[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
+    op = OPS[name]
+    for dtype, (absolute, relative) in op.tolerance.items():
+        for arguments in op.samples(dtype):
+            copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+            if name == "linear":
+                copies = (copies[0], OPS["pack_linear"].reference(copies[1]), *copies[2:])
+            expected = op.reference(*copies)
+            if expected is None:
+                expected = tuple(a for a in copies if isinstance(a, Tensor))
+            _C.select(isa)
+            expected = [expected] if isinstance(expected, Tensor) else expected
+            for a, e in zip(run(name, arguments), expected, strict=True):
+                torch.testing.assert_close(a, e, atol=absolute, rtol=relative, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", _C.instruction_sets())
+def test_linear_rows_have_the_same_bits_in_any_tile(isa: str) -> None:
+    _C.select(isa)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, packed = randn(40, 301, dtype=dtype), CALLS["pack_linear"](randn(130, 301, dtype=dtype, seed=1))
+        whole = CALLS["linear"](x, packed, None, torch.float32)
+        for size in range(1, 40):
+            assert torch.equal(CALLS["linear"](x[:size], packed, None, torch.float32), whole[:size])
+
+
+@pytest.mark.parametrize("isa", _C.instruction_sets())
+def test_attention_of_the_last_query_has_the_bits_of_the_whole(isa: str) -> None:
+    _C.select(isa)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        caches = randn(2, 9, 2, 16, 40, dtype=dtype)
+        q, tables = randn(140, 6, 40, dtype=dtype, seed=1), torch.randperm(9)[None].int()
+        for window in (0, 30):
+            whole = attend(q, caches, tables, 140, window)
+            for size in (1, 2, 31, 139):
+                assert torch.equal(attend(q[-size:], caches, tables, 140, window), whole[-size:])
+
+
+def attend(q: Tensor, caches: Tensor, tables: Tensor, length: int, window: int) -> Tensor:
+    starts, lens = torch.tensor([0, len(q)], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    result: Tensor = CALLS["paged_attention"](
+        q, caches[0], caches[1], tables, starts, lens, q.shape[-1] ** -0.5, window
+    )
+    return result
+
+
+def large_cases() -> dict[str, tuple[Any, ...]]:
+    """Arguments large enough that the work is given to threads."""
+    bf16 = torch.bfloat16
+    logits = randn(9, 20000) * 4
+    history = torch.randint(0, 20000, (9, 300), generator=torch.Generator().manual_seed(0)).int()
+    lens = torch.full((9,), 300, dtype=torch.int32)
+    caches = randn(2, 160, 1, 16, 64, dtype=bf16)
+    index = torch.arange(9)
+    table = randn(600, 64)
+    return {
+        "rms_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
+        "add_rms_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), 1e-6),
+        "silu_mul": (randn(300, 1024, dtype=bf16),),
+        "gelu_mul": (randn(300, 1024),),
+        "rope": (randn(300, 8, 64), randn(300, 2, 64), table, torch.arange(300)),
+        "store_kv": (*randn(2, 2000, 1, 64, dtype=bf16).unbind(), *caches.unbind(), torch.randperm(2560)[:2000]),
+        "linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), None),
+        "paged_attention": (  # one decode row with a long context: its splits go to different threads
+            randn(1, 4, 64, dtype=bf16), *caches.unbind(), torch.arange(160, dtype=torch.int32)[None],
+            torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
+        ),
+        "sample": (logits, index * 977, index, index % 3 == 0),
+        "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
+        "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
+        "logprobs": (logits, index, 20, index[:, None], 0.5 + index * 0.25),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_do_not_depend_on_threads(name: str) -> None:
+    arguments = large_cases()[name]
+    _C.set_threads(1)
+    alone = run(name, arguments)
+    for threads in (2, 3, 5):
+        _C.set_threads(threads)
+        for _ in range(3):
+            for a, b in zip(run(name, arguments), alone, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_splits_on_threads_are_splits_in_one_tile() -> None:
+    caches = randn(2, 160, 1, 16, 64, dtype=torch.bfloat16)
+    tables, q = torch.arange(160, dtype=torch.int32)[None], randn(1, 4, 64, dtype=torch.bfloat16)
+    for window in (0, 700, 1600):
+        _C.set_threads(1)
+        alone = attend(q, caches, tables, 2560, window)
+        _C.set_threads(4)
+        assert torch.equal(attend(q, caches, tables, 2560, window), alone)
+
+
+def test_calls_from_several_python_threads() -> None:
+    _C.set_threads(2)
+    x, packed = randn(64, 256), CALLS["pack_linear"](randn(640, 256, seed=1))
+    expected = CALLS["linear"](x, packed, None)
+    wrong: list[int] = []
+
+    def many() -> None:
+        wrong.extend(i for i in range(50) if not torch.equal(CALLS["linear"](x, packed, None), expected))
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_threads_sleep_and_the_process_exits() -> None:
+    code = """
+import resource, time, torch
+from tokserve import ops
+ops.bind("cpu")
+from tokserve.ops import cpu
+cpu.set_threads(4)
+x = torch.randn(64, 512)
+packed = ops.pack_linear(torch.randn(512, 512))
+ops.linear(x, packed, None)
+time.sleep(0.05)
+before = resource.getrusage(resource.RUSAGE_SELF)
+time.sleep(0.5)
+after = resource.getrusage(resource.RUSAGE_SELF)
+assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_empty_inputs() -> None:
+    none = torch.empty(0, 64)
+    assert CALLS["rms_norm"](none, torch.ones(64), 1e-6).shape == (0, 64)
+    assert CALLS["silu_mul"](none).shape == (0, 32)
+    assert CALLS["linear"](none, CALLS["pack_linear"](randn(10, 64)), None).shape == (0, 10)
+    caches = randn(2, 3, 1, 16, 32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    q = torch.empty(0, 2, 32)
+    tables = torch.empty(0, 3, dtype=torch.int32)
+    assert CALLS["paged_attention"](q, *caches.unbind(), tables, zero, zero[:0], 1.0, 0).shape == (0, 2, 32)
+    logits, index = torch.empty(0, 50), torch.empty(0, dtype=torch.int64)
+    assert CALLS["sample"](logits, index, index, index.bool()).shape == (0,)
+    assert CALLS["logprobs"](logits, index, 3, None, None)[2].shape == (0, 3)
+
+
+def test_rows_may_lie_apart_where_a_projection_was_split() -> None:
+    both = randn(5, 2 * 4 * 32)
+    q, k = (part.view(5, 4, 32) for part in both.split(128, -1))
+    table, positions = randn(9, 32), torch.arange(5)
+    apart = CALLS["rope"](q, k, table, positions)
+    dense = CALLS["rope"](q.contiguous(), k.contiguous(), table, positions)
+    assert all(torch.equal(a, b) for a, b in zip(apart, dense, strict=True))
+    packed = CALLS["pack_linear"](randn(20, 128))
+    half = both[:, 128:]
+    assert torch.equal(CALLS["linear"](half, packed, None), CALLS["linear"](half.contiguous(), packed, None))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 65])
+def test_packed_weights_are_those_of_torch_for_odd_shapes(rows: int) -> None:
+    for columns in (1, 2, 31, 129):
+        weight, x = randn(rows, columns, dtype=torch.bfloat16), randn(3, columns, dtype=torch.bfloat16, seed=1)
+        result = CALLS["linear"](x, CALLS["pack_linear"](weight), None, torch.float32)
+        torch.testing.assert_close(result, x.float() @ weight.float().T, atol=1e-4, rtol=1e-4)
+
+
+INT, LONG = torch.int32, torch.int64
+
+
+def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    x, w = randn(3, 64), torch.ones(64)
+    packed = CALLS["pack_linear"](randn(10, 64))
+    heads, caches = randn(3, 2, 32), randn(2, 4, 1, 16, 32).unbind()
+    table, two, five = torch.arange(4, dtype=INT)[None], torch.tensor([0, 3], dtype=INT), torch.tensor([5], dtype=INT)
+    logits, ids = randn(2, 50), torch.zeros(2, dtype=LONG)
+    count = torch.full((2,), 3, dtype=INT)
+    one = torch.ones(2)
+    return {
+        "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
+        "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
+        "norm: integers": ("rms_norm", (x.int(), w, 1e-6)),
+        "norm: float64": ("rms_norm", (x.double(), w, 1e-6)),
+        "norm: one dimension": ("rms_norm", (x[0], w, 1e-6)),
+        "norm: other residual": ("add_rms_norm", (x, x[:2], w, 1e-6)),
+        "gate: odd width": ("silu_mul", (randn(3, 7),)),
+        "rope: position past the table": ("rope", (heads, heads, randn(4, 32), torch.tensor([0, 1, 4]))),
+        "rope: negative position": ("rope", (heads, heads, randn(4, 32), torch.tensor([0, -1, 3]))),
+        "rope: too many angles": ("rope", (heads, heads, randn(4, 64), torch.tensor([0, 1, 2]))),
+        "rope: tokens differ": ("rope", (heads, heads[:2], randn(4, 32), torch.tensor([0, 1, 2]))),
+        "linear: other width": ("linear", (x[:, :63], packed, None)),
+        "linear: other dtype": ("linear", (x.bfloat16(), packed, None)),
+        "linear: short bias": ("linear", (x, packed, torch.ones(9))),
+        "linear: bias dtype": ("linear", (x, packed, torch.ones(10).half())),
+        "linear: out dtype": ("linear", (x, packed, None, torch.float16)),
+        "pack: one dimension": ("pack_linear", (w,)),
+        "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),
+        "store: negative slot": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, -1]))),
+        "store: heads": ("store_kv", (heads, heads, *caches, torch.tensor([0, 1, 2]))),
+        "attention: page past the end": ("paged_attention", (heads, *caches, table + 4, two, five, 1.0, 0)),
+        "attention: negative page": ("paged_attention", (heads, *caches, table - 1, two, five, 1.0, 0)),
+        "attention: longer than its table": ("paged_attention", (heads, *caches, table, two, five * 13, 1.0, 0)),
+        "attention: more queries than keys": ("paged_attention", (heads, *caches, table, two, five - 3, 1.0, 0)),
+        "attention: starts do not end at T": ("paged_attention", (heads, *caches, table, two - 1, five, 1.0, 0)),
+        "attention: dtype": ("paged_attention", (heads.half(), *caches, table, two, five, 1.0, 0)),
+        "attention: int64 table": ("paged_attention", (heads, *caches, table.long(), two, five, 1.0, 0)),
+        "sample: seeds": ("sample", (logits, ids[:1], ids, ids == 0)),
+        "sample: bfloat16": ("sample", (logits.bfloat16(), ids, ids, ids == 0)),
+        "sample: no vocabulary": ("sample", (logits[:, :0], ids, ids, ids == 0)),
+        "logprobs: id outside": ("logprobs", (logits, ids + 50, 0, None, None)),
+        "logprobs: k over V": ("logprobs", (logits, ids, 51, None, None)),
+        "logprobs: named outside": ("logprobs", (logits, ids, 0, ids[:, None] - 1, None)),
+        "filter: int64 k": ("filter_logits", (logits, ids, one, one)),
+        "penalize: id outside": ("penalize", (logits, torch.full((2, 4), 50, dtype=INT), count, count, one, one, one)),
+        "penalize: too long": ("penalize", (logits, torch.zeros(2, 2, dtype=INT), count, count, one, one, one)),
+    }
+
+
+@pytest.mark.parametrize("case", wrong_calls())
+def test_wrong_arguments_raise(case: str) -> None:
+    name, arguments = wrong_calls()[case]
+    with pytest.raises((ValueError, IndexError, TypeError)):
+        CALLS[name](*arguments)
+
+
+def test_what_is_not_a_tensor_raises() -> None:
+    with pytest.raises(TypeError):
+        _C.silu_mul([[1.0, 2.0]], torch.empty(1, 1))
+    with pytest.raises(TypeError):
+        _C.silu_mul(torch.empty(1, 2, device="meta"), torch.empty(1, 1))
+    with pytest.raises(ValueError, match="1 to 1024"):
+        _C.set_threads(0)
+
+
+def test_16_bit_conversions_are_torch() -> None:
+    """Every bit pattern read as float32, and every float32 boundary written, by each instruction set."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)[None]
+    for isa in _C.instruction_sets():
+        _C.select(isa)
+        for dtype in (torch.bfloat16, torch.float16):
+            values = patterns.view(dtype)
+            zeros = torch.zeros_like(values)
+            _, total = CALLS["add_rms_norm"](values, zeros, torch.ones(values.shape[1], dtype=dtype), 1e-6)
+            assert torch.equal((values + zeros).nan_to_num(), total.nan_to_num())
+            assert torch.equal(values.isnan(), total.isnan())
+            other = values.flip(-1).contiguous()
+            _, total = CALLS["add_rms_norm"](values, other * 0.37, torch.ones(values.shape[1], dtype=dtype), 1e-6)
+            assert torch.equal((values + other * 0.37).nan_to_num(), total.nan_to_num())

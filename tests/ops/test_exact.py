@@ -1,0 +1,274 @@
+"""The exactness contract, with ==: a row's bits do not depend on the rows beside it, nor on chunks, nor on threads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve.ops import registry
+from tokserve.ops.registry import OPS
+
+registry.load_extension("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MOST = 70  # rows
+Outputs = tuple[Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def every(*names: str) -> pytest.MarkDecorator:
+    """Parametrise over (op name, function) of all implementations of these ops that run here."""
+    return pytest.mark.parametrize(
+        ("name", "call"),
+        [
+            pytest.param(name, OPS[name].implementations[one].call, id=f"{name}-{one}")
+            for name in names
+            for one in OPS[name].available("cpu")
+        ],
+    )
+
+
+def randn(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def outputs(result: Tensor | Outputs) -> Outputs:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def same(left: Outputs, right: Outputs) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a.nan_to_num(nan=1e30), b.nan_to_num(nan=1e30))
+
+
+def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int = MOST, trials: int = 16) -> None:
+    """`call` maps row numbers [M] to their outputs; whatever M and whoever else is asked, a row's are the same."""
+    whole = outputs(call(torch.arange(count)))
+    rng = random.Random(count)
+    sizes = [1, 2, 3, count - 1, *(rng.randint(1, count) for _ in range(trials))]
+    for size in sizes:
+        rows = torch.tensor(rng.choices(range(count), k=size))
+        same(outputs(call(rows)), tuple(x[rows] for x in whole))
+    torch.set_num_threads(2)
+    same(outputs(call(torch.arange(count))), whole)
+    same(outputs(call(torch.arange(1))), tuple(x[:1] for x in whole))
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
+@every("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul")
+def test_elementwise_rows_stand_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (
+        randn(dtype, 1, MOST, 2 * width) * 4,
+        randn(dtype, 3, MOST, 2 * width),
+        randn(dtype, 2, 2 * width),
+    )
+    calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
+        "rms_norm": lambda r: call(x[r], weight, 1e-6),
+        "add_rms_norm": lambda r: call(x[r], residual[r], weight, 1e-6),
+        "silu_mul": lambda r: call(x[r]),
+        "gelu_mul": lambda r: call(x[r]),
+    }
+    rows_stand_alone(calls[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 37, 257, 5000])
+@every("rms_norm")
+def test_norm_of_an_odd_width_stands_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+    x, weight = randn(dtype, 1, MOST, width), randn(dtype, 2, width)
+    rows_stand_alone(lambda r: call(x[r], weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 64, 64), (3, 1, 80, 32), (1, 1, 6, 2)])
+@every("rope")
+def test_rope_tokens_stand_alone(
+    name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, dtype: torch.dtype
+) -> None:
+    q, k, table = (
+        randn(dtype, 1, MOST, heads, dim),
+        randn(dtype, 2, MOST, kv_heads, dim),
+        randn(torch.float32, 3, 99, rot),
+    )
+    positions = torch.randint(0, 99, (MOST,), generator=torch.Generator().manual_seed(0))
+    rows_stand_alone(lambda rows: call(q[rows], k[rows], table, positions[rows]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("columns", "rows"), [(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)]
+)
+@every("linear")
+def test_linear_rows_stand_alone(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = randn(dtype, 1, MOST, columns), randn(dtype, 2, rows, columns), randn(dtype, 3, rows)
+    pack = next(
+        OPS["pack_linear"].implementations[one].call for one, i in OPS[name].implementations.items() if i.call is call
+    )
+    packed = pack(weight)
+    rows_stand_alone(lambda rows: call(x[rows], packed, None, None), trials=8)
+    rows_stand_alone(lambda rows: call(x[rows], packed, bias, torch.float32), trials=4)
+
+
+@every("linear")
+def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -> None:
+    x, weight = randn(torch.bfloat16, 1, MOST, 192), randn(torch.bfloat16, 2, 256, 192)
+    pack = next(
+        OPS["pack_linear"].implementations[one].call for one, i in OPS[name].implementations.items() if i.call is call
+    )
+    packed = pack(weight)
+    whole = call(x, packed, None, None)
+    for size in range(1, MOST + 1):
+        assert torch.equal(call(x[:size], packed, None, None), whole[:size])
+        assert torch.equal(call(x[MOST - size :], packed, None, None), whole[MOST - size :])
+
+
+@pytest.mark.parametrize("width", [1, 17, 1000, 5003])
+@every("sample", "filter_logits", "penalize", "logprobs")
+def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = randn(torch.float32, 1, MOST, width) * 3
+    logits[::7] = logits[::7].round()  # ties
+    index = torch.arange(MOST)
+    seeds, positions = index * 7919 - 9, index * 3
+    top_k, top_p, min_p = (index % 5 * 300).int(), 1.0 - (index % 4) * 0.15, index % 3 * 0.01
+    history = torch.randint(0, width, (MOST, 40), generator=generator).int()
+    lens = (index % 41).int()
+    history[torch.arange(40) >= lens[:, None]] = -1
+    strength = (index % 6) * 0.2
+    ids = torch.randint(0, width, (MOST,), generator=generator)
+    calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
+        "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
+        "filter_logits": lambda r: call(logits[r], top_k[r], top_p[r], min_p[r]),
+        "penalize": lambda r: call(
+            logits[r], history[r], lens[r] // 3, lens[r], strength[r], 1 - strength[r], 0.5 + strength[r]
+        ),
+        "logprobs": lambda r: call(logits[r], ids[r], min(width, 5), ids[r][:, None], strength[r]),
+    }
+    rows_stand_alone(calls[name], trials=5)
+
+
+@every("logprobs", "filter_logits")
+def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, call: Any) -> None:
+    logits = randn(torch.float32, 4, 3, 40001)
+    logits[:, 5] = 12.0  # the sum of exp is near 1, where its logarithm shows every bit
+    tenth, off = torch.full((3,), 0.1), torch.zeros(3)
+    calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
+        "logprobs": lambda r: call(logits[r], r, 3, None, None),
+        "filter_logits": lambda r: call(logits[r], off[r].int(), tenth[r], off[r]),
+    }
+    rows_stand_alone(calls[name], count=3, trials=2)
+
+
+class Paged:
+    """Sequences of random q, k, v whose keys lie in scattered pages; what is in no sequence is NaN."""
+
+    def __init__(
+        self, lengths: list[int], heads: int, kv_heads: int, dim: int, *, page: int, window: int, dtype: torch.dtype
+    ) -> None:
+        blocks = -(-max(lengths) // page)
+        order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(page))
+        self.tables = order.view(len(lengths), blocks).int()
+        self.lengths, self.scale, self.window = lengths, dim**-0.5, window
+        self.q = [randn(dtype, row, length, heads, dim) for row, length in enumerate(lengths)]
+        self.kv = [randn(dtype, 90 + row, 2, length, kv_heads, dim) for row, length in enumerate(lengths)]
+        self.caches = torch.full((2, len(order), kv_heads, page, dim), float("nan"), dtype=dtype)
+
+    def attend(self, call: Any, parts: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Store and attend positions start..end-1 of row, for each (row, start, end), in one call."""
+        page = self.caches.shape[3]
+        for row, start, end in parts:
+            slots = torch.arange(start, end)
+            blocks = self.tables[row].long()[slots // page]
+            self.caches[:, blocks, :, slots % page] = self.kv[row][:, start:end].transpose(0, 1)
+        rows, starts, ends = ([part[i] for part in parts] for i in range(3))
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        query_start = torch.tensor([0, *sizes]).cumsum(0).int()
+        q = torch.cat([self.q[row][start:end] for row, start, end in parts])
+        lens = torch.tensor(ends, dtype=torch.int32)
+        result = call(q, self.caches[0], self.caches[1], self.tables[rows], query_start, lens, self.scale, self.window)
+        return list(result.split(sizes))
+
+    def forget(self) -> None:
+        self.caches.fill_(float("nan"))
+
+
+def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
+    points = [0]
+    while points[-1] < length:
+        points.append(min(length, points[-1] + rng.randint(1, most)))
+    return list(pairwise(points))
+
+
+SHAPES = [  # query heads, KV heads, head dim, page, window
+    (1, 1, 32, 16, 0),
+    (2, 1, 64, 16, 0),
+    (4, 4, 64, 32, 50),
+    (6, 2, 80, 16, 0),
+    (8, 2, 96, 7, 0),
+    (5, 1, 128, 16, 130),
+    (12, 2, 64, 1, 3),
+    (7, 1, 40, 48, 0),
+    (8, 1, 256, 256, 0),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@every("paged_attention")
+def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: tuple[int, ...]) -> None:
+    heads, kv_heads, dim, page, window = shape
+    dtype = DTYPES[dim % 3]
+    lengths = [300, 17, 129, 260]
+    paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype)
+    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    assert all(part.isfinite().all() for part in whole)
+    rng = random.Random(dim)
+    for most in (5, 64, 300):
+        paged.forget()
+        waiting = [cuts(rng, length, most) for length in lengths]
+        while any(waiting):  # some of the rows go on by a chunk, all in one call
+            rows = [row for row, chunks in enumerate(waiting) if chunks and rng.random() < 0.7]
+            rng.shuffle(rows)
+            parts = [(row, *waiting[row].pop(0)) for row in rows]
+            for (row, start, end), part in zip(parts, paged.attend(call, parts) if parts else [], strict=True):
+                assert torch.equal(part, whole[row][start:end])
+    torch.set_num_threads(2)
+    assert torch.equal(paged.attend(call, [(0, 0, lengths[0])])[0], whole[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every("paged_attention")
+def test_attention_step_by_step_is_attention_at_once(name: str, call: Any, dtype: torch.dtype) -> None:
+    lengths = [140] * 3
+    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=dtype)
+    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    paged.forget()
+    for at in range(lengths[0]):
+        for row, part in enumerate(paged.attend(call, [(row, at, at + 1) for row in range(3)])):
+            assert torch.equal(part[0], whole[row][at])
+
+
+@every("paged_attention")
+def test_attention_of_many_rows_is_that_of_each(name: str, call: Any) -> None:
+    lengths = [1 + 13 * row % 200 for row in range(MOST)]
+    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=torch.bfloat16)
+    alone = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    for seed in range(4):
+        rows = random.Random(seed).sample(range(MOST), 10 + 20 * seed)
+        parts = [(row, lengths[row] - 1, lengths[row]) for row in rows]
+        for row, part in zip(rows, paged.attend(call, parts), strict=True):
+            assert torch.equal(part[0], alone[row][-1])

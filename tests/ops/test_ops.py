@@ -1,0 +1,167 @@
+"""Every implementation against its reference, and the references against formulas written another way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve.ops import registry
+from tokserve.ops.registry import OPS, Op
+
+registry.load_extension("cpu")
+OTHERS = [
+    pytest.param(op, name, dtype, id=f"{op.name}-{name}-{str(dtype)[6:]}")
+    for op in OPS.values()
+    for name in op.available("cpu")
+    for dtype in op.tolerance
+    if name != registry.REFERENCE
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the implementation returns, and its arguments after the call (some write into them)."""
+    arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+    call = op.implementations[name].call
+    if op.name == "linear":
+        pack = OPS["pack_linear"].implementations[name].call
+        return call(arguments[0], pack(arguments[1]), *arguments[2:]), arguments
+    return call(*arguments), arguments
+
+
+def close(actual: object, expected: object, tolerance: tuple[float, float]) -> None:
+    if isinstance(expected, tuple | list):
+        assert isinstance(actual, tuple | list) and len(actual) == len(expected)
+        for a, e in zip(actual, expected, strict=True):
+            close(a, e, tolerance)
+    elif isinstance(expected, Tensor) and expected.is_floating_point():
+        torch.testing.assert_close(actual, expected, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
+    elif isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor) and actual.dtype == expected.dtype and torch.equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+@pytest.mark.parametrize(("op", "name", "dtype"), OTHERS)
+def test_implementation_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
+    for arguments in op.samples(dtype):
+        close(run(op, name, arguments), run(op, registry.REFERENCE, arguments), op.tolerance[dtype])
+
+
+def test_every_op_has_samples_that_the_reference_takes() -> None:
+    for op in OPS.values():
+        for dtype in op.tolerance:
+            samples = list(op.samples(dtype))
+            assert samples or op.follows
+            for arguments in samples:
+                run(op, registry.REFERENCE, arguments)
+
+
+def rounded(exact: Tensor, like: Tensor) -> dict[str, Any]:
+    """Arguments for assert_close: the float64 result, rounded once, with room for float32 arithmetic inside."""
+    half = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[like.dtype]
+    return {"expected": exact, "atol": 3e-6, "rtol": half * 1.01, "check_dtype": False}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_the_formula(dtype: torch.dtype) -> None:
+    for x, residual, weight, eps in OPS["add_rms_norm"].samples(dtype):
+        normed = OPS["rms_norm"].reference(x, weight, eps)
+        wide = x.double()
+        exact = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+        torch.testing.assert_close(normed.double(), **rounded(exact, x))
+        both, total = OPS["add_rms_norm"].reference(x, residual, weight, eps)
+        assert torch.equal(total, x + residual)  # torch adds 16-bit floats in float32 too
+        assert torch.equal(both, OPS["rms_norm"].reference(total, weight, eps))
+        assert normed.dtype == both.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_turns_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
+    for q, k, table, positions in OPS["rope"].samples(dtype):
+        half = table.shape[1] // 2
+        turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]
+        for x, mine in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
+            turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
+            exact = torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
+            torch.testing.assert_close(mine.double(), **rounded(exact, x))
+            assert torch.equal(mine[..., 2 * half :], x[..., 2 * half :]) and mine.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_are_torch(dtype: torch.dtype) -> None:
+    for (x,) in OPS["silu_mul"].samples(dtype):
+        gate, up = x.double().chunk(2, -1)
+        for name, exact in (("silu_mul", F.silu(gate)), ("gelu_mul", F.gelu(gate, approximate="tanh"))):
+            torch.testing.assert_close(OPS[name].reference(x).double(), **rounded(exact * up, x))
+            assert OPS[name].reference(x).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_is_the_matrix_product(dtype: torch.dtype) -> None:
+    for x, weight, bias, out_dtype in OPS["linear"].samples(dtype):
+        packed = OPS["pack_linear"].reference(weight)
+        assert (packed.rows, packed.columns, packed.dtype) == (*weight.shape, dtype)
+        result = OPS["linear"].reference(x, packed, bias, out_dtype)
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert result.dtype == (out_dtype or dtype) and result.is_contiguous()
+        torch.testing.assert_close(result.double(), **rounded(exact, result))
+
+
+def test_linear_to_float32_keeps_what_a_16_bit_result_would_lose() -> None:
+    x, weight = torch.ones(1, 2, dtype=torch.bfloat16), torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)
+    packed = OPS["pack_linear"].reference(weight)
+    assert OPS["linear"].reference(x, packed, None, torch.float32).item() == 257.0
+    assert OPS["linear"].reference(x, packed, None, None).item() == 256.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
+    for k, v, k_cache, v_cache, slots in OPS["store_kv"].samples(dtype):
+        page = k_cache.shape[2]
+        expected = [k_cache.clone(), v_cache.clone()]
+        for token, slot in enumerate(slots.tolist()):
+            for new, cache in zip((k, v), expected, strict=True):
+                cache[slot // page, :, slot % page] = new[token]
+        OPS["store_kv"].reference(k, v, k_cache, v_cache, slots)
+        assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
+    count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
+    query, key = torch.arange(length - count, length)[:, None], torch.arange(length)
+    seen = key <= query
+    if window:
+        seen &= key > query - window
+    k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    mixed = F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=seen, scale=scale)
+    return mixed.transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
+    for q, k_cache, v_cache, tables, starts, lens, scale, window in OPS["paged_attention"].samples(dtype):
+        result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, scale, window)
+        assert result.dtype == dtype and result.shape == q.shape
+        for row, length in enumerate(lens.tolist()):
+            k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
+            mine = slice(int(starts[row]), int(starts[row + 1]))
+            exact = dense_attention(q[mine], k, v, scale, window)
+            torch.testing.assert_close(result[mine].double(), **rounded(exact, q))
+
+
+def test_attention_survives_large_scores() -> None:
+    q = torch.full((1, 1, 32), 60.0)
+    cache = torch.randn(9, 1, 16, 32, generator=torch.Generator().manual_seed(0)) * 60
+    tables, one = torch.arange(9, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32)
+    result = OPS["paged_attention"].reference(q, cache, cache, tables, one, torch.tensor([140]), 1.0, 0)
+    keys = cache.flatten(0, 2)[:140]
+    best = keys[(keys @ q[0, 0]).argmax()]
+    assert torch.equal(result[0, 0], best) and math.isfinite(result.sum().item())

@@ -1,0 +1,90 @@
+"""Configuration: names, ranges and what "auto" becomes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tokserve.config import Config, resolve
+from tokserve.errors import StartError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write(tmp_path, max_position_embeddings=512, torch_dtype="bfloat16", eos_token_id=5)
+    return tmp_path
+
+
+def write(directory: Path, **config: object) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(StartError, match="unknown option 'max_model_length'; did you mean 'max_model_len'"):
+        Config.make(max_model_length=5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"port": 70000}, {"max_num_seqs": 0}, {"dtype": "int4"}, {"gpu_memory_utilization": 1.5}, {"block_size": 0},
+        {"depth": 3}, {"max_model_len": "x"}, {"scheduling_policy": "lifo"}, {"keep_alive": 1},
+    ],
+)  # fmt: skip
+def test_bad_value_is_refused_with_the_options_name(option: dict[str, object]) -> None:
+    with pytest.raises(StartError, match=f"option {next(iter(option))}: "):
+        Config.make(**option)
+
+
+def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
+    config = resolve(Config.make(model=str(checkpoint)))
+    assert config.model.dtype == "bfloat16"
+    assert config.model.max_model_len == 512
+    assert config.model.eos_token_ids == [5]
+    assert config.cache.block_size == 16
+    assert config.runtime.device == "cpu"
+    assert config.runtime.cpu_threads and config.runtime.cpu_threads >= 1
+    assert config.server.served_model_name == [str(checkpoint)]
+
+
+def test_eos_ids_of_generation_config_come_first_and_all_count(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 5, 9]}')
+    assert resolve(Config.make(model=str(checkpoint))).model.eos_token_ids == [7, 5, 9]
+
+
+def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> None:
+    with pytest.raises(StartError, match=r"max_model_len 1024 is above .* 512.*--hf-overrides"):
+        resolve(Config.make(model=str(checkpoint), max_model_len=1024))
+    overridden = Config.make(model=str(checkpoint), max_model_len=1024, hf_overrides={"max_position_embeddings": 1024})
+    assert resolve(overridden).model.max_model_len == 1024
+
+
+def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKSERVE_API_KEY", "from-env")
+    assert resolve(Config.make(model=str(checkpoint), api_key=["a"])).server.api_key == ["a", "from-env"]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("/no/such/place", "neither a directory"),
+        ("./nowhere", "neither a directory"),
+        ("just-a-name", "neither a directory"),
+    ],
+)
+def test_a_model_that_is_not_there(model: str, text: str) -> None:
+    with pytest.raises(StartError, match=text):
+        resolve(Config.make(model=model))
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"no config\.json"):
+        resolve(Config.make(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(StartError, match=r"config\.json of the model cannot be read"):
+        resolve(Config.make(model=str(tmp_path)))
+
+
+def test_tls_needs_both_files(checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="ssl_keyfile and ssl_certfile"):
+        resolve(Config.make(model=str(checkpoint), ssl_keyfile="x"))

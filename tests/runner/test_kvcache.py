@@ -1,0 +1,81 @@
+"""Sizes of the KV cache, and the errors where it cannot be had."""
+
+import pytest
+import torch
+
+from tokserve.config import CacheConfig
+from tokserve.errors import StartError
+from tokserve.plan import KVLayout, KVSpec
+from tokserve.runner import kvcache
+
+GIB = 1 << 30
+SPECS = (KVSpec(2, 16, "float32"), KVSpec(2, 16, "bfloat16"))
+BLOCK_BYTES = 16 * (2 * 2 * 16 * 4 + 2 * 2 * 16 * 2)
+
+
+def blocks(seqs: int = 4, length: int = 100, free: int = GIB, **options: object) -> int:
+    cache = CacheConfig(block_size=16, **options)  # type: ignore[arg-type]
+    found = kvcache.layout(SPECS, cache, max_num_seqs=seqs, max_model_len=length, free_bytes=free)
+    assert found.specs == SPECS and found.block_size == 16
+    return found.num_blocks
+
+
+def test_default_is_what_full_contexts_need() -> None:
+    assert blocks() == 4 * 7
+
+
+def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:
+    assert blocks(seqs=4096, length=10_000, free=100 * GIB) == 4 * GIB // BLOCK_BYTES
+    assert blocks(seqs=4096, length=10_000, free=GIB, gpu_memory_utilization=0.5) == GIB // 2 // BLOCK_BYTES
+
+
+def test_one_context_may_take_more_than_4_gib_if_there_is_memory() -> None:
+    length = 8 * GIB // BLOCK_BYTES * 16
+    assert blocks(length=length, free=100 * GIB) == 8 * GIB // BLOCK_BYTES
+
+
+def test_bytes_given_are_taken_literally() -> None:
+    assert blocks(kv_cache_memory_bytes=1000 * BLOCK_BYTES + 1, free=0) == 1000
+    assert blocks(kv_cache_memory_bytes=7 * BLOCK_BYTES) == 7
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_memory_bytes": 7 * BLOCK_BYTES - 1}, {"free": 3 * BLOCK_BYTES}])
+def test_too_little_for_one_request_names_bytes_and_flags(options: dict[str, int]) -> None:
+    with pytest.raises(StartError) as caught:
+        blocks(**options)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert str(7 * BLOCK_BYTES) in message
+    assert "--kv-cache-memory-bytes" in message and "--max-model-len" in message
+
+
+def test_advice_on_max_model_len_works() -> None:
+    limit = 5 * BLOCK_BYTES + 3
+    with pytest.raises(StartError, match=r"--max-model-len to at most 80"):
+        blocks(kv_cache_memory_bytes=limit)
+    assert blocks(kv_cache_memory_bytes=limit, length=80) == 5
+
+
+def test_tensors_have_the_layout_and_read_as_zeros() -> None:
+    caches = kvcache.allocate(KVLayout(SPECS, 3, 16))
+    assert [k.dtype for k, _ in caches] == [torch.float32, torch.bfloat16]
+    for k, v in caches:
+        assert k.shape == v.shape == (3, 2, 16, 16)
+        assert k.is_contiguous() and k.data_ptr() % 4096 == 0
+        assert not k.any() and not v.any()
+        k[2] = 1.0
+        assert not v.any()
+
+
+def test_memory_is_reserved_but_not_touched() -> None:
+    with open("/proc/self/statm") as file:
+        before = int(file.read().split()[1])
+    caches = kvcache.allocate(KVLayout((KVSpec(8, 128, "float32"),), 8192, 16))
+    with open("/proc/self/statm") as file:
+        after = int(file.read().split()[1])
+    assert sum(k.nbytes + v.nbytes for k, v in caches) == GIB
+    assert (after - before) * 4096 < GIB // 8
+
+
+def test_more_than_the_address_space_is_a_start_error() -> None:
+    with pytest.raises(StartError, match="--kv-cache-memory-bytes"):
+        kvcache.allocate(KVLayout(SPECS, 1 << 55, 16))

@@ -1,0 +1,217 @@
+"""Each processor against the plain meaning of its parameter, and that it touches only its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokserve import ops
+from tokserve.params import SamplingParams
+from tokserve.plan import NewRow
+from tokserve.runner.logits import Pipeline, Rows
+from tokserve.runner.slots import Slots
+
+VOCAB, LENGTH = 12, 40
+PROMPT = [1, 2, 3, 2]
+NEVER = float("-inf")
+
+
+def pipeline(*rows: dict[str, Any], tokens: list[list[int]] | None = None) -> tuple[Pipeline, Slots]:
+    """Slot i holds a request with parameters rows[i] whose tokens so far are tokens[i]."""
+    slots = Slots(len(rows), LENGTH, 4)
+    made = Pipeline(slots, VOCAB)
+    for slot, options in enumerate(rows):
+        known = np.array(tokens[slot] if tokens else PROMPT, np.int32)
+        stop_ids = options.get("stop_ids", ())
+        params = SamplingParams(**{name: value for name, value in options.items() if name != "stop_ids"})
+        row = NewRow(slot, "", known, len(PROMPT), params, 0, stop_ids)
+        slots.enter(row)
+        made.enter(row)
+    return made, slots
+
+
+def rows_of(slots: list[int], lengths: list[int], prompt: int = len(PROMPT), drawing: bool = True) -> Rows:
+    count = len(slots)
+    return Rows(np.array(slots, np.int32), np.array(lengths, np.int64), np.full(count, prompt, np.int64), drawing)
+
+
+def some_logits(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3
+
+
+def processed(made: Pipeline, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = some_logits(len(rows.slots))
+    kept = logits.clone()
+    out, _ = made.run(logits, rows)
+    assert torch.equal(logits, kept), "the model's logits were written to"
+    return kept, out
+
+
+def test_rows_that_need_nothing_are_not_even_copied() -> None:
+    made, _ = pipeline({}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}, {"min_tokens": 2, "stop_ids": (3,)})
+    logits = some_logits(3)
+    out, drawable = made.run(logits, rows_of([0, 1, 2], [4, 4, 6]))
+    assert out is logits and drawable is None
+
+
+def test_bias_is_added() -> None:
+    made, _ = pipeline({"logit_bias": {3: 2.5, 7: -100.0}}, {}, {"logit_bias": {0: 1.0}})
+    before, after = processed(made, rows_of([0, 1, 2], [4, 4, 4]))
+    before[0, 3] += 2.5
+    before[0, 7] += -100.0
+    before[2, 0] += 1.0
+    assert torch.equal(after, before)
+
+
+def test_huge_bias_stays_a_number() -> None:
+    made, _ = pipeline({"logit_bias": {3: 1e300, 4: -1e300}})
+    _, after = processed(made, rows_of([0], [4]))
+    assert after.isfinite().all() and after.argmax() == 3 and after.argmin() == 4
+
+
+def test_allowed_and_bad_ids() -> None:
+    made, _ = pipeline(
+        {"allowed_token_ids": [2, 5, 9]},
+        {"bad_token_ids": [0, 11]},
+        {"allowed_token_ids": [2, 5, 9], "bad_token_ids": [5]},
+        {"bad_token_sequences": [[4], [1, 2]]},
+    )
+    before, after = processed(made, rows_of([0, 1, 2, 3], [4] * 4))
+    for row, kept in enumerate([{2, 5, 9}, set(range(1, 11)), {2, 9}, set(range(VOCAB)) - {4}]):
+        for token in range(VOCAB):
+            assert after[row, token] == (before[row, token] if token in kept else NEVER)
+
+
+def test_ids_that_the_vocabulary_lacks_are_passed_over() -> None:
+    made, _ = pipeline(
+        {"bad_token_ids": [VOCAB], "logit_bias": {VOCAB + 3: 1.0, 1: 1.0}, "bad_token_sequences": [[2, VOCAB]]},
+        {"allowed_token_ids": [3, VOCAB], "min_tokens": 1, "stop_ids": (VOCAB, 5)},
+    )
+    before, after = processed(made, rows_of([0, 1], [4, 4]))
+    before[0, 1] += 1.0
+    before[1, [i for i in range(VOCAB) if i != 3]] = NEVER
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    "tokens, sequences, forbidden",
+    [
+        ([1, 2, 3], [[2, 3, 4]], {4}),
+        ([1, 2, 3], [[2, 4, 4], [3, 3, 4]], set()),
+        ([1, 2, 3], [[3, 5], [2, 3, 6], [1, 2, 3, 7], [9, 1, 2, 3, 8]], {5, 6, 7}),
+        ([3], [[3, 5], [0, 3, 6]], {5}),
+        (list(range(10)), [[*range(10), 11], [1, *range(10), 2], [9, 9, 1]], {11}),
+        ([0, 0, 0], [[0, 0, 0, 0, 1]], set()),
+    ],
+)
+def test_bad_sequences_forbid_the_last_id_after_the_others(
+    tokens: list[int], sequences: list[list[int]], forbidden: set[int]
+) -> None:
+    options = {"bad_token_sequences": sequences}
+    made, _ = pipeline({}, options, {"bad_token_sequences": [[5] * 20]}, tokens=[tokens, tokens, [5] * 19])
+    before, after = processed(made, rows_of([1, 0, 2], [len(tokens), len(tokens), 19]))
+    before[0, list(forbidden)] = NEVER
+    before[2, 5] = NEVER
+    assert torch.equal(after, before)
+
+
+def test_bad_sequences_see_only_what_came_before() -> None:
+    made, _ = pipeline({"bad_token_sequences": [[2, 3, 4]]}, tokens=[[1, 2, 3, 0, 2, 3]])
+    before, after = processed(made, rows_of([0] * 6, [1, 2, 3, 4, 5, 6]))
+    before[[2, 5], 4] = NEVER
+    assert torch.equal(after, before)
+
+
+def test_min_tokens_forbids_stop_ids_until_there_are_enough() -> None:
+    made, _ = pipeline({"min_tokens": 3, "stop_ids": (0, 6)}, {"min_tokens": 3}, {"stop_ids": (0, 6)})
+    before, after = processed(made, rows_of([0, 0, 0, 0, 1, 2], [4, 5, 6, 7, 4, 4]))
+    before[:3, [0, 6]] = NEVER
+    assert torch.equal(after, before)
+    before, after = processed(made, rows_of([0], [4], drawing=False))
+    assert torch.equal(after, before)
+
+
+def test_penalties_by_hand() -> None:
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    known = [*PROMPT, 5, 2, 5, 5]
+    made, _ = pipeline(options, {}, options, tokens=[known, known, known])
+    before, after = processed(made, rows_of([0, 1, 2], [8, 8, 4]))
+    expected = before.clone()
+    for row, seen, output in ((0, {1, 2, 3, 5}, {5: 3, 2: 1}), (2, {1, 2, 3}, {})):
+        for token in seen:
+            value = before[row, token]
+            value = value / 1.5 if value > 0 else value * 1.5
+            if token in output:
+                value = value - output[token] * 0.25 - 0.5
+            expected[row, token] = value
+    assert torch.allclose(after, expected, rtol=0, atol=1e-6)
+    assert torch.equal(after[1], before[1])
+
+
+def test_penalties_give_the_op_padded_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def penalize(logits: torch.Tensor, history: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
+        seen.append((history.tolist(), *(column.tolist() for column in columns)))
+        return logits + 1.0
+
+    monkeypatch.setattr(ops, "penalize", penalize)
+    options = {"repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    made, _ = pipeline(options, {}, {"presence_penalty": 1.0}, tokens=[[*PROMPT, 5, 6, 7]] * 3)
+    before, after = processed(made, rows_of([0, 1, 2], [6, 6, 4]))
+    assert seen == [([[*PROMPT, 5, 6], [*PROMPT, -1, -1]], [4, 4], [6, 4], [0.5, 1.0], [0.25, 0.0], [1.5, 1.0])]
+    assert torch.equal(after, before + torch.tensor([[1.0], [0.0], [1.0]]))
+
+
+def test_temperature_divides_only_where_it_is_not_one() -> None:
+    made, _ = pipeline({"temperature": 0.7}, {}, {"temperature": 0.0}, {"temperature": 2.0})
+    before, after = processed(made, rows_of([3, 2, 1, 0], [4] * 4))
+    assert torch.equal(after[1:3], before[1:3])
+    assert torch.equal(after[0], before[0] / 2.0)
+    assert torch.equal(after[3], before[3] / torch.tensor(np.float32(0.7)))
+
+
+def test_filters_keep_the_most_probable() -> None:
+    made, _ = pipeline({"top_k": 3}, {"top_k": -1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": VOCAB}, {"top_p": 0.5})
+    before, after = processed(made, rows_of([0, 1, 2, 3, 4, 5], [4] * 6))
+    assert (after > NEVER).sum(1).tolist()[:5] == [3, VOCAB, 1, 1, VOCAB]
+    kept = after > NEVER
+    assert torch.equal(after[kept], before[kept])
+    for row in (0, 2, 3, 5):
+        assert before[row][kept[row]].min() > before[row][~kept[row]].max()
+    mass = torch.softmax(before[5].double(), 0)[kept[5]]
+    assert mass.sum() >= 0.5 > mass.sum() - mass.min()
+
+
+def test_order_of_the_list_shows_in_the_result() -> None:
+    """Bias before masks before penalties before temperature before top-k."""
+    options = {"logit_bias": {7: 50.0, 2: 40.0, 4: 30.0}, "bad_token_ids": [7], "repetition_penalty": 2.0}
+    made, _ = pipeline({**options, "temperature": 0.5, "top_k": 2})
+    before, after = processed(made, rows_of([0], [4]))
+    expected = torch.full((VOCAB,), NEVER)
+    expected[2] = (before[0, 2] + 40.0) / 2.0 / 0.5
+    expected[4] = (before[0, 4] + 30.0) / 0.5
+    assert torch.allclose(after[0], expected, rtol=1e-6)
+
+
+def test_a_row_with_nothing_left_is_reported() -> None:
+    made, _ = pipeline({"allowed_token_ids": [3], "bad_token_ids": [3]}, {"bad_token_ids": [3]}, {})
+    _, drawable = made.run(some_logits(3), rows_of([1, 0, 2], [4] * 3))
+    assert drawable is not None and drawable.tolist() == [True, False, True]
+
+
+def test_a_new_request_inherits_nothing_from_its_slot() -> None:
+    everything: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 9,
+        "stop_ids": (1,), "logit_bias": {1: 1.0}, "allowed_token_ids": [1, 2, 3], "bad_token_ids": [2],
+        "bad_token_sequences": [[2, 1]],
+    }  # fmt: skip
+    made, slots = pipeline(everything)
+    row = NewRow(0, "", np.array(PROMPT, np.int32), 4, SamplingParams(), 0, ())
+    slots.enter(row)
+    made.enter(row)
+    logits = some_logits(1)
+    assert made.run(logits, rows_of([0], [4]))[0] is logits

@@ -1,0 +1,193 @@
+"""/abort_requests: by id, by group, all; what it answers and what the aborted calls return."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import Caller, Site, site
+from tokserve.params import SamplingParams
+
+GENERATE = "/inference/v1/generate"
+ROUTES = ["/abort_requests", "/inference/v1/abort_requests"]
+BODIES = {
+    GENERATE: {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 400}},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+}
+
+Scene = Callable[[Site, httpx.AsyncClient], Awaitable[None]]
+
+
+def play(scene: Scene) -> Site:
+    async def run() -> Site:
+        s = site()
+        s.llm.hold = True
+        async with s.client() as client:
+            await scene(s, client)
+        assert not s.llm.streams and not s.app.state.serving.flights
+        return s
+
+    return asyncio.run(run())
+
+
+async def begin(s: Site, rid: str, path: str = GENERATE, **fields: Any) -> Caller:
+    before = s.llm.num_inflight
+    caller = Caller(s, path, BODIES[path] | {"request_id": rid} | fields)
+    await caller.wait_for(lambda _: s.llm.num_inflight > before)
+    return caller
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        a, b = await begin(s, "a"), await begin(s, "b")
+        answer = await client.post(route, json={"request_ids": ["generate-tokens-a", "b", "nobody"]})
+        assert answer.json() == {
+            "aborted": 2, "results": {"generate-tokens-a": "aborted", "b": "aborted", "nobody": "not_found"},
+        }  # fmt: skip
+        await asyncio.gather(a.task, b.task)
+        again = await client.post(route, json={"request_ids": ["a"]})
+        assert again.json() == {"aborted": 0, "results": {"a": "finished"}}
+
+    play(scene)
+
+
+def test_an_aborted_call_returns_200_with_what_it_has() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        s.llm.hold = False
+        caller = await begin(s, "a", stream=True)
+        await caller.wait_for(lambda c: len(c.writes) > 2)
+        await client.post("/abort_requests", json={"request_ids": ["a"]})
+        await caller.task
+        assert caller.status == 200
+        last = caller.writes[-2].decode()
+        assert '"finish_reason":"abort"' in last and '"stop_detail":{"kind":"abort_user"}' in last
+        assert '"token_ids":[]' in last and caller.writes[-1] == b"data: [DONE]\n\n"
+
+    s = play(scene)
+    assert 'request_aborts_total{cause="abort_user",model_name="tiny"} 1.0' in s.get("/metrics").text
+
+
+def test_an_abort_with_zero_tokens_is_200_with_empty_lists() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        params = {"logprobs": 1, "prompt_logprobs": 1}
+        waiting = asyncio.create_task(
+            client.post(GENERATE, json=BODIES[GENERATE] | {"request_id": "a", "sampling_params": params})
+        )
+        while not s.llm.streams:
+            await asyncio.sleep(0)
+        await client.post("/abort_requests", json={"request_ids": ["a"]})
+        answer = await waiting
+        choice = answer.json()["choices"][0]
+        assert answer.status_code == 200 and choice["token_ids"] == [] and choice["logprobs"] == {"content": []}
+        assert answer.json()["prompt_logprobs"] == [None, None, None]
+
+    play(scene)
+
+
+def test_an_abort_with_zero_tokens_of_the_text_routes() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        chat, completions = "/v1/chat/completions", "/v1/completions"
+        fields = {"echo": True, "logprobs": 1, "prompt_logprobs": 1, "request_id": "b"}
+        waiting = [
+            asyncio.create_task(client.post(chat, json=BODIES[chat] | {"logprobs": True, "request_id": "a"})),
+            asyncio.create_task(client.post(completions, json=BODIES[completions] | fields)),
+        ]
+        while len(s.llm.streams) < 3:
+            await asyncio.sleep(0)
+        await client.post("/abort_requests", json={"request_ids": ["a", "b"]})
+        choice = (await waiting[0]).json()["choices"][0]
+        assert choice["logprobs"] == {"content": []} and choice["message"]["content"] == ""
+        for choice in (await waiting[1]).json()["choices"]:
+            assert choice["logprobs"]["token_logprobs"] == [None] and choice["prompt_logprobs"] == [None]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix"),
+    [("/v1/chat/completions", "chatcmpl-"), ("/v1/completions", "cmpl-"), (GENERATE, "generate-tokens-")],
+)
+@pytest.mark.parametrize("bare", [True, False])
+def test_ids_of_every_route_with_and_without_their_prefix(path: str, prefix: str, bare: bool) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        caller = await begin(s, "x", path)
+        given = "x" if bare else prefix + "x"
+        answer = await client.post("/abort_requests", json={"request_ids": [given]})
+        assert answer.json() == {"aborted": 1, "results": {given: "aborted"}}
+        await caller.task
+        assert caller.status == 200
+
+    play(scene)
+
+
+def test_a_batch_of_prompts_is_one_request() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        waiting = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"], "request_id": "x"}))
+        while len(s.llm.streams) < 2:
+            await asyncio.sleep(0)
+        await client.post("/abort_requests", json={"request_ids": ["x"]})
+        assert [c["finish_reason"] for c in (await waiting).json()["choices"]] == ["abort", "abort"]
+
+    play(scene)
+
+
+def test_a_group() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        mine = [await begin(s, rid, group_id="g") for rid in ("a", "b")]
+        chat = await begin(s, "c", "/v1/chat/completions", group_id="g")
+        other = await begin(s, "d", group_id="h")
+        answer = await client.post("/abort_requests", json={"group_id": "g"})
+        assert answer.json() == {"aborted": 3, "results": dict.fromkeys("abc", "aborted")}
+        await asyncio.gather(chat.task, *(caller.task for caller in mine))
+        assert not other.task.done()
+        again = await client.post("/abort_requests", json={"group_id": "g"})
+        assert again.json() == {"aborted": 0, "results": {}}
+        s.llm.release()
+        await other.task
+        assert b'"finish_reason":"length"' in other.writes[0]
+
+    s = play(scene)
+    assert not s.app.state.serving.flights._groups
+
+
+def test_all() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        callers = [await begin(s, rid) for rid in ("a", "b")]
+        other = s.llm.generate([5], SamplingParams(), request_id="of another front end", stream=True, text=False)
+        answer = await client.post("/abort_requests", json={"all": True})
+        expected = dict.fromkeys(["a", "b", "of another front end"], "aborted")
+        assert answer.json() == {"aborted": 3, "results": expected}
+        await asyncio.gather(*(caller.task for caller in callers))
+        assert [delta.finish_reason async for delta in other] == ["abort"]
+        assert (await client.post("/abort_requests", json={"all": True})).json() == {"aborted": 0, "results": {}}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "request_ids"),
+        ({"request_ids": []}, "request_ids"),
+        ({"request_ids": None, "all": False}, "request_ids"),
+        ({"request_ids": "a"}, "request_ids"),
+        ({"request_ids": [5]}, "request_ids[0]"),
+        ({"request_ids": ["a"], "all": True}, "all"),
+        ({"group": "a"}, "group"),
+        ({"all": 1}, "all"),
+    ],
+)
+def test_refusals(body: dict[str, Any], param: str) -> None:
+    answer = site().post("/abort_requests", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_dead_engine() -> None:
+    s = site()
+    s.llm.die()
+    answer = s.post("/abort_requests", {"request_ids": ["a"]})
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"

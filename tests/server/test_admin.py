@@ -1,0 +1,190 @@
+"""Routes that observe, keys, redirects, and the description of the API."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import tokserve
+from tests.server.fake_llm import Site, site
+from tokserve.client.outputs import StepStats
+
+PUBLIC = {"/health", "/ping", "/version"}
+
+
+def test_health() -> None:
+    s = site()
+    answer = s.get("/health")
+    assert answer.status_code == 200 and answer.json() == {} and not s.llm.verbs
+    assert s.get("/ping").status_code == s.post("/ping").status_code == 200
+    assert s.get("/health?deep=1").status_code == 200 and s.llm.verbs == ["state"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health?deep=1"])
+def test_health_of_a_dead_engine(path: str) -> None:
+    s = site()
+    s.llm.die()
+    answer = s.get(path)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+    assert "signal 9" not in answer.text
+
+
+def test_version() -> None:
+    assert site().get("/version").json() == {"version": tokserve.__version__}
+
+
+def test_models() -> None:
+    s = site()
+    listed = s.get("/v1/models").json()
+    assert listed["object"] == "list" and [m["id"] for m in listed["data"]] == ["tiny", "alias"]
+    for model in listed["data"]:
+        assert model["max_model_len"] == 512 and model["object"] == "model" and model["created"]
+        assert s.get(f"/v1/models/{model['id']}").json() == model
+    answer = s.get("/v1/models/nope/x")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_model_name_may_hold_a_slash() -> None:
+    assert site(served_model_name=["org/name"]).get("/v1/models/org/name").json()["id"] == "org/name"
+
+
+def test_server_info_shows_the_configuration_without_keys() -> None:
+    s = site(api_key=["sesame"])
+    answer = s.get("/server_info", headers={"Authorization": "Bearer sesame"})
+    shown = answer.json()
+    assert shown["config"]["server"]["api_key"] == 1 and "sesame" not in answer.text
+    assert shown["config"]["model"]["max_model_len"] == 512 and shown["facts"] == {"ops": {"linear": "fake"}}
+    assert shown["engine"]["vocab_size"] and shown["versions"]["tokserve"] == tokserve.__version__
+
+
+def test_load() -> None:
+    s = site()
+    s.llm.stats = StepStats(running=3, waiting=2)
+    assert s.get("/load").json() == {"server_load": 0, "running": 3, "waiting": 2}
+
+
+def test_tokenize_text() -> None:
+    answer = site().post("/tokenize", {"prompt": "aé", "return_token_strs": True}).json()
+    assert answer["count"] == 3 and answer["max_model_len"] == 512 and len(answer["tokens"]) == 3
+    assert answer["token_strs"][0] == "a"
+    assert site().post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+
+
+def test_tokenize_messages() -> None:
+    s = site()
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    tokens = s.post("/tokenize", body).json()["tokens"]
+    assert s.post("/detokenize", {"tokens": tokens}).json() == {"prompt": "user:x;assistant:"}
+    shorter = s.post("/tokenize", body | {"add_generation_prompt": False}).json()["tokens"]
+    assert s.post("/detokenize", {"tokens": shorter}).json() == {"prompt": "user:x;"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"messages": [5]}, "messages[0]"), ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"), ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [10**20]}, "tokens[0]"),
+    ],
+)  # fmt: skip
+def test_tokenize_refusals(path: str, body: Any, param: str) -> None:
+    answer = site().post(path, body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_detokenize_keeps_special_tokens_unless_told() -> None:
+    s = site()
+    assert s.post("/detokenize", {"tokens": [1]}).json() == {"prompt": "<bos>"}
+    assert s.post("/detokenize", {"tokens": [1], "skip_special_tokens": True}).json() == {"prompt": ""}
+
+
+# keys
+
+
+def locked() -> Site:
+    return site(api_key=["k1", "k2"])
+
+
+def paths(s: Site) -> list[tuple[str, str]]:
+    """Every route of the app with each of its methods."""
+    return [(route.path.replace("{id:path}", "tiny"), method) for route in s.app.routes for method in route.methods]
+
+
+def test_every_route_but_three_needs_a_key() -> None:
+    s = locked()
+    assert len(paths(s)) > 20
+    for path, method in paths(s):
+        status = s.request(method, path).status_code
+        assert (status == 401) is (path not in PUBLIC), (method, path, status)
+        with_key = s.request(method, path, headers={"Authorization": "Bearer k2"}).status_code
+        assert with_key not in (401, 404), (method, path, with_key)
+
+
+OTHERS = ["/nowhere", "/metrics/", "/openapi.json", "/docs", "//health", "/health/x", "/HEALTH"]
+WRONG = ["", "k1", "Bearer", "Bearer ", "Bearer k", "Bearer k11", "Basic k1", "Bearer k1 k2", "Bearer ä"]
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_what_is_no_public_route_needs_a_key_too(path: str) -> None:
+    assert locked().get(path).status_code == 401
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_wrong_keys(value: str) -> None:
+    answer = locked().get("/v1/models", headers=[(b"Authorization", value.encode())])
+    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("value", ["Bearer k1", "bearer k2", "Bearer  k1 "])
+def test_right_keys(value: str) -> None:
+    assert locked().get("/v1/models", headers={"Authorization": value}).status_code == 200
+
+
+def test_keys_behind_a_root_path() -> None:
+    async def status(path: str) -> int:
+        seen: list[int] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                seen.append(message["status"])
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        scope = {
+            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "/api",
+            "headers": [], "query_string": b"", "scheme": "http", "server": ("a", 1), "http_version": "1.1",
+        }  # fmt: skip
+        await locked().app(scope, receive, send)
+        return seen[0]
+
+    assert [asyncio.run(status(p)) for p in ("/api/health", "/api/v1/models", "/api")] == [200, 401, 401]
+
+
+# the rest
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/health/", "/v1/models/tiny/"])
+def test_trailing_slashes_redirect(path: str) -> None:
+    answer = site().get(path, follow_redirects=False)
+    assert answer.status_code == 307 and answer.headers["location"].endswith(path.rstrip("/"))
+    assert site().post("/v1/completions/", {"prompt": "a"}, follow_redirects=True).status_code == 200
+
+
+def test_openapi_lists_every_route() -> None:
+    s = site()
+    described = s.get("/openapi.json").json()
+    assert {path.replace("{id:path}", "{id}") for path in (r.path for r in s.app.routes)} == set(described["paths"])
+    body = described["paths"]["/inference/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schemas = described["components"]["schemas"]
+    assert "cache_salt" in schemas[body["$ref"].rpartition("/")[2]]["properties"]
+    assert "top_p" in schemas["SamplingParams"]["properties"] and "messages" in schemas["ChatBody"]["properties"]
+
+
+def test_cors_is_off() -> None:
+    answer = site().get("/health", headers={"Origin": "http://evil.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -1,0 +1,330 @@
+"""/v1/chat/completions: OpenAI's shape, the extensions, defaults, what is ignored and what is refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, ids, says, site
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+DEEP_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+
+
+def ask(s: Site, messages: Any = None, **fields: Any) -> Any:
+    answer = s.post(CHAT, {"messages": messages or MESSAGES} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def params(**fields: Any) -> Any:
+    """The sampling parameters that the engine gets for a chat with these fields."""
+    s = site(says("a"))
+    ask(s, **fields)
+    return s.llm.calls[0].params
+
+
+def refusal(path: str = CHAT, **fields: Any) -> tuple[int, str | None, str]:
+    answer = site().post(path, {"messages": MESSAGES} | fields)
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+def prompt(fields: dict[str, Any], messages: Any = None) -> str:
+    s = site(says("a"))
+    ask(s, messages, **fields)
+    return TOKENIZER.decode(s.llm.calls[0].prompt, False)
+
+
+def test_the_whole_shape() -> None:
+    reply = ask(site(says("hello")), request_id="r")
+    assert reply["id"] == "chatcmpl-r" and reply["object"] == "chat.completion" and reply["model"] == "tiny"
+    assert reply["choices"] == [
+        {
+            "index": 0, "message": {"role": "assistant", "content": "hello", "refusal": None}, "logprobs": None,
+            "finish_reason": "stop", "stop_reason": None, "stop_detail": {"kind": "eos"},
+        }
+    ]  # fmt: skip
+    count = len(ids("user:hi;assistant:"))
+    assert reply["usage"] == {
+        "prompt_tokens": count, "completion_tokens": 6, "total_tokens": count + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+
+
+def test_rendered_by_the_template() -> None:
+    assert prompt({}) == "user:hi;assistant:"
+    assert prompt({"add_generation_prompt": False}) == "user:hi;"
+    assert prompt({"chat_template_kwargs": {"name": "bot"}}) == "user:hi;bot:"
+    final = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    assert prompt({"continue_final_message": True}, final) == "user:hi;assistant:I am"
+
+
+def test_a_template_in_a_request_runs_only_if_the_operator_says_so() -> None:
+    s = site(says("a"), trust_request_chat_template=True)
+    ask(s, chat_template="X{{ messages[0].content }}")
+    assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == "Xhi"
+    answer = site().post(CHAT, {"messages": MESSAGES, "chat_template": "{{ 'x' * 10**10 }}"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template"
+    assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "param"), [("{% for", "chat_template"), ("{{ raise_exception('n') }}", "messages")]
+)
+def test_a_trusted_template_that_fails(template: str, param: str) -> None:
+    s = site(trust_request_chat_template=True)
+    answer = s.post(CHAT, {"messages": MESSAGES, "chat_template": template})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_the_operators_template() -> None:
+    s = site(says("a"), chat_template="<{{ messages[0].content }}>")
+    ask(s)
+    assert TOKENIZER.decode(s.llm.calls[0].prompt) == "<hi>"
+
+
+def test_content_parts_are_flattened() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompt({}, [{"role": "user", "content": parts}]) == "user:a\nb;assistant:"
+
+
+def test_all_sampling_fields_arrive() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "presence_penalty": 0.1,
+        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "max_tokens": 9, "min_tokens": 1, "stop": ["z"],
+        "stop_token_ids": [9], "stop_token_sequences": [[9, 10]], "ignore_eos": True, "allowed_token_ids": [5, 6],
+        "bad_words": ["q"], "bad_token_ids": [11], "bad_token_sequences": [[12]], "logprob_token_ids": [13],
+        "prompt_logprobs": 2, "prompt_logprobs_start": 3, "logprobs_mode": "processed", "n": 2,
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+    s = site()
+    ask(s, **fields, logit_bias={"5": 1.5}, vllm_xargs={"a": 1})
+    got = s.llm.calls[0].params
+    assert {name: getattr(got, name) for name in fields} == fields
+    assert got.logit_bias == {5: 1.5} and got.extra_args == {"a": 1} and s.llm.calls[0].options["text"] is True
+
+
+def test_scheduling_fields_arrive() -> None:
+    s = site(says("a"), scheduling_policy="priority")
+    fields = {"cache_salt": "3", "priority": 2, "deadline_ms": 500, "queue_timeout_ms": 100}
+    ask(s, **fields)
+    assert {name: s.llm.calls[0].options[name] for name in fields} == fields
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert params(max_completion_tokens=3).max_tokens == 3
+    assert params().max_tokens is None
+    assert refusal(max_completion_tokens=0)[:2] == (400, "max_completion_tokens")
+    assert refusal(max_tokens=0)[:2] == (400, "max_tokens")
+    assert refusal(max_tokens=1, max_completion_tokens=2)[:2] == (400, "max_tokens")
+
+
+def test_generation_config_defaults(tmp_path: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.2, "max_length": 9}'
+    )
+    s = site(says("a"), generation_config=str(tmp_path))
+    ask(s)
+    ask(s, temperature=0.0, top_k=0, top_p=None)
+    first, second = (call.params for call in s.llm.calls)
+    assert (first.temperature, first.top_k, first.top_p, first.min_p, first.repetition_penalty) == (
+        0.5,
+        7,
+        0.8,
+        0.1,
+        1.2,
+    )
+    assert (second.temperature, second.top_k, second.top_p, second.min_p) == (0.0, 0, 0.8, 0.1)
+
+
+def test_logprobs_carry_text_and_bytes() -> None:
+    content = ask(site(says("aé")), logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["a", "\ufffd", "\ufffd", "<eos>"]
+    assert [entry["bytes"] for entry in content] == [[97], [0xC3], [0xA9], list(b"<eos>")]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    assert set(content[0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    assert set(content[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
+
+
+def test_logprobs_without_top() -> None:
+    entry = ask(site(says("a")), logprobs=True)["choices"][0]["logprobs"]["content"][0]
+    assert entry["top_logprobs"] == [] and entry["logprob"] < 0
+    assert params(logprobs=False, top_logprobs=0).logprobs is None
+
+
+def test_logprobs_floor() -> None:
+    entry = ask(site(lambda p, i: [NOWHERE, 0]), logprobs=True)["choices"][0]["logprobs"]["content"][0]
+    assert entry["logprob"] == -9999.0
+
+
+def test_top_logprobs_refusals() -> None:
+    assert refusal(top_logprobs=2)[:2] == (400, "top_logprobs")
+    assert refusal(logprobs=True, top_logprobs=21)[:2] == (400, "top_logprobs")
+
+
+def test_tokens_as_token_ids() -> None:
+    fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    entry = ask(site(says("a")), **fields)["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"] == f"token_id:{ids('a')[0]}" and entry["top_logprobs"][0]["token"].startswith("token_id:")
+
+
+def test_return_token_ids() -> None:
+    reply = ask(site(says("ab")), return_token_ids=True)
+    assert reply["prompt_token_ids"] == ids("user:hi;assistant:")
+    assert reply["choices"][0]["token_ids"] == [*ids("ab"), 0]
+
+
+@pytest.mark.parametrize(("asked", "width"), [(1, 1), (True, 1), (0, 0)])
+def test_prompt_logprobs(asked: Any, width: int) -> None:
+    scores = ask(site(says("a")), prompt_logprobs=asked)["prompt_logprobs"]
+    text = ids("user:hi;assistant:")
+    assert scores[0] is None and len(scores) == len(text)
+    for token, entry in zip(text[1:], scores[1:], strict=True):
+        assert next(iter(entry)) == str(token) and entry[str(token)]["decoded_token"] == TOKENIZER.token(token)
+        assert all(value["rank"] >= 1 for value in entry.values()) and len(entry) <= width + 1
+    assert "prompt_logprobs" not in ask(site(says("a")), prompt_logprobs=False)
+
+
+def test_prompt_logprobs_in_a_stream() -> None:
+    s = site(says("ab"))
+    events = s.events(CHAT, {"messages": MESSAGES, "prompt_logprobs": 1})
+    full = ask(s, prompt_logprobs=1)["prompt_logprobs"]
+    assert [event["prompt_logprobs"] for event in events if "prompt_logprobs" in event] == [full]
+
+
+def test_stop_strings_are_cut() -> None:
+    choice = ask(site(says("abcd")), stop="bc")["choices"][0]
+    assert choice["message"]["content"] == "a" and choice["stop_reason"] == "bc"
+    assert (
+        ask(site(says("abcd")), stop=["c"], include_stop_str_in_output=True)["choices"][0]["message"]["content"]
+        == "abc"
+    )
+
+
+def test_choices() -> None:
+    reply = ask(site(), n=3, max_tokens=4)
+    assert [c["index"] for c in reply["choices"]] == [0, 1, 2]
+    assert len({c["message"]["content"] for c in reply["choices"]}) == 3
+
+
+def test_model_may_be_absent_or_null() -> None:
+    assert ask(site(says("a")))["model"] == ask(site(says("a")), model=None)["model"] == "tiny"
+
+
+def test_prompt_as_tokens() -> None:
+    s = site(says("ab"))
+    answer = s.post(
+        "/v1/chat/completions/tokens", {"messages": MESSAGES, "tokens": [5, 6, 8], "return_token_ids": True}
+    )
+    assert answer.json()["prompt_token_ids"] == [5, 6, 8] == s.llm.calls[0].prompt
+    assert answer.json()["choices"][0]["message"]["content"] == "ab"
+    assert refusal("/v1/chat/completions/tokens")[:2] == (400, "tokens")
+    assert refusal("/v1/chat/completions/tokens", tokens=[])[:2] == (400, "tokens")
+    assert refusal("/v1/chat/completions/tokens", tokens=[9999])[:2] == (400, "tokens")
+    assert refusal(tokens=[5])[:2] == (400, "tokens")
+
+
+def test_msgpack_both_ways() -> None:
+    raw = msgspec.msgpack.encode({"messages": MESSAGES, "max_tokens": 2})
+    kind = "application/msgpack"
+    answer = site().post(CHAT, content=raw, headers={"Content-Type": kind, "Accept": kind})
+    assert msgspec.msgpack.decode(answer.content)["object"] == "chat.completion"
+
+
+def test_large_conversations_are_rendered_in_a_thread() -> None:
+    s = site(says("a"), max_model_len=50_000)
+    s.llm.inputs._ready = msgspec.structs.replace(s.llm.ready, num_blocks=5000)
+    assert ask(s, [{"role": "user", "content": "x" * 40_000}])["usage"]["prompt_tokens"] > 40_000
+
+
+# what is ignored
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    s = site(says("a"))
+    answer = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "x y": 1, "user": "me", "store": True})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "no_stop_trim"
+    assert "x-ignored-fields" not in s.post(CHAT, {"messages": MESSAGES}).headers
+    streamed = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "stream": True})
+    assert streamed.headers["x-ignored-fields"] == "no_stop_trim"
+
+
+def test_strict_refuses_unknown_fields() -> None:
+    answer = site(strict=True).post(CHAT, {"messages": MESSAGES, "top_pp": 1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_pp"
+    assert "did you mean 'top_p'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
+        {"functions": [{}]}, {"response_format": {"type": "json_object"}}, {"audio": {}}, {"modalities": ["audio"]},
+        {"web_search_options": {}}, {"reasoning_effort": "high"}, {"structured_outputs": {"choice": ["a"]}},
+        {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3}, {"suffix": "x"}, {"echo": True},
+        {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
+    ],
+)  # fmt: skip
+def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) -> None:
+    status, param, message = refusal(**field)
+    assert (status, param) == (400, next(iter(field))) and "not supported" in message
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
+        {"response_format": {"type": "text"}}, {"response_format": None}, {"modalities": ["text"]}, {"best_of": 1},
+        {"echo": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"parallel_tool_calls": False},
+        {"stop": None, "logit_bias": None, "n": None, "stream": None, "stream_options": None, "seed": None},
+        {"metadata": {"a": "b"}}, {"service_tier": "auto"},
+    ],
+)  # fmt: skip
+def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:
+    answer = site(says("a"), strict=True).post(CHAT, {"messages": MESSAGES} | field)
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"messages": MESSAGES, "temperature": "hot"}, "temperature"),
+        ({"messages": MESSAGES, "temperature": True}, "temperature"),
+        ({"messages": MESSAGES, "temperature": 7}, "temperature"),
+        ({"messages": MESSAGES, "stop": ["a", 5]}, "stop[1]"),
+        ({"messages": MESSAGES, "stop": 5}, "stop"),
+        ({"messages": MESSAGES, "stop_token_sequences": [[5], [6, "x"]]}, "stop_token_sequences[1][1]"),
+        ({"messages": MESSAGES, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"messages": MESSAGES, "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": MESSAGES, "logit_bias": {"5": "x"}}, "logit_bias.5"),
+        ({"messages": MESSAGES, "logit_bias": {"9999": 1}}, "logit_bias.9999"),
+        ({"messages": MESSAGES, "prompt_logprobs": 1.5}, "prompt_logprobs"),
+        ({"messages": MESSAGES, "n": 2, "temperature": 0}, "n"),
+        ({"messages": MESSAGES, "cache_salt": ""}, "cache_salt"),
+        ({"messages": MESSAGES, "priority": 5}, "priority"),
+        ({"messages": MESSAGES, "deadline_ms": 10**20}, "deadline_ms"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": MESSAGES, "group_id": ""}, "group_id"),
+        ({"messages": MESSAGES, "group_id": "g" * 257}, "group_id"),
+        ({"messages": MESSAGES, "vllm_xargs": {"a": 10**30}}, "vllm_xargs"),
+        ({"messages": [DEEP_CALL]}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field(body: dict[str, Any], param: str, stream: bool) -> None:
+    answer = site().post(CHAT, body | {"stream": stream})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text

@@ -1,0 +1,188 @@
+"""/v1/completions: the four forms of a prompt, echo, scoring, logprobs in the older shape."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, endless, ids, says, site
+
+COMPLETIONS = "/v1/completions"
+
+
+def ask(s: Site, prompt: Any = "ab", **fields: Any) -> Any:
+    answer = s.post(COMPLETIONS, {"prompt": prompt} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(prompt: Any = "ab", **fields: Any) -> tuple[int, str | None]:
+    answer = site().post(COMPLETIONS, {"prompt": prompt} | fields)
+    return answer.status_code, answer.json()["error"]["param"]
+
+
+def test_the_whole_shape() -> None:
+    reply = ask(site(says("hello")), request_id="r")
+    assert reply["id"] == "cmpl-r" and reply["object"] == "text_completion" and reply["model"] == "tiny"
+    assert reply["choices"] == [
+        {
+            "index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None,
+            "stop_detail": {"kind": "eos"},
+        }
+    ]  # fmt: skip
+    assert reply["usage"]["total_tokens"] == 2 + 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("ab", [ids("ab")]),
+        (["ab", "c"], [ids("ab"), ids("c")]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        (["ab", [5]], [ids("ab"), [5]]),
+    ],
+)
+def test_the_forms_of_a_prompt(prompt: Any, seen: list[list[int]]) -> None:
+    s = site(says("x"))
+    reply = ask(s, prompt)
+    assert [call.prompt for call in s.llm.calls] == seen
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, seen)) and len(reply["choices"]) == len(seen)
+
+
+def test_choices_are_prompt_major() -> None:
+    choices = ask(site(), [[5, 6], [9]], n=2, max_tokens=3, return_token_ids=True)["choices"]
+    assert [c["index"] for c in choices] == [0, 1, 2, 3]
+    assert [c["prompt_token_ids"] for c in choices] == [[5, 6], [5, 6], [9], [9]]
+    assert [c["token_ids"] for c in choices] == [endless(p, i)[:3] for p in ([5, 6], [9]) for i in (0, 1)]
+
+
+def test_sixteen_tokens_unless_told_otherwise() -> None:
+    s = site()
+    assert ask(s)["usage"]["completion_tokens"] == 16
+    assert ask(s, max_tokens=None)["usage"]["completion_tokens"] == 510
+
+
+@pytest.mark.parametrize(("asked", "width"), [(0, 0), (2, 2), (True, 1)])
+def test_logprobs(asked: Any, width: int) -> None:
+    s = site()
+    choice = ask(s, logprobs=asked, max_tokens=4)["choices"][0]
+    found = choice["logprobs"]
+    assert s.llm.calls[0].params.logprobs == width
+    assert "".join(found["tokens"]) == choice["text"] and found["text_offset"] == [0, 1, 2, 3]
+    for token, own, tops in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert next(iter(tops)) == token and tops[token] == own
+        assert max(1, width) <= len(tops) <= width + 1
+
+
+def test_logprobs_false_is_none() -> None:
+    assert ask(site(), logprobs=False)["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_floor() -> None:
+    assert ask(site(lambda p, i: [NOWHERE, 0]), logprobs=0)["choices"][0]["logprobs"]["token_logprobs"][0] == -9999.0
+
+
+def test_tokens_as_token_ids() -> None:
+    choice = ask(site(), max_tokens=3, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_echo_puts_the_prompt_before_the_answer() -> None:
+    assert ask(site(says("cd")), echo=True)["choices"][0]["text"] == "abcd"
+    assert ask(site(says("cd")), ids("ab"), echo=True)["choices"][0]["text"] == "abcd"
+    assert [c["text"] for c in ask(site(says("!")), ["ab", "x"], n=2, echo=True)["choices"]] == [
+        "ab!",
+        "ab!",
+        "x!",
+        "x!",
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_with_logprobs_scores_the_prompt_too(n: int) -> None:
+    s = site(says("cd"))
+    for choice in ask(s, echo=True, logprobs=1, n=n)["choices"]:
+        found = choice["logprobs"]
+        assert s.llm.calls[0].params.prompt_logprobs == 1
+        assert found["tokens"] == ["a", "b", "c", "d", "<eos>"] and found["text_offset"] == [0, 1, 2, 3, 4]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert all(value <= 0 for value in found["token_logprobs"][1:])
+        assert "prompt_logprobs" not in choice
+
+
+def test_echo_keeps_to_its_own_width() -> None:
+    choice = ask(site(), ids("abc"), echo=True, logprobs=1, prompt_logprobs=3, max_tokens=1)["choices"][0]
+    assert all(len(tops) <= 2 for tops in choice["logprobs"]["top_logprobs"][1:])
+    assert len(choice["prompt_logprobs"][1]) >= 3
+
+
+def test_max_tokens_zero_only_scores() -> None:
+    s = site()
+    for stream in (False, True):
+        if stream:
+            events = s.events(COMPLETIONS, {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1})
+            choice, usage = events[0]["choices"][0], None
+        else:
+            reply = ask(s, "abc", max_tokens=0, echo=True, logprobs=1)
+            choice, usage = reply["choices"][0], reply["usage"]["completion_tokens"]
+        assert choice["text"] == "abc" and len(choice["logprobs"]["tokens"]) == 3
+        assert choice["finish_reason"] == "length" and usage in (0, None)
+    assert refusal(max_tokens=0) == (400, "max_tokens")
+
+
+def test_prompt_logprobs_are_in_the_choice() -> None:
+    choices = ask(site(), [[5, 6, 8], [9]], prompt_logprobs=2, max_tokens=1)["choices"]
+    assert choices[0]["prompt_logprobs"][0] is None
+    assert [next(iter(entry)) for entry in choices[0]["prompt_logprobs"][1:]] == ["6", "8"]
+    assert choices[0]["prompt_logprobs"][1]["6"]["decoded_token"] == TOKENIZER.token(6)
+    assert choices[1]["prompt_logprobs"] == [None]
+
+
+def test_generation_config_defaults(tmp_path: Any) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    s = site(says("a"), generation_config=str(tmp_path))
+    ask(s)
+    ask(s, temperature=1)
+    assert [call.params.temperature for call in s.llm.calls] == [0.5, 1.0]
+
+
+def test_add_special_tokens() -> None:
+    s = site(says("x"))
+    ask(s, "<bos>a", add_special_tokens=False)
+    assert s.llm.calls[0].prompt == [1, *ids("a")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"), ([], "prompt"), (5, "prompt"), ({}, "prompt"), ("", "prompt"), ([""], "prompt[0]"),
+        (["a", 5], "prompt[1]"), ([[5], []], "prompt[1]"), ([5, "a"], "prompt[1]"), ([5, True], "prompt[1]"),
+        ([[5], [6, "x"]], "prompt[1][1]"), ([5, 9999], "prompt"), ([[5], [9999]], "prompt[1]"), ([[9999]], "prompt[0]"),
+        ([["a"]], "prompt[0][0]"), ([5.0], "prompt[0]"), ("x" * 600, "prompt"), (["x"] * 5000, "prompt"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
+    assert refusal(prompt, stream=stream) == (400, param)
+
+
+def test_a_refused_prompt_takes_the_others_along() -> None:
+    s = site()
+    answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
+    assert answer.status_code == 400 and not s.llm.streams and not s.app.state.serving.flights
+    assert len(s.llm.left) == 2 and all(key.endswith(("-0", "-1")) for key in s.llm.left)
+    assert 'request_aborts_total{cause="abort_disconnect",model_name="tiny"} 0.0' in s.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"), ({"logprobs": 1.5}, "logprobs"), ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"), ({"echo": "yes"}, "echo"),
+    ],
+)  # fmt: skip
+def test_refused_fields(fields: dict[str, Any], param: str) -> None:
+    assert refusal(**fields) == (400, param)

@@ -1,0 +1,324 @@
+"""What is refused, with which status and which field, before any answer; and garbage."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_llm import VOCAB, Caller, Site, site
+
+GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+PROMPT = {"token_ids": [5, 6]}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
+TEXT = {"prompt": "x"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Site:
+    return site()
+
+
+def refused(answer: Any, status: int, param: str | None, message: str = "") -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+    assert error["param"] == param, error
+    assert message in error["message"], error
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "token_ids", "required"),
+        ({"token_ids": []}, "token_ids", "empty"),
+        ({"token_ids": None}, "token_ids", "required"),
+        ({"token_ids": [5, -1]}, "token_ids", "token_ids[1] is"),
+        ({"token_ids": [5, VOCAB]}, "token_ids", "token_ids[1] is"),
+        ({"token_ids": [5, 10**12]}, "token_ids", "token_ids[1] is"),
+        ({"token_ids_b64": "BQAAAP////8="}, "token_ids_b64", "token_ids_b64[1] is -1"),
+        ({"token_ids": [1] * 512}, "token_ids", "max_model_len 512"),
+        ({"token_ids": [5, "6"]}, "token_ids[1]", "int"),
+        ({"token_ids": [5, 6.5]}, "token_ids[1]", "int"),
+        ({"token_ids": [True]}, "token_ids[0]", "int"),
+        ({"token_ids": "BQAAAA=="}, "token_ids", "array"),
+        ({"token_ids_b64": "BQAA"}, "token_ids_b64", "int32"),
+        ({"token_ids_b64": "%%%"}, "token_ids_b64", ""),
+        ({"token_ids_b64": ""}, "token_ids_b64", "empty"),
+        (PROMPT | {"token_ids_b64": "BQAAAA=="}, "token_ids_b64", "not both"),
+        (PROMPT | {"token_idz": 1}, "token_idz", "did you mean 'token_ids'"),
+        (PROMPT | {"request_id": "a\nb"}, "request_id", "printable"),
+        (PROMPT | {"request_id": "ä"}, "request_id", "ASCII"),
+        (PROMPT | {"request_id": "x" * 300}, "request_id", ""),
+        (PROMPT | {"output_mode": "speech"}, "output_mode", ""),
+        (PROMPT | {"logprobs_format": "xml"}, "logprobs_format", ""),
+        (PROMPT | {"cache_salt": ""}, "cache_salt", "1 to 128"),
+        (PROMPT | {"cache_salt": "s" * 129}, "cache_salt", "1 to 128"),
+        (PROMPT | {"priority": 1}, "priority", "--scheduling-policy"),
+        (PROMPT | {"deadline_ms": 0}, "deadline_ms", ""),
+        (PROMPT | {"deadline_ms": 10**30}, "deadline_ms", ""),
+        (PROMPT | {"queue_timeout_ms": -5}, "queue_timeout_ms", ""),
+        (PROMPT | {"group_id": ""}, "group_id", ""),
+        (PROMPT | {"features": {"mm": []}}, "features", "not supported"),
+        (PROMPT | {"content_parts": []}, "content_parts", "not supported"),
+        (PROMPT | {"kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
+    ],
+)
+def test_generate_refuses(server: Site, body: dict[str, Any], param: str, message: str, stream: bool) -> None:
+    answer = server.post(GENERATE, body | {"stream": stream})
+    assert answer.headers["content-type"] == "application/json"
+    refused(answer, 400, param, message)
+
+
+@pytest.mark.parametrize(
+    ("params", "name", "message"),
+    [
+        ({"temperature": 2.5}, "temperature", "sampling_params.temperature must be from 0 to 2"),
+        ({"stop_token_ids": [5, 9999]}, "stop_token_ids[1]", "0 to"),
+        ({"extra_args": {"a": 10**30}}, "extra_args", "64 bits"),
+        ({"temperature": "1"}, "temperature", "float"),
+        ({"temperature": None}, "temperature", "float"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_k": -2}, "top_k", "at least -1"),
+        ({"top_k": 10**20}, "top_k", "32 bits"),
+        ({"min_p": 1.5}, "min_p", ""),
+        ({"seed": 2**63}, "seed", "64"),
+        ({"presence_penalty": 3}, "presence_penalty", ""),
+        ({"frequency_penalty": -3}, "frequency_penalty", ""),
+        ({"repetition_penalty": 0}, "repetition_penalty", ""),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens"),
+        ({"n": 0}, "n", "at least 1"),
+        ({"n": 10**9}, "n", "at most"),
+        ({"n": 2, "temperature": 0}, "n", "temperature 0"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": -2}, "logprobs", "-1"),
+        ({"prompt_logprobs": 10**12}, "prompt_logprobs", ""),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "128"),
+        ({"logprobs_mode": "fancy"}, "logprobs_mode", ""),
+        ({"logit_bias": {"a": 1}}, "logit_bias", ""),
+        ({"logit_bias": {"5": "x"}}, "logit_bias[...]", ""),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids[0]", ""),
+        ({"stop": [""]}, "stop", "empty"),
+        ({"topp": 0.5}, "topp", "did you mean 'top_p'"),
+        ({"output_kind": 2, "topp": 0.5}, "topp", "did you mean 'top_p'"),
+        ({"output_kind": 2, "top_p": "x"}, "top_p", "float"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+        ({"repetition_detection": {}}, "repetition_detection", "not supported"),
+    ],
+)
+def test_sampling_params_are_refused_by_their_path(server: Site, params: Any, name: str, message: str) -> None:
+    refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, f"sampling_params.{name}", message)
+
+
+@pytest.mark.parametrize("params", [None, [], "x", 5])
+def test_sampling_params_must_be_an_object(server: Site, params: Any) -> None:
+    refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, "sampling_params", "object")
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
+def test_stream_options_without_stream(server: Site, route: str) -> None:
+    body = PROMPT if route == GENERATE else MESSAGES | TEXT
+    answer = server.post(route, {k: v for k, v in body.items()} | {"stream_options": {"include_usage": True}})
+    refused(answer, 400, "stream_options", "stream: true")
+
+
+def test_unknown_stream_option(server: Site) -> None:
+    refused(
+        server.post(GENERATE, PROMPT | {"stream": True, "stream_options": {"usage": True}}), 400, "stream_options.usage"
+    )
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+def test_unknown_model_is_404(server: Site, route: str) -> None:
+    body = {GENERATE: PROMPT, CHAT: MESSAGES, "/detokenize": {"tokens": [5]}}.get(route, TEXT)
+    error = refused(server.post(route, body | {"model": "gpt-9"}), 404, "model", "gpt-9")
+    assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
+def test_two_different_request_ids(server: Site, route: str) -> None:
+    body = {GENERATE: PROMPT, CHAT: MESSAGES, COMPLETIONS: TEXT}[route]
+    answer = server.post(route, body | {"request_id": "a"}, headers={"X-Request-Id": "b"})
+    refused(answer, 400, "request_id", "X-Request-Id")
+    assert answer.headers["x-request-id"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (PROMPT | {"sampling_params": {"stop": "x"}}, "sampling_params.stop", "tokens-only"),
+        (PROMPT | {"sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words", "tokens-only"),
+        (PROMPT | {"output_mode": "text"}, "output_mode", "tokens-only"),
+    ],
+)
+def test_text_on_a_tokens_only_server(body: Any, param: str, message: str) -> None:
+    refused(site(tokens_only=True).post(GENERATE, body), 400, param, message)
+
+
+TEXT_ROUTES = [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/chat/completions/tokens"]
+
+
+@pytest.mark.parametrize("route", TEXT_ROUTES)
+def test_text_routes_of_a_tokens_only_server_are_404_and_say_why(route: str) -> None:
+    refused(site(tokens_only=True).post(route, {"messages": []}), 404, None, "tokens-only")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"])
+@pytest.mark.parametrize("route", [GENERATE, CHAT, "/abort_requests"])
+def test_other_content_types(server: Site, route: str, kind: str) -> None:
+    refused(server.post(route, content=b"{}", headers={"Content-Type": kind}), 400, None, "content type")
+
+
+@pytest.mark.parametrize("kind", [None, "application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+def test_content_types_that_are_json(server: Site, kind: str | None) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    answer = server.post(GENERATE, content=b'{"token_ids":[5],"sampling_params":{"max_tokens":1}}', headers=headers)
+    assert answer.status_code == 200
+
+
+def test_a_stream_in_msgpack(server: Site) -> None:
+    for route, body in ((GENERATE, PROMPT), (CHAT, MESSAGES), (COMPLETIONS, TEXT)):
+        answer = server.post(route, body | {"stream": True}, headers={"Accept": "application/msgpack"})
+        refused(answer, 400, "stream", "msgpack")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "truncated"),
+        (b'{"token_ids": [1,', "truncated"),
+        (b'{"token_ids": [1,}', "byte 17"),
+        (b'{"token_ids": [1]} x', "byte 20"),
+        (b'{"model": "\xff"}', "UTF-8"),
+        (b'{"extra": ' + b"[" * 100_000, "nested"),
+        (b'{"features": ' + b"[" * 100_000, "nested"),
+    ],
+)
+def test_malformed_json_says_where(server: Site, raw: bytes, message: str) -> None:
+    for route in (GENERATE, CHAT):
+        if route == GENERATE and b"extra" in raw:
+            continue  # the unknown field is told first
+        answer = server.post(route, content=raw, headers={"Content-Type": "application/json"})
+        assert refused(answer, 400, None, message)["code"] == "invalid_body"
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x81\xa5", b"\x91" * 50_000])
+def test_malformed_msgpack(server: Site, raw: bytes) -> None:
+    for route in (GENERATE, CHAT):
+        refused(server.post(route, content=raw, headers={"Content-Type": "application/msgpack"}), 400, None)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"5", b"null", b'"x"'])
+def test_a_body_that_is_no_object(server: Site, raw: bytes) -> None:
+    for route in (GENERATE, CHAT, COMPLETIONS, "/abort_requests", "/tokenize"):
+        refused(server.post(route, content=raw, headers={"Content-Type": "application/json"}), 400, None, "body")
+
+
+def test_large_body_by_its_length() -> None:
+    s = site(max_body_mb=1)
+    answer = s.post(GENERATE, content=b"x" * ((1 << 20) + 1), headers={"Content-Type": "application/json"})
+    refused(answer, 413, None, "1 MiB")
+
+
+def test_large_body_without_a_length_is_not_read_to_its_end() -> None:
+    async def scene() -> Caller:
+        caller = Caller(site(max_body_mb=1), GENERATE, b"x" * (8 << 20), chunks=64)
+        await caller.task
+        return caller
+
+    caller = asyncio.run(scene())
+    assert caller.status == 413 and caller.read <= (1 << 20) + (8 << 20) // 64
+
+
+def test_route_and_method(server: Site) -> None:
+    refused(server.get("/nowhere"), 404, None, "/nowhere")
+    answer = server.get(GENERATE)
+    refused(answer, 405, None, "POST")
+    assert answer.headers["allow"] == "POST"
+    refused(server.post("/health"), 405, None)
+
+
+def test_an_unexpected_error_is_500_without_its_text(
+    server: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("/secret/path")
+
+    monkeypatch.setattr(server.llm, "generate", broken)
+    answer = server.post(GENERATE, PROMPT)
+    assert refused(answer, 500, None)["message"] == "internal error"
+    assert "/secret/path" in caplog.text
+    assert not server.app.state.serving.flights
+
+
+NAMES = ["token_ids", "sampling_params", "prompt", "messages", "max_tokens", "temperature", "stop", "logprobs", "n",
+         "request_ids", "group_id", "all", "tokens", "stream", "echo", "logit_bias", "tools", "response_format",
+         "stream_options", "prompt_logprobs", "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
+ATOMS = [None, True, -1, 0, 2**31, 2**63, 1.5, -1e308, "", "x", "\u0000", "ä" * 50, [], {}, [None],
+         [[]], [[[]]], {"": {}}, [1, "a"], [-1], {"a": [{}]}, [{"role": 5}],
+         [{"role": "user", "content": [{}]}]]  # fmt: skip
+
+
+def garbage(rng: random.Random) -> bytes:
+    """A body that is wrong: the atoms are, in every field, or the bytes are cut or changed."""
+    body = {name: rng.choice(ATOMS) for name in rng.sample(NAMES, rng.randrange(1, 7))}
+    raw = json.dumps(body).encode()
+    match rng.randrange(4):
+        case 0:
+            return raw[: rng.randrange(len(raw))]
+        case 1:
+            place = rng.randrange(len(raw))
+            return raw[:place] + rng.randbytes(rng.randrange(1, 4)) + raw[place + 1 :]
+        case _:
+            return raw
+
+
+def test_garbage_is_always_the_clients_fault() -> None:
+    s = site()
+    routes = [r.path for r in s.app.routes if "POST" in r.methods and r.path != "/ping"]
+    assert len(routes) >= 8
+    rng = random.Random(0)
+    named = 0
+
+    async def scene() -> None:
+        nonlocal named
+        async with s.client() as client:
+            for i in range(600):
+                route, packed, raw = routes[i % len(routes)], i % 7 == 0, garbage(rng)
+                if packed and is_json(raw):
+                    raw = msgspec.msgpack.encode(json.loads(raw))
+                headers = {"Content-Type": "application/msgpack" if packed else "application/json"}
+                answer = await client.post(route, content=raw, headers=headers)
+                if answer.status_code == 200 and may_succeed(route, raw, packed):
+                    continue
+                assert 400 <= answer.status_code < 500, (route, raw, answer.text)
+                error = answer.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}, (route, raw)
+                named += error["param"] is not None
+
+    asyncio.run(scene())
+    assert named > 150
+    assert not s.app.state.serving.flights and not s.llm.streams
+
+
+def is_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def may_succeed(route: str, raw: bytes, packed: bool) -> bool:
+    """Garbage that asks for something all the same: not of the strict routes, and with what the route needs."""
+    body = msgspec.msgpack.decode(raw) if packed else json.loads(raw)
+    ids = ("request_ids", "group_id", "all")
+    needed = {"/inference/v1/abort_requests": ids, "/abort_requests": ids, COMPLETIONS: ("prompt",),
+              "/tokenize": ("prompt",), "/detokenize": ("tokens",),
+              "/v1/chat/completions/tokens": ("tokens",)}  # fmt: skip
+    return any(name in body for name in needed.get(route, ()))

@@ -1,0 +1,291 @@
+"""Render, generate, derender against the one-step text routes; what is refused; the tokenizer's description."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+MESSAGES = [{"role": "user", "content": "hi"}]
+ODD = "odd \u00fc\u20ac\U0001f600 text"
+FORMATS = ["objects", "arrays", "base64"]
+
+
+def good(answer: Any) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def steady(reply: Any) -> Any:
+    """What must be equal: all but ids and times."""
+    return {name: value for name, value in reply.items() if name not in ("id", "created")}
+
+
+def chat_by_hand(s: Site, asked: dict[str, Any], form: str = "objects", **changes: Any) -> Any:
+    rendered = good(s.post(CHAT + "/render", asked)) | {"logprobs_format": form}
+    made = good(s.post(GENERATE, rendered | changes))
+    length = len(rendered["token_ids"])
+    return good(s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked, "prompt_tokens": length}))
+
+
+def completions_by_hand(s: Site, asked: dict[str, Any], form: str = "objects") -> Any:
+    made = []
+    for one in good(s.post(COMPLETIONS + "/render", asked)):
+        made.append(good(s.post(GENERATE, one | {"logprobs_format": form})))
+    return good(s.post(COMPLETIONS + "/derender", {"generate_responses": made, "completion_request": asked}))
+
+
+CHATS: list[dict[str, Any]] = [
+    {}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["xt"]}, {"stop": "zz"}, {"max_tokens": 3},
+    {"stop": [" t", "d"], "logprobs": True, "top_logprobs": 1}, {"stop": "e", "include_stop_str_in_output": True},
+    {"stop": "d", "min_tokens": 3}, {"n": 2, "seed": 7, "logprobs": True}, {"n": 2, "seed": 7, "stop": "e"},
+    {"include_stop_str_in_output": True, "skip_special_tokens": False},
+    {"return_token_ids": True}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0},
+    {"prompt_logprobs": 1, "prompt_logprobs_start": 5}, {"logprob_token_ids": [9, 5, 100]},
+   
+    {"seed": 1, "ignore_eos": True, "max_tokens": 4},
+    {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}, {"max_completion_tokens": 6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("fields", CHATS, ids=str)
+def test_chat_by_hand_is_chat(fields: dict[str, Any], form: str) -> None:
+    s = site(says(ODD))
+    asked = {"messages": MESSAGES} | fields
+    assert steady(chat_by_hand(s, asked, form)) == steady(good(s.post(CHAT, asked)))
+
+
+TEXTS: list[dict[str, Any]] = [
+    {"prompt": "hi"}, {"prompt": ["a", "bc"], "logprobs": 2, "n": 2, "seed": 3}, {"prompt": ids("hello")},
+    {"prompt": [ids("ab"), ids("c")], "echo": True}, {"prompt": "hello", "echo": True, "logprobs": 2},
+    {"prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 0}, {"prompt": ["a", "b"], "stop": "t"},
+    {"prompt": "hello", "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": None},
+    {"prompt": "hello", "prompt_logprobs": 0, "max_tokens": 0}, {"prompt": "h", "echo": True, "logprobs": 0},
+    {"prompt": "hi", "logprob_token_ids": [9]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("asked", TEXTS, ids=str)
+def test_completions_by_hand_are_completions(asked: dict[str, Any], form: str) -> None:
+    s = site(says(ODD))
+    assert steady(completions_by_hand(s, asked, form)) == steady(good(s.post(COMPLETIONS, asked)))
+
+
+@pytest.mark.parametrize("fields", [{"stop": "xt"}, {"stop": ["e", "ex"]}, {"stop": "\u20ac"}], ids=str)
+def test_stop_strings_that_the_generator_did_not_know_are_cut_here(fields: dict[str, Any]) -> None:
+    s = site(says(ODD))
+    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1} | fields
+    sampling = good(s.post(CHAT + "/render", asked))["sampling_params"]
+    del sampling["stop"]
+    assert steady(chat_by_hand(s, asked, sampling_params=sampling)) == steady(good(s.post(CHAT, asked)))
+
+
+def test_msgpack_all_the_way() -> None:
+    s, kind = site(says(ODD)), "application/msgpack"
+    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+
+    def post(path: str, body: Any) -> Any:
+        answer = s.post(path, content=msgspec.msgpack.encode(body), headers={"Content-Type": kind, "Accept": kind})
+        assert answer.status_code == 200, answer.content
+        return msgspec.msgpack.decode(answer.content)
+
+    made = post(GENERATE, post(CHAT + "/render", asked))
+    assert isinstance(made["choices"][0]["token_ids"], bytes)
+    reply = post(CHAT + "/derender", {"generate_response": made, "chat_request": asked})
+    assert steady(reply) == steady(good(s.post(CHAT, asked)))
+
+
+def test_what_a_rendered_chat_looks_like() -> None:
+    s = site(says("a"))
+    assert good(s.post(CHAT + "/render", {"messages": MESSAGES})) == {
+        "token_ids": ids("user:hi;assistant:"), "sampling_params": {}, "model": "tiny",
+    }  # fmt: skip
+    asked: dict[str, Any] = {
+        "messages": MESSAGES, "temperature": 0.5, "stop": ["x"], "bad_words": ["no"], "request_id": "chatcmpl-7",
+        "cache_salt": "s", "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True, "max_tokens": 9,
+        "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}, "logprobs": True,
+    }  # fmt: skip
+    answer = s.post(CHAT + "/render", asked)
+    assert answer.headers["x-request-id"] == "chatcmpl-7"
+    made = answer.json()
+    sampling = made.pop("sampling_params")
+    assert made == {
+        "token_ids": ids("user:hi;assistant:"), "model": "tiny", "request_id": "chatcmpl-7", "cache_salt": "s",
+        "deadline_ms": 5, "queue_timeout_ms": 6, "group_id": "g", "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+    }  # fmt: skip
+    assert sampling == {
+        "temperature": 0.5, "stop": ["x"], "bad_token_sequences": [ids("no"), ids(" no")], "logit_bias": {"5": 1.0},
+        "logprobs": 0, "max_tokens": 9,
+    }  # fmt: skip
+    assert s.llm.calls == []
+
+
+def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
+    s = site(says("a"))
+    made = good(s.post(COMPLETIONS + "/render", {"prompt": ["a", "b"], "request_id": "r"}))
+    assert [one["request_id"] for one in made] == ["r-0", "r-1"] and [one["token_ids"] for one in made] == [
+        ids("a"),
+        ids("b"),
+    ]
+    assert made[0]["sampling_params"]["max_tokens"] == 16
+    one = good(s.post(COMPLETIONS + "/render", {"prompt": "a"}, headers={"X-Request-Id": "h"}))
+    assert [each["request_id"] for each in one] == ["h"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"), ({"tokens": [5]}, "tokens"), ({"temperature": 7}, "temperature"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"), ({"n": 2, "temperature": 0}, "n"),
+        ({"priority": 5}, "priority"), ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"), ({"n": 5000}, "n"),
+        ({"tools": [{}]}, "tools"), ({"stream_options": {}}, "stream_options"), ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias.9999"), ({"model": "other"}, "model"),
+        ({"deadline_ms": 0}, "deadline_ms"), ({"vllm_xargs": {"a": 10**30}}, "vllm_xargs"),
+    ],
+)  # fmt: skip
+def test_render_refuses_what_chat_refuses(fields: dict[str, Any], param: str) -> None:
+    s = site()
+    asked = {"messages": MESSAGES} | fields
+    answer, other = s.post(CHAT + "/render", asked), s.post(CHAT, asked)
+    assert answer.json() == other.json() and answer.status_code == other.status_code
+    assert answer.json()["error"]["param"] == param
+
+
+def test_render_refuses_a_prompt_by_its_place() -> None:
+    refused: list[dict[str, Any]] = [{"prompt": ["a", [9999]]}, {"prompt": []}, {"prompt": "a", "max_tokens": 0}]
+    for asked in refused:
+        answer, other = (site().post(path, asked) for path in (COMPLETIONS + "/render", COMPLETIONS))
+        assert answer.status_code == 400 and answer.json() == other.json()
+
+
+def reply(tokens: list[int], **fields: Any) -> dict[str, Any]:
+    """A generate reply as another server would send it."""
+    return {"request_id": "q", "choices": [{"index": 0, "token_ids": tokens} | fields]}
+
+
+def derendered(made: Any, **fields: Any) -> Any:
+    return good(site().post(CHAT + "/derender", {"generate_response": made} | fields))
+
+
+def test_a_reply_that_says_little() -> None:
+    shown = derendered(reply([*ids("ab"), EOS], finish_reason="stop"), prompt_tokens=4, model="tiny")
+    assert shown["id"] == "chatcmpl-q" and shown["choices"][0]["message"]["content"] == "ab"
+    assert shown["choices"][0]["stop_detail"] == {"kind": "eos"} and shown["choices"][0]["logprobs"] is None
+    assert shown["usage"] == {
+        "prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0}
+    }  # fmt: skip
+    assert derendered(reply(ids("abc"), finish_reason="length"))["usage"]["prompt_tokens"] == 0
+    ended = derendered(reply(ids("abc"), finish_reason="stop", stop_reason=ids("c")[0]))
+    assert ended["choices"][0]["message"]["content"] == "ab"
+    cut = derendered(reply(ids("abcab"), finish_reason="stop", stop_reason="ab"))
+    assert cut["choices"][0]["message"]["content"] == "abc"
+    assert derendered(reply([], finish_reason="abort"))["choices"][0]["message"]["content"] == ""
+
+
+def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
+    a, b = ids("a")[0], ids("b")[0]
+    entry = {"token": f"token_id:{a}", "logprob": -1.0, "rank": 2, "top_logprobs": [
+        {"token": f"token_id:{a}", "logprob": -1.0}, {"token": f"token_id:{b}", "logprob": -0.5}]}  # fmt: skip
+    content = derendered(reply([a], logprobs={"content": [entry]}))["choices"][0]["logprobs"]["content"]
+    assert content[0]["token"] == "a" and content[0]["bytes"] == [97]
+    assert [(top["token"], top["logprob"]) for top in content[0]["top_logprobs"]] == [("b", -0.5), ("a", -1.0)]
+
+
+WHOLE = {"token_id": 5, "logprob": -1.0, "rank": 1}
+WANTED = {"logprobs": True}
+EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": "", "top_logprobs": ""}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "generate_response"),
+        ({"generate_response": 5}, "generate_response"),
+        ({"generate_response": {"choices": []}}, "generate_response.choices"),
+        ({"generate_response": {}}, "generate_response.choices"),
+        ({"generate_response": reply([5]), "stream": True}, "stream"),
+        ({"generate_response": reply([5]), "model": "other"}, "model"),
+        ({"generate_response": reply([VOCAB])}, "generate_response.choices[0].token_ids[0]"),
+        ({"generate_response": reply([5, -1])}, "generate_response.choices[0].token_ids[1]"),
+        ({"generate_response": reply([5], index=1)}, "generate_response.choices"),
+        ({"generate_response": reply([5]), "chat_request": {"n": 2}}, "generate_response.choices"),
+        ({"generate_response": reply([5]), "chat_request": 5}, "chat_request"),
+        ({"generate_response": reply([5]), "chat_request": {"top_p": "x"}}, "chat_request.top_p"),
+        ({"generate_response": reply([5]), "chat_request": {"stop": [""]}}, "chat_request.stop"),
+        ({"generate_response": reply([5]), "chat_request": {"tools": [{}]}}, "chat_request.tools"),
+        ({"generate_response": reply([5]), "chat_request": WANTED}, "generate_response.choices[0].logprobs"),
+        ({"generate_response": reply([5]), "chat_request": {"prompt_logprobs": 1}}, "prompt_token_ids"),
+        ({"generate_response": reply([5]), "chat_request": {"return_token_ids": True}}, "prompt_token_ids"),
+        ({"generate_response": reply([5]), "prompt_tokens": 3, "prompt_token_ids": [5]}, "prompt_tokens"),
+        ({"generate_response": reply([5]), "prompt_tokens": -1}, "prompt_tokens"),
+        ({"generate_response": reply([5]), "prompt_token_ids": [9999]}, "prompt_token_ids[0]"),
+        (
+            {"generate_response": reply([5, 6], logprobs={"content": [WHOLE]}), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs.content",
+        ),
+        (
+            {"generate_response": reply([5], logprobs={"content": [WHOLE]}),
+             "chat_request": {"logprobs": True, "top_logprobs": 3}},
+            "generate_response.choices[0].logprobs.content[0]",
+        ),
+        (
+            {"generate_response": reply([5], logprobs={"content": [{"logprob": -1.0}]}), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs.content[0].token_id",
+        ),
+        (
+            {"generate_response": reply([5], logprobs=EMPTY), "chat_request": WANTED},
+            "generate_response.choices[0].logprobs",
+        ),
+        ({"generate_response": reply([5], logprobs=7), "chat_request": WANTED},
+         "generate_response.choices[0].logprobs"),
+    ],
+)  # fmt: skip
+def test_derender_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
+    answer = site().post(CHAT + "/derender", body)
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if param == "model" else 400) and error["param"] == param, answer.text
+
+
+def test_completions_derender_refusals() -> None:
+    made = reply([5])
+    for body, param in (
+        ({}, "generate_responses"), ({"generate_responses": []}, "generate_responses"),
+        ({"generate_responses": [made], "prompt_tokens": [1, 2]}, "prompt_tokens"),
+        ({"generate_responses": [made, {}]}, "generate_responses[1].choices"),
+        ({"generate_responses": [made], "completion_request": {"prompt": ["a", "b"]}}, "generate_responses"),
+        ({"generate_responses": [made], "completion_request": {"prompt": [5, "x"]}}, "completion_request.prompt[1]"),
+        ({"generate_responses": [made], "completion_request": {"echo": True}}, "prompt_token_ids[0]"),
+    ):  # fmt: skip
+        answer = site().post(COMPLETIONS + "/derender", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_unknown_fields_are_ignored_and_named_or_refused() -> None:
+    body = {"generate_response": reply([5]) | {"new": 1}, "other": 1, "chat_request": {"no_stop_trim": False}}
+    answer = site().post(CHAT + "/derender", body)
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "other, no_stop_trim"
+    assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "other"
+    del body["other"]
+    assert site(strict=True).post(CHAT + "/derender", body).json()["error"]["param"] == "chat_request.no_stop_trim"
+    asked = {"messages": MESSAGES, "no_stop_trim": False}
+    assert site().post(CHAT + "/render", asked).headers["x-ignored-fields"] == "no_stop_trim"
+
+
+def test_tokenizer_description() -> None:
+    shown = good(site().get("/tokenizer_info"))
+    assert shown["vocab_size"] == VOCAB and shown["special_token_ids"] == [0, 1, 2]
+    assert (shown["eos_token"], shown["eos_token_id"], shown["eos_token_ids"]) == ("<eos>", 0, [0])
+    assert shown["bos_token"] is shown["bos_token_id"] is None and shown["chat_template"] == TOKENIZER.chat_template
+    assert shown["tokenizer_class"] is None and "/" not in str(shown["special_tokens"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_tokens_only_servers_have_none_of_it(path: str) -> None:
+    s = site(tokens_only=True)
+    for answer in (s.post(path + "/render", {}), s.post(path + "/derender", {}), s.get("/tokenizer_info")):
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "tokens_only"

@@ -1,0 +1,308 @@
+"""Streams: deltas joined equal the whole, what the chunks carry, silence, errors on the way, clients that leave."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import Caller, Site, ids, parse_events, says, site
+from tokserve.server.sse import _Wire
+
+GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+BODY = {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 6, "seed": 3}}
+CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}
+
+
+def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Choices put together from the deltas of the token route."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for delta in event["choices"]:
+            whole = choices.setdefault(delta["index"], {"token_ids": [], "text": "", "content": []})
+            whole["token_ids"] += delta["token_ids"]
+            whole["text"] += delta.get("text", "")
+            whole["content"] += (delta["logprobs"] or {}).get("content", [])
+            whole |= {k: v for k, v in delta.items() if k not in ("token_ids", "text", "logprobs")}
+    return choices
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_joined_equal_the_full_reply(n: int) -> None:
+    s = site()
+    params = BODY["sampling_params"] | {"n": n, "logprobs": 2, "prompt_logprobs": 1}  # type: ignore[operator]
+    asked = BODY | {"sampling_params": params, "output_mode": "text", "return_token_ids": True}
+    full = s.post(GENERATE, asked).json()
+    events = s.events(GENERATE, asked | {"stream_options": {"include_usage": True}})
+    choices = joined(events)
+    assert len(choices) == n
+    for choice in full["choices"]:
+        content = choice.pop("logprobs")["content"]
+        assert choices[choice["index"]].pop("content") == content
+        assert choices[choice["index"]] == choice
+    assert events[-1]["usage"] == full["usage"] and events[-1]["choices"] == []
+    assert events[0]["prompt_token_ids"] == full["prompt_token_ids"]
+    assert [e["prompt_logprobs"] for e in events if "prompt_logprobs" in e] == [full["prompt_logprobs"]]
+    assert events[0]["seed"] == full["seed"] == 3
+
+
+def test_first_chunk_says_what_is_said_once() -> None:
+    first, *others = site().events(GENERATE, BODY | {"return_token_ids": True, "request_id": "r"})
+    assert first["model"] == "tiny" and first["created"] and first["seed"] == 3
+    assert first["prompt_token_ids"] == [5, 6, 8]
+    for event in others:
+        assert set(event) == {"request_id", "choices"} and event["request_id"] == "generate-tokens-r"
+        for choice in event["choices"]:
+            shape = {"index", "token_ids", "logprobs", "finish_reason", "stop_reason"}
+            assert set(choice) - {"weight_versions", "stop_detail"} == shape
+    assert others[-1]["choices"][0]["stop_detail"] == {"kind": "max_tokens"}
+
+
+def test_usage_of_streams() -> None:
+    s = site()
+    assert all("usage" not in event for event in s.events(GENERATE, BODY))
+    events = s.events(GENERATE, BODY | {"stream_options": {"include_usage": True}})
+    assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1) and events[-1]["usage"]["total_tokens"] == 9
+    events = s.events(GENERATE, BODY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_stream_headers() -> None:
+    answer = site().post(GENERATE, BODY | {"stream": True, "request_id": "r"})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["x-request-id"] == "r" and "no-cache" in answer.headers["cache-control"]
+
+
+def test_packed_columns_in_a_stream_have_no_per_token_objects() -> None:
+    params = BODY["sampling_params"] | {"logprobs": 1}  # type: ignore[operator]
+    for event in site().events(GENERATE, BODY | {"sampling_params": params, "logprobs_format": "base64"}):
+        assert event["choices"][0]["logprobs"]["shape"] == [1, 1]
+
+
+def test_what_is_ready_is_one_write() -> None:
+    async def scene() -> Caller:
+        s = site()
+        params = BODY["sampling_params"] | {"n": 4}  # type: ignore[operator]
+        caller = Caller(s, GENERATE, BODY | {"stream": True, "sampling_params": params})
+        await caller.task
+        return caller
+
+    caller = asyncio.run(scene())
+    assert [write.count(b"data: {") for write in caller.writes] == [4] * 6 + [0]
+    assert caller.writes[-1] == b"data: [DONE]\n\n"
+
+
+# silence
+
+
+def test_silence_is_filled_with_comments() -> None:
+    async def scene() -> Caller:
+        s = site(keep_alive=0.02)
+        s.llm.hold = True
+        caller = Caller(s, GENERATE, BODY | {"stream": True})
+        await caller.wait_for(lambda c: len(c.writes) >= 3)
+        s.llm.release()
+        await caller.task
+        await asyncio.sleep(0.05)  # nothing may come after the end
+        return caller
+
+    caller = asyncio.run(scene())
+    assert caller.status == 200 and caller.done
+    assert caller.writes[:3] == [b": keep-alive\n\n"] * 3
+    assert sum(len(e["choices"]) for e in parse_events(b"".join(caller.writes).decode())) == 6
+
+
+def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
+    async def scene() -> list[bytes]:
+        sent: list[bytes] = []
+        go = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message["body"])
+            await go.wait()
+
+        wire = _Wire(send, 0.01)
+        wire.start()
+        slow = asyncio.create_task(wire.write(b"slow"))
+        await asyncio.sleep(0.05)
+        go.set()
+        await slow
+        wire._tick()  # its comment has not been sent when the end comes
+        wire._last = 0.0
+        await wire.end(b"end")
+        await asyncio.sleep(0.03)
+        return sent
+
+    assert asyncio.run(scene()) == [b"slow", b"end"]
+
+
+def test_no_comments_while_tokens_come() -> None:
+    answer = site(keep_alive=5.0).post(GENERATE, BODY | {"stream": True})
+    assert "keep-alive" not in answer.text
+
+
+# errors after the start
+
+
+def test_the_engines_death_in_a_stream() -> None:
+    async def scene() -> Caller:
+        s = site()
+        caller = Caller(s, GENERATE, BODY | {"stream": True})
+        s.llm.hold = True
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        s.llm.die()
+        await caller.task
+        assert not s.app.state.serving.flights
+        return caller
+
+    caller = asyncio.run(scene())
+    events = parse_events(b"".join(caller.writes).decode())
+    assert events[-1]["error"]["code"] == "engine_dead" and caller.status == 200
+
+
+@pytest.mark.parametrize(("route", "body"), [(GENERATE, BODY), (CHAT, CHAT_BODY)])
+def test_a_request_that_failed_in_a_stream(route: str, body: dict[str, Any]) -> None:
+    s = site()
+    s.llm.fails = lambda index: True
+    events = s.events(route, body)
+    assert events[-1]["error"]["message"] == "the logits are not finite"
+    assert events[-2]["choices"][0]["finish_reason"] == "error"
+
+
+def test_an_unexpected_error_in_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(prompt: Any, index: int) -> list[int]:
+        return [5]  # the second token is not there
+
+    events = site(broken).events(GENERATE, BODY)
+    assert events[-1]["error"]["message"] == "internal error" and "IndexError" in caplog.text
+
+
+# clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("route", "body"), [(GENERATE, BODY), (CHAT, CHAT_BODY), (COMPLETIONS, {"prompt": "ab", "max_tokens": 6})]
+)
+def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: bool) -> None:
+    async def scene() -> Site:
+        s = site()
+        s.llm.hold = True
+        caller = Caller(s, route, body | {"stream": stream, "request_id": "mine"})
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        caller.hang_up()
+        async with asyncio.timeout(5):
+            await caller.task
+        assert caller.status == (200 if stream else 499)
+        return s
+
+    s = asyncio.run(scene())
+    assert s.llm.left == {"mine"} and s.llm.num_inflight == 0 and not s.app.state.serving.flights
+    assert 'tokserve:request_aborts_total{cause="abort_disconnect",model_name="tiny"} 1.0' in s.get("/metrics").text
+
+
+def test_a_client_that_leaves_in_the_middle() -> None:
+    async def scene() -> tuple[Site, Caller]:
+        s = site()
+        long = BODY | {"stream": True, "sampling_params": {"max_tokens": 400}}
+        caller = Caller(s, GENERATE, long)
+        await caller.wait_for(lambda c: len(c.writes) > 3)
+        caller.hang_up()
+        await caller.task
+        return s, caller
+
+    s, caller = asyncio.run(scene())
+    assert len(s.llm.left) == 1 and 3 < len(caller.writes) < 400 and not caller.done
+
+
+def test_a_client_that_leaves_a_batch_aborts_all_of_it() -> None:
+    async def scene() -> Site:
+        s = site()
+        s.llm.hold = True
+        caller = Caller(s, COMPLETIONS, {"prompt": ["a", "b", "c"], "request_id": "x"})
+        await caller.wait_for(lambda _: s.llm.num_inflight == 3)
+        caller.hang_up()
+        await caller.task
+        return s
+
+    assert asyncio.run(scene()).llm.left == {"x-0", "x-1", "x-2"}
+
+
+def test_a_client_that_leaves_before_its_body_has_come() -> None:
+    async def scene() -> Site:
+        s = site()
+        caller = Caller(s, GENERATE, b"")
+        caller._incoming.clear()
+        caller.hang_up()
+        await caller.task
+        return s
+
+    assert not asyncio.run(scene()).llm.calls
+
+
+def test_the_servers_own_cancellation_is_not_swallowed() -> None:
+    async def scene() -> None:
+        s = site()
+        s.llm.hold = True
+        caller = Caller(s, GENERATE, BODY | {"stream": True})
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        caller.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller.task
+        assert not s.llm.streams and len(s.llm.left) == 1
+
+    asyncio.run(scene())
+
+
+# the text routes
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_chat_stream_joined_equals_the_full_answer(n: int) -> None:
+    s = site()
+    asked = CHAT_BODY | {"n": n, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    full = s.post(CHAT, asked).json()
+    events = s.events(CHAT, asked | {"stream_options": {"include_usage": True}})
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert events[0]["prompt_token_ids"] == full["prompt_token_ids"]
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == full["usage"]
+    for choice in full["choices"]:
+        mine = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        assert [entry for c in mine for entry in (c["logprobs"] or {}).get("content", [])] == choice["logprobs"][
+            "content"
+        ]
+        assert [token for c in mine for token in c.get("token_ids", [])] == choice["token_ids"]
+        assert mine[-1]["delta"] == {} and mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[0]["delta"]["role"] == "assistant" and all("role" not in c["delta"] for c in mine[1:])
+
+
+def test_half_a_character_is_not_sent() -> None:
+    events = site(says("aé€")).events(CHAT, CHAT_BODY | {"max_tokens": 20})
+    deltas = [c["delta"]["content"] for e in events for c in e["choices"] if c["delta"].get("content")]
+    assert deltas == ["a", "é", "€"]
+
+
+@pytest.mark.parametrize("asked", [{"prompt": ["ab", "cd"], "n": 2}, {"prompt": [[5, 6], [7, 9]]}, {"prompt": "ab"}])
+@pytest.mark.parametrize("echo", [True, False])
+def test_completions_stream_joined_equals_the_full_answer(asked: dict[str, Any], echo: bool) -> None:
+    s = site()
+    asked = asked | {"max_tokens": 5, "seed": 1, "logprobs": 2, "echo": echo, "return_token_ids": True}
+    full = s.post(COMPLETIONS, asked).json()
+    events = s.events(COMPLETIONS, asked | {"stream_options": {"include_usage": True}})
+    assert events[-1]["usage"] == full["usage"]
+    for choice in full["choices"]:
+        mine = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        for column, values in choice["logprobs"].items():
+            assert [value for c in mine for value in c["logprobs"][column]] == values
+        assert [token for c in mine for token in c["token_ids"]] == choice["token_ids"]
+        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"] and "prompt_token_ids" not in mine[-1]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_everything_is_json() -> None:
+    for line in site().post(CHAT, CHAT_BODY | {"stream": True}).text.split("\n\n")[:-2]:
+        assert json.loads(line[6:])["object"] == "chat.completion.chunk"
+    assert ids("a")

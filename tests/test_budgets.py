@@ -1,0 +1,78 @@
+"""Budgets that keep the code base readable: sizes, counts and names, checked on every commit."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tokserve import config, ops
+
+PACKAGE = Path(__file__).parent.parent / "tokserve"
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
+MAX_FILE, MAX_FUNCTION, MAX_FIELDS, MAX_ENV, MAX_OPS = 700, 60, 100, 5, 30
+BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
+BROAD_EXCEPT = {  # process entry, I/O thread, per-request admission, HTTP edge
+    "engine/process.py", "engine/core.py", "server/app.py", "server/sse.py", "client/llm.py",
+}  # fmt: skip
+
+
+def names(tree: ast.AST) -> set[str]:
+    found = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return found | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+
+
+def words(name: str) -> set[str]:
+    return {w.lower() for w in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_file_keeps_the_house_rules(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= MAX_FILE, f"{name} is over {MAX_FILE} lines"
+    assert not text.strip() or ast.get_docstring(tree), f"{name} does not say why it exists"
+    assert not words(path.stem) & BANNED, f"{name}: banned word in the file's name"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "triton" not in path.parts:
+            size = (node.end_lineno or 0) - node.lineno + 1
+            assert size <= MAX_FUNCTION, f"{name}: {node.name} has {size} lines"
+        assert not isinstance(node, ast.Global) or name == "ops/registry.py", f"{name}: global"
+        if isinstance(node, ast.ExceptHandler) and name not in BROAD_EXCEPT:
+            caught = "everything" if node.type is None else ast.unparse(node.type)
+            assert caught not in ("everything", "Exception", "BaseException"), f"{name}:{node.lineno}: broad except"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            literal = len(node.args) == 3 and isinstance(node.args[1], ast.Constant)
+            assert not literal or name == "models/spec.py", (
+                f"{name}:{node.lineno}: getattr with a literal and a default"
+            )
+    for word in names(tree):
+        assert not words(word) & BANNED, f"{name}: banned word in {word!r}"
+
+
+def test_device_kinds_are_named_only_where_they_may_be() -> None:
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith("ops/") or name in ("device.py", "config.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                constants = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
+                assert not constants & {"cpu", "cuda"}, f"{name}:{node.lineno} tests for a device kind"
+
+
+def test_number_of_options_environment_names_and_ops() -> None:
+    assert len(list(config.fields())) <= MAX_FIELDS
+    env = {m for p in FILES for m in re.findall(r"TOKSERVE_[A-Z_]+", p.read_text())}
+    assert len(env) <= MAX_ENV, env
+    readers = {p.name for p in FILES if "os.environ" in p.read_text()}
+    assert readers <= {"config.py"}, readers
+    assert 0 < len(ops.OPS) <= MAX_OPS
+
+
+def test_option_names_are_unique_and_documented() -> None:
+    fields = list(config.fields())
+    assert len({name for _, name, _ in fields}) == len(fields)
+    for _, name, hint in fields:
+        assert any(getattr(m, "description", None) for m in hint.__metadata__), f"{name} has no sentence"

@@ -1,0 +1,112 @@
+"""The import graph against the layering table of docs/architecture.md: a module imports only what is below it."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tokserve"
+ROOT_ORDER = ["errors", "log", "params", "checkpoint", "config", "messages", "plan"]
+# package -> (packages and root files it may import, foreign modules it must not import anywhere)
+TORCH = {"torch", "transformers", "triton"}
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "root": (set(), TORCH),
+    "device": ({"errors"}, {"transformers"}),
+    "ops": ({"errors", "_C"}, {"transformers"}),
+    "text": ({"errors", "params", "checkpoint"}, TORCH),
+    "layers": ({"ops", "errors", "plan"}, {"transformers"}),
+    "models": ({"layers", "ops", "plan", "checkpoint", "errors"}, {"transformers"}),
+    "runner": ({"models", "layers", "ops", "device", "plan", "params", "config", "checkpoint", "errors"}, set()),
+    "executor": ({"plan", "config", "runner"}, TORCH),
+    "engine": ({"messages", "plan", "params", "config", "errors", "log", "executor"}, TORCH),
+    "client": ({"messages", "params", "config", "text", "errors", "log", "checkpoint", "engine"}, TORCH | {"fastapi"}),
+    "server": ({"client", "text", "params", "errors", "config", "log", "checkpoint"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "errors", "log"}, TORCH),
+    "bench": ({"client", "params", "errors"}, TORCH),
+}
+# modules a package may import from another only in the named file
+ONLY_IN = {
+    ("client", "engine"): {"client/launch.py"},
+    ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
+    ("engine", "executor"): {"engine/core.py", "engine/process.py"},
+    ("ops", "_C"): {"ops/cpu.py"},
+}
+LAZY_IMPORTS = {
+    "tokserve/__init__.py",
+    "checkpoint.py",
+    "executor/inline.py",
+    "cli/bench.py",
+    "cli/main.py",
+    "cli/serve.py",
+}
+
+
+def sources() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
+
+
+def place(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    if len(parts) > 1:
+        return parts[0]
+    return "device" if path.stem == "device" else "root"
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the level"
+            head = tuple((node.module or "").split("."))
+            if head == ("tokserve",):
+                yield from (("tokserve", alias.name) for alias in node.names)
+            else:
+                yield head
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_lower_levels(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    home = place(path)
+    allowed, banned = ALLOWED[home]
+    for module in imported(ast.parse(path.read_text())):
+        assert module[0] not in banned, f"{name} must not import {module[0]}"
+        if module[0] != "tokserve" or len(module) == 1:
+            continue
+        target = module[1]
+        if name in ("__init__.py", "__main__.py") or target == home or target == "__version__":
+            continue
+        if home == "root":
+            assert target in ROOT_ORDER, f"{name} imports {target}, which is above it"
+            assert ROOT_ORDER.index(target) < ROOT_ORDER.index(path.stem), f"{name} imports {target}: wrong order"
+            continue
+        assert target in allowed, f"{name} ({home}) must not import {target}"
+        homes = ONLY_IN.get((home, target))
+        assert homes is None or name in homes, f"{home} may import {target} only in {homes}, not in {name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_in_functions_are_allow_listed(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    if name in LAZY_IMPORTS or name == "__init__.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = [n.lineno for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+            assert not inner, f"{name}:{inner} imports inside a function"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["engine.core", "engine.process", "server.app", "client.async_llm", "cli.main", "bench.serve", "bench.offline"],
+)
+def test_importing_leaves_torch_out(module: str) -> None:
+    check = "heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+    code = f"import sys, tokserve.{module}; {check}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

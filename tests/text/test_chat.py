@@ -1,0 +1,278 @@
+"""ChatTemplate: token for token what transformers renders; every fault names a field."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.text.checkpoints import CHATML, oracle, write_chatml
+from tokserve.errors import RequestError, StartError
+from tokserve.text.chat import ChatTemplate
+from tokserve.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[2] / "tokserve" / "demo_model"
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  naïve 漢字?\n\n"},
+    {"role": "assistant", "content": "Yes. <b>&'\"</b> "},
+    {"role": "user", "content": "<|im_end|> 47 + 38"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a <city> & 'more'",
+            "parameters": {"type": "object", "properties": {"zity": {"type": "string"}, "äge": {"type": "number"}}},
+        },
+    }
+]
+# what templates in the field use: loops with controls, macros, namespaces, tojson, generation marks, slices, filters
+RICH = """
+{%- set ns = namespace(seen=false) %}
+{%- macro show(m) %}<{{ m.role }}>{% endmacro %}
+{%- if tools %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+        {{- tool.function.parameters | tojson(indent=2) }}
+    {%- endfor %}
+    {{- '</tools>\\n' }}
+{%- endif %}
+{%- for d in documents or [] %}[doc {{ d.title }}]{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- if message.role == 'end' %}{% break %}{% endif %}
+    {{- show(message) }}
+    {%- if message.role == 'assistant' %}
+        {%- if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{% endif %}
+        {%- generation %}
+            {{- message.content | default('(none)') }}
+            {%- for call in message.tool_calls or [] %}
+                {{- call.function.name }}({{ call.function.arguments | tojson }})
+            {%- endfor %}
+        {%- endgeneration %}
+        {%- set ns.seen = true %}
+    {%- else %}
+        {{- message['content'] }}
+    {%- endif %}
+    {{- eos_token }}
+{%- endfor %}
+{{- 'S' if ns.seen else '' }}{{ undefined_name }}
+{%- if enable_thinking is defined and not enable_thinking %}<no_think>{% endif %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+"""
+
+
+class Pair:
+    """Our template and transformers' for the same checkpoint."""
+
+    def __init__(self, directory: Path, **config: Any) -> None:
+        self.directory = write_chatml(directory, **config)
+        self.tokenizer = Tokenizer.load(self.directory)
+        self.ours = ChatTemplate(self.tokenizer)
+        self.theirs = oracle(self.directory)
+
+    def check(self, messages: list[Any], *, kwargs: dict[str, Any] | None = None, **options: Any) -> str:
+        """Render with both, demand equal tokens, return the text."""
+        mine = self.ours.render(messages, kwargs=kwargs, **options)
+        generation = options.pop("add_generation_prompt", not options.get("continue_final_message", False))
+        template = options.pop("template", None)
+        expected = self.theirs.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=generation, tokenize=True, return_dict=False,
+            **options, **(kwargs or {}),
+        )  # fmt: skip
+        assert mine == expected
+        return self.tokenizer.decode(mine, False)
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("chatml"))
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("rich"), chat_template=RICH)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("generation", [True, False])
+def test_chatml_equals_transformers(chatml: Pair, count: int, generation: bool) -> None:
+    text = chatml.check(TALK[:count], add_generation_prompt=generation)
+    assert text.endswith("<|im_start|>assistant\n") == generation
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        TALK,
+        [*TALK, {"role": "skip", "content": "never"}, {"role": "assistant", "content": None, "tool_calls": None}],
+        [{"role": "user", "content": ""}, {"role": "end", "content": "x"}, {"role": "user", "content": "y"}],
+        [{"role": "assistant", "content": "a", "reasoning_content": "hm"}],
+        [{"role": "assistant", "content": "a", "reasoning": "hm"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"b": 1, "a": "<ü>"}}}]}],
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tools": TOOLS}, {"documents": [{"title": "T", "text": "x"}]}, {"kwargs": {"enable_thinking": False}}],
+)
+def test_rich_template_equals_transformers(rich: Pair, messages: list[Any], options: dict[str, Any]) -> None:
+    text = rich.check(messages, **options)
+    assert "&lt;" not in text and "\\u00" not in text
+    assert ('"zity"' in text) == ("tools" in options) and ("<no_think>" in text) == ("kwargs" in options)
+
+
+def test_tool_arguments_as_json_text_become_an_object(rich: Pair) -> None:
+    def call(arguments: Any) -> list[Any]:
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        ]
+
+    assert rich.ours.text(call('{"b": 1, "a": "<ü>"}')) == rich.ours.text(call({"b": 1, "a": "<ü>"}))
+    assert rich.ours.text(call("")) == rich.ours.text(call({}))
+    assert '"not json"' in rich.ours.text(call("not json"))
+    original = call('{"b": 1}')
+    rich.ours.text(original)
+    assert original == call('{"b": 1}'), "the caller's messages were changed"
+
+
+def test_text_parts_are_flattened(chatml: Pair) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}, "three"]
+    flat = chatml.ours.render([{"role": "user", "content": parts}])
+    assert flat == chatml.ours.render([{"role": "user", "content": "one\ntwo\nthree"}])
+    assert chatml.ours.render([{"role": "user", "content": []}]) == chatml.ours.render(
+        [{"role": "user", "content": ""}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}], "messages[1].content[1].type"),
+        ([{"type": "text"}], "messages[1].content[0].text"),
+        ([7], "messages[1].content[0]"),
+        (7, "messages[1].content"),
+        ({"a": 1}, "messages[1].content"),
+        ("\ud800", "messages"),
+    ],
+)
+def test_bad_content_is_named(chatml: Pair, content: Any, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chatml.ours.render([TALK[0], {"role": "user", "content": content}])
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        ([], {}, "messages"),
+        (["hi"], {}, "messages[0]"),
+        ([{"content": "x"}], {}, "messages[0].role"),
+        (TALK, {"tools": ["f"]}, "tools[0]"),
+        (TALK, {"documents": [1]}, "documents[0]"),
+        (TALK, {"kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (TALK, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ([{"role": "assistant"}], {"continue_final_message": True}, "messages[0].content"),
+        (TALK, {"template": "{% for %}"}, "chat_template"),
+        (TALK, {"template": "{{ nothing.at.all }}"}, "chat_template"),
+        (TALK, {"template": "{{ 1 // 0 }}"}, "chat_template"),
+        (TALK, {"template": "{{ 'a' + 1 }}"}, "chat_template"),
+        (TALK, {"template": "{{ messages[99].role.x }}"}, "chat_template"),
+        (TALK, {"template": "{{ messages.append(1) }}"}, "chat_template"),
+        (TALK, {"template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}, "chat_template"),
+        (TALK, {"template": "{{ range(10**9) | list }}"}, "chat_template"),
+        (TALK, {"template": "{% include 'x' %}"}, "chat_template"),
+        (TALK, {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "chat_template"),
+        (TALK, {"template": "{{ messages | tojson(indent='x', sort_keys=[]) | nosuchfilter }}"}, "chat_template"),
+        (TALK, {"template": "{{ raise_exception('roles must alternate') }}"}, "messages"),
+    ],
+)
+def test_faults_are_the_requests(chatml: Pair, messages: list[Any], options: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chatml.ours.render(messages, **options)
+    assert caught.value.field == field and caught.value.status == 400
+
+
+def test_raise_exception_passes_the_templates_words_on(chatml: Pair) -> None:
+    with pytest.raises(RequestError, match=r"^roles must alternate$"):
+        chatml.ours.render(TALK, template="{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_request_may_bring_its_template(chatml: Pair) -> None:
+    assert chatml.check(TALK, template="{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}")
+
+
+def test_strftime_now(chatml: Pair) -> None:
+    assert chatml.check(TALK, template="{{ strftime_now('%Y') }}{{ bos_token }}").startswith("20")
+
+
+CONTINUED = [
+    CHATML,
+    RICH,
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}",
+    "{% for m in messages %}{{ '[' + m.content.strip() + ']' }}{% if not loop.last %}\n{% endif %}{% endfor %} tail",
+]
+
+
+@pytest.mark.parametrize("template", CONTINUED)
+@pytest.mark.parametrize("content", ["Sure, it is", "Sure, it is ", "  a\n", "x", "END CONTINUE_FINAL_MESSAGE_TAG"])
+def test_continue_final_message_ends_at_the_content(chatml: Pair, template: str, content: str) -> None:
+    messages = [*TALK, {"role": "assistant", "content": content}]
+    text = chatml.ours.text(messages, continue_final_message=True, template=template)
+    assert text.endswith(content.strip() if "strip" in template or "trim" in template else content)
+    if "TAG" not in content:
+        chatml.check(messages, continue_final_message=True, template=template)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content | upper }}", "nothing"])
+def test_continue_final_message_needs_a_template_that_prints_it(chatml: Pair, template: str) -> None:
+    messages = [*TALK, {"role": "assistant", "content": "abc"}]
+    with pytest.raises(RequestError) as caught:
+        chatml.ours.text(messages, continue_final_message=True, template=template)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "D{{ messages|length }}"}, {"name": "tool_use", "template": "T"}]
+    pair = Pair(tmp_path, chat_template=[*named, {"name": "rag", "template": "R{{ eos_token }}"}])
+    assert pair.check(TALK) == "D4" and pair.check(TALK, tools=TOOLS) == "T"
+    assert pair.check(TALK, template="rag") == "R<|im_end|>"
+    only = ChatTemplate(Tokenizer.load(write_chatml(tmp_path / "only", chat_template=[named[1]])))
+    assert only.text(TALK, tools=TOOLS) == "T"
+    with pytest.raises(RequestError, match="tool_use"):
+        only.text(TALK)
+
+
+def test_no_template(tmp_path: Path) -> None:
+    template = ChatTemplate(Tokenizer.load(write_chatml(tmp_path, chat_template=None)))
+    with pytest.raises(RequestError, match="--chat-template") as caught:
+        template.render(TALK)
+    assert caught.value.field == "messages"
+    assert template.text(TALK, template="{{ messages|length }}") == "4"
+
+
+def test_override_is_a_file_or_a_template(chatml: Pair, tmp_path: Path) -> None:
+    path = tmp_path / "other.jinja"
+    path.write_text("from file {{ messages|length }}")
+    assert ChatTemplate(chatml.tokenizer, str(path)).text(TALK) == "from file 4"
+    assert ChatTemplate(chatml.tokenizer, "inline {{ messages|length }}").text(TALK) == "inline 4"
+    for bad in ("/no/such/file.jinja", "{% for %}", "{{ x | nosuchfilter }}"):
+        with pytest.raises(StartError, match="template"):
+            ChatTemplate(chatml.tokenizer, bad)
+
+
+@pytest.mark.skipif(not (DEMO / "tokenizer.json").is_file(), reason="the demo model is not built yet")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_demo_model_equals_transformers(count: int) -> None:
+    theirs = oracle(DEMO)
+    talk = [
+        {"role": "user", "content": "12+34"},
+        {"role": "assistant", "content": "46"},
+        {"role": "user", "content": "a"},
+    ]
+    mine = ChatTemplate(Tokenizer.load(DEMO)).render(talk[:count])
+    assert mine == theirs.apply_chat_template(
+        talk[:count], add_generation_prompt=True, tokenize=True, return_dict=False
+    )

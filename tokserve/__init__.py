@@ -1,0 +1,29 @@
+"""tokserve: tokens in, tokens out, exactly.  Public names are imported on first use, to start fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "Config", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from tokserve.client.async_llm import AsyncLLM
+    from tokserve.client.llm import LLM
+    from tokserve.config import Config
+    from tokserve.params import SamplingParams
+
+_HOMES = {
+    "LLM": "tokserve.client.llm",
+    "AsyncLLM": "tokserve.client.async_llm",
+    "SamplingParams": "tokserve.params",
+    "Config": "tokserve.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokserve' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

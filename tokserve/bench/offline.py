@@ -1,0 +1,112 @@
+"""The engine without HTTP: throughput with all prompts at once, and the latency of one batch.
+
+Goes through the public `LLM`, so what it measures is what a script gets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from msgspec import structs
+
+from tokserve.bench import datasets
+from tokserve.bench.datasets import DatasetSpec, Talk
+from tokserve.bench.report import Outcome, spread, totals
+from tokserve.client.llm import LLM, RequestOutput
+from tokserve.errors import RequestError, StartError
+from tokserve.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offline:
+    """A run: `dataset` all at once, then `latency_iters` times its first `batch_size` prompts."""
+
+    model: str
+    options: dict[str, Any]
+    dataset: DatasetSpec
+    n: int = 1
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    logprobs: int | None = None
+    warmup: int = 1
+    batch_size: int = 1
+    latency_iters: int = 5
+    percentiles: Sequence[float] = (50.0, 90.0, 95.0, 99.0)
+    progress: bool = True
+
+
+def offline(run: Offline) -> dict[str, Any]:
+    """Start an engine and measure it; raises StartError."""
+    run.dataset.check()
+    if run.n < 1 or run.warmup < 0 or run.batch_size < 1 or run.latency_iters < 0:
+        raise StartError("--n and --batch-size must be at least 1, --warmup and --latency-iters at least 0")
+    if run.n > 1 and run.temperature == 0.0:
+        raise StartError("--n above 1 needs --temperature above 0: all samples would be equal")
+    talks = datasets.make(run.dataset)
+    began = time.perf_counter()
+    with LLM(run.model, **run.options) as llm:
+        started = time.perf_counter() - began
+        try:
+            if run.warmup:
+                _generate(llm, run, datasets.make(replace(run.dataset, count=run.warmup), stream=1), progress=False)
+            outputs, duration = _generate(llm, run, talks, progress=run.progress)
+            latencies = _latencies(llm, run)
+        except RequestError as error:
+            raise StartError(str(error)) from None
+    row = _facts(run, started) | totals([_outcome(output, duration) for output in outputs], duration)
+    row |= spread("latency", latencies, run.percentiles)
+    return row
+
+
+def _generate(llm: LLM, run: Offline, talks: Sequence[Talk], *, progress: bool) -> tuple[list[RequestOutput], float]:
+    turns = [talk.turns[0] for talk in talks]
+    common = SamplingParams(
+        temperature=run.temperature, ignore_eos=run.ignore_eos, n=run.n, logprobs=run.logprobs, detokenize=False
+    )
+    params = [structs.replace(common, max_tokens=turn.output_len) for turn in turns]
+    began = time.perf_counter()
+    outputs = llm.generate([turn.prompt for turn in turns], params, use_tqdm=progress)
+    return outputs, time.perf_counter() - began
+
+
+def _latencies(llm: LLM, run: Offline) -> list[float]:
+    """Seconds for one batch each time; its prompts differ every time, so no prefix is cached."""
+    spec = replace(run.dataset, count=run.batch_size)
+    return [_generate(llm, run, datasets.make(spec, stream=2 + i), progress=False)[1] for i in range(run.latency_iters)]
+
+
+def _outcome(output: RequestOutput, duration: float) -> Outcome:
+    """A result in the form the report counts."""
+    failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
+    return Outcome(
+        start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,
+        output_tokens=sum(len(c.token_ids) for c in output.outputs),
+        finish_reasons=[c.finish_reason or "" for c in output.outputs], error=failed,
+    )  # fmt: skip
+
+
+def _facts(run: Offline, started: float) -> dict[str, Any]:
+    """What was run."""
+    spec = run.dataset
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model_id": run.model,
+        "engine_options": {name: value for name, value in run.options.items() if name != "api_key"},
+        "start_seconds": started,
+        "dataset": spec.kind,
+        "num_prompts": spec.count,
+        "n": run.n,
+        "input_len": spec.input_len,
+        "output_len": spec.output_len,
+        "shared_prefix_len": spec.shared_prefix_len,
+        "range_ratio": spec.range_ratio,
+        "seed": spec.seed,
+        "temperature": run.temperature,
+        "ignore_eos": run.ignore_eos,
+        "logprobs": run.logprobs,
+        "batch_size": run.batch_size,
+    }

@@ -1,0 +1,251 @@
+"""Load on a running server: when requests go out, and the clock around each of them.
+
+Open loop: with a request rate, requests are due at the times of a Poisson process whatever the server does, and
+TTFT counts from when a request was due, so a slow server cannot hide its queue.  Closed loop: with a concurrency
+alone, a request is due when the one before it in its lane is done.  With both, the wait for a free lane counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import uvloop
+from tqdm import tqdm
+
+from tokserve.bench import datasets
+from tokserve.bench.datasets import DatasetSpec, Talk
+from tokserve.bench.report import Outcome, details, result
+from tokserve.bench.wire import PATHS, BadReply, EventLines, Memory, Reply, RequestShape
+from tokserve.errors import StartError
+
+BUFFER = 1 << 20  # bytes read from a socket at once at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A whole run."""
+
+    base_url: str
+    shape: RequestShape
+    dataset: DatasetSpec
+    request_rate: float = math.inf  # conversations a second
+    max_concurrency: int | None = None
+    warmup: int = 1
+    goodput: dict[str, float]
+    percentiles: Sequence[float]
+    api_key: str | None = None
+    timeout: float = 3600.0  # seconds a request may take
+    save_detailed: bool = False
+    progress: bool = True
+
+    def check(self) -> None:
+        """Raise StartError for what makes no sense."""
+        shape = self.shape
+        if not self.request_rate > 0.0:
+            raise StartError(f"--request-rate must be above 0, got {self.request_rate}")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise StartError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
+        if self.warmup < 0 or shape.n < 1:
+            raise StartError("--warmup must be at least 0 and --n at least 1")
+        if shape.n > 1 and shape.temperature == 0.0:
+            raise StartError("--n above 1 needs --temperature above 0: all samples would be equal")
+        if not shape.stream and self.goodput.keys() & {"ttft", "tpot"}:
+            raise StartError("--goodput ttft and tpot need --stream: without it only e2el is measured")
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """When requests are due, in seconds from the first: a Poisson process, or all at once with an infinite rate."""
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng([seed, 2]).exponential(1.0 / rate, count)
+    gaps[0] = 0.0
+    times: list[float] = np.cumsum(gaps).tolist()
+    return times
+
+
+class Runner:
+    """One run on one HTTP session."""
+
+    def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
+        self._load = load
+        self._session = session
+        self._url = load.base_url.rstrip("/") + PATHS[load.shape.backend]
+        self._begun = 0.0
+        self.outcomes: list[Outcome] = []
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begun
+
+    async def run(self, talks: Sequence[Talk], due: Sequence[float], lanes: int | None, bar: Any) -> float:
+        """Run all conversations; returns the seconds from the first due time to the last answer."""
+        self._begun = time.perf_counter()
+        self.outcomes = []
+        gate = asyncio.Semaphore(lanes or len(talks))
+        open_loop = lanes is None or any(due)
+        tasks = []
+        try:
+            for talk, at in zip(talks, due, strict=True):
+                if (wait := at - self._now()) > 0.0:
+                    await asyncio.sleep(wait)
+                if not open_loop:
+                    await gate.acquire()
+                    at = self._now()
+                tasks.append(asyncio.create_task(self._lane(talk, at, gate, open_loop, bar)))
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return max((o.end for o in self.outcomes), default=0.0)
+
+    async def _lane(self, talk: Talk, due: float, gate: asyncio.Semaphore, acquire: bool, bar: Any) -> None:
+        if acquire:
+            await gate.acquire()
+        try:
+            await self._talk(talk, due, bar)
+        finally:
+            gate.release()
+
+    async def _talk(self, talk: Talk, due: float, bar: Any) -> None:
+        """A conversation: each later turn is due when the one before is done; a failure ends it."""
+        memory = Memory(self._load.shape.backend)
+        for number, turn in enumerate(talk.turns):
+            outcome, reply = Outcome(start=due if number == 0 else self._now()), Reply(self._load.shape)
+            self.outcomes.append(outcome)
+            prompt = memory.ask(turn.prompt)
+            try:
+                await self._request(self._load.shape.body(prompt, turn.output_len), outcome, reply)
+                if number + 1 < len(talk.turns):
+                    memory.hear(reply)
+            except (BadReply, aiohttp.ClientError, TimeoutError, OSError) as error:
+                outcome.error = str(error) or type(error).__name__
+            outcome.end = outcome.end or self._now()
+            _fill(outcome, reply, prompt)
+            bar.update(1)
+            if outcome.error is not None:
+                bar.update(len(talk.turns) - number - 1)
+                return
+
+    async def _request(self, body: bytes, outcome: Outcome, reply: Reply) -> None:
+        outcome.sent = self._now()
+        async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as answer:
+            if answer.status != 200:
+                text = (await answer.read())[:300].decode(errors="replace")
+                raise BadReply(f"HTTP {answer.status}: {text}")
+            if self._load.shape.stream:
+                lines = EventLines()
+                async for piece in answer.content.iter_any():
+                    now = self._now()
+                    for payload in lines.feed(piece):
+                        reply.take(payload, now)
+            else:
+                reply.take(await answer.read(), self._now())
+        outcome.end = self._now()
+        reply.check()
+
+
+def _fill(outcome: Outcome, reply: Reply, prompt: Any) -> None:
+    """What the reply says, into the outcome."""
+    usage = reply.usage
+    outcome.output_tokens = reply.output_tokens
+    outcome.input_tokens = usage.prompt_tokens if usage else 0
+    if reply.shape.backend == "tokens":
+        outcome.input_tokens = len(prompt)
+    if usage and usage.prompt_tokens_details:
+        outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+    outcome.finish_reasons = list(reply.finished.values())
+    if reply.shape.stream and reply.first is not None:
+        outcome.ttft = reply.first - outcome.start
+        outcome.tpot = reply.tpot()
+        outcome.itl = reply.gaps
+
+
+def serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
+    """Run `load`; returns the result under vLLM's names and the outcomes.  Raises StartError."""
+    load.check()
+    load.dataset.check()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(load))
+
+
+async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
+    talks = datasets.make(load.dataset)
+    due = arrivals(len(talks), load.request_rate, load.dataset.seed)
+    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    limits = aiohttp.ClientTimeout(total=load.timeout)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=limits, headers=headers, read_bufsize=BUFFER
+    ) as session:
+        if not load.shape.model:
+            load = replace(load, shape=replace(load.shape, model=await _first_model(load, session)))
+        await _warm_up(load, session)
+        run = Runner(load, session)
+        total = sum(len(talk.turns) for talk in talks)
+        with tqdm(total=total, disable=not load.progress, desc="requests", unit="req") as bar:
+            duration = await run.run(talks, due, load.max_concurrency, bar)
+    return _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | (
+        details(run.outcomes) if load.save_detailed else {}
+    ), run.outcomes
+
+
+async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
+    url = load.base_url.rstrip("/") + "/v1/models"
+    try:
+        async with session.get(url) as answer:
+            raw = await answer.read()
+            if answer.status != 200:
+                raise StartError(f"{url} answered HTTP {answer.status}: {raw[:300].decode(errors='replace')}")
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        raise StartError(f"cannot reach {url}: {error}") from None
+    try:
+        return str(msgspec.json.decode(raw)["data"][0]["id"])
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+        raise StartError(f"{url} lists no model; name one with --model") from None
+
+
+async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
+    """Requests that are not counted, with prompts of their own; the first failure ends the benchmark."""
+    if load.warmup == 0:
+        return
+    talks = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
+    run = Runner(load, session)
+    with tqdm(disable=True) as bar:
+        await run.run(talks, [0.0] * len(talks), load.max_concurrency, bar)
+    if failed := [o.error for o in run.outcomes if o.error is not None]:
+        raise StartError(f"warming up failed: {failed[0]}")
+
+
+def _facts(load: Load) -> dict[str, Any]:
+    """What was run."""
+    shape, data = load.shape, load.dataset
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "base_url": load.base_url,
+        "backend": shape.backend,
+        "model_id": shape.model,
+        "dataset": data.kind,
+        "num_prompts": data.count,
+        "turns": data.turns,
+        "n": shape.n,
+        "input_len": data.input_len,
+        "output_len": data.output_len,
+        "shared_prefix_len": data.shared_prefix_len,
+        "range_ratio": data.range_ratio,
+        "seed": data.seed,
+        "stream": shape.stream,
+        "logprobs": shape.logprobs,
+        "temperature": shape.temperature,
+        "ignore_eos": shape.ignore_eos,
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "max_concurrency": load.max_concurrency,
+        "goodput": load.goodput or None,
+    }

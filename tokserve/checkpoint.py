@@ -1,0 +1,64 @@
+"""Where a model lives on disk, and its JSON files as plain dictionaries.
+
+`demo` is the model inside the package; a directory is itself; anything else is a Hugging Face hub
+name.  This file opens and parses; what the values mean is decided in `config.resolve` (limits, dtype,
+end-of-sequence ids) and in `models/spec` (architecture).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokserve.errors import StartError
+
+DEMO_DIR = Path(__file__).parent / "demo_model"
+WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def locate(model: str, *, weights: bool = True) -> Path:
+    """The local directory of `model`; downloads from the hub when it is not a directory."""
+    if model == "demo":
+        return DEMO_DIR
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise StartError(f"model {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
+    return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])])
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors; a bad name is a ValueError
+        raise StartError(
+            f"model {model!r} is not a local directory and could not be fetched from the Hugging Face hub: "
+            f"{type(error).__name__}"
+        ) from error
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any] | None:
+    """The parsed file, or None if there is none."""
+    path = directory / name
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise StartError(f"{path.name} of the model cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise StartError(f"{path.name} of the model is not a JSON object")
+    return value
+
+
+def hf_config(directory: Path) -> dict[str, Any]:
+    """config.json of the checkpoint."""
+    value = read_json(directory, "config.json")
+    if value is None:
+        raise StartError(f"{directory} holds no config.json; is it a Hugging Face checkpoint?")
+    return value

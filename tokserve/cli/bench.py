@@ -1,0 +1,197 @@
+"""`tokserve bench serve` and `tokserve bench offline`: their flags, and the way from flags to a printed table.
+
+What measures is imported when a benchmark runs: it needs packages that serving does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from tokserve.cli.options import add_flags
+from tokserve.errors import StartError
+
+BACKENDS = ("tokens", "openai", "openai-chat")
+DATASETS = ("random", "shared-prefix", "jsonl")
+
+
+def add_bench(commands: Any) -> None:
+    """Add the `bench` command and its two subcommands."""
+    bench = commands.add_parser("bench", help="measure a server or the engine", description="Measure.")
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
+    served = kinds.add_parser(
+        "serve",
+        help="load on a running server",
+        description="Send requests to a running server and report rates and latencies. Works on any server that "
+        "speaks one of the routes.",
+    )
+    _add_server(served)
+    _add_prompts(served, seed="--seed")
+    served.add_argument("--turns", type=int, default=1, metavar="T", help="turns of a conversation: each prompt is "
+                        "the one before, its output and new tokens. Default: 1.")  # fmt: skip
+    served.add_argument("--turn-len", type=int, metavar="N", help="new tokens of later turns. Default: --input-len.")
+    _add_sampling(served)
+    served.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True,
+                        help="stream; without it only end-to-end latency is measured. Default: true.")  # fmt: skip
+    _add_load(served)
+    _add_output(served, plot=True)
+    offline = kinds.add_parser(
+        "offline",
+        help="the engine without HTTP",
+        description="Start an engine in this process and measure throughput (all prompts at once) and latency (one "
+        "batch at a time).",
+    )
+    offline.add_argument("model", nargs="?", default="demo", help="as for `tokserve serve`; default: demo")
+    bench_flags = offline.add_argument_group("benchmark")
+    _add_prompts(bench_flags, seed="--prompt-seed")
+    _add_sampling(bench_flags)
+    bench_flags.add_argument("--warmup", type=int, default=1, metavar="N", help="prompts before the clock. Default: 1.")
+    bench_flags.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts of a latency batch. "
+                             "Default: 1.")  # fmt: skip
+    bench_flags.add_argument("--latency-iters", type=int, default=5, metavar="N", help="latency batches. Default: 5.")
+    _add_output(bench_flags, plot=False)
+    add_flags(offline, skip=("model",))
+
+
+def _add_server(parser: Any) -> None:
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="Default: http://127.0.0.1:8000.")
+    add("--backend", choices=BACKENDS, default="tokens", help="tokens: /inference/v1/generate. openai: "
+        "/v1/completions with token ids. openai-chat: /v1/chat/completions with text. Default: tokens.")  # fmt: skip
+    add("--model", default="", help="Default: the first of /v1/models.")
+    add("--api-key", metavar="KEY", help="sent as a bearer token.")
+    add("--request-timeout", type=float, default=3600.0, metavar="S", help="seconds a request may take. Default: 3600.")
+
+
+def _add_prompts(parser: Any, *, seed: str) -> None:
+    add = parser.add_argument
+    add("--dataset", choices=DATASETS, default="random", help="Default: random.")
+    add("--num-prompts", type=int, default=100, metavar="N", help="prompts, or conversations. Default: 100.")
+    add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (words with openai-chat). "
+        "Default: 128.")  # fmt: skip
+    add("--output-len", type=int, default=64, metavar="N", help="tokens asked for. Default: 64.")
+    add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens in front of --input-len, the same "
+        "in all prompts (in the cache after the warm-up).")  # fmt: skip
+    add("--range-ratio", type=float, default=0.0, metavar="R", help="draw lengths from [len*(1-R), len*(1+R)]. "
+        "Default: 0.")  # fmt: skip
+    add("--dataset-path", metavar="FILE", help='jsonl: rows {"prompt": text or ids, "output_len"?: N}.')
+    add("--vocab-size", type=int, default=256, metavar="N", help="random ids are below this. Default: 256, which "
+        "every model has.")  # fmt: skip
+    add(seed, dest="prompt_seed", type=int, default=0, metavar="N", help="of prompts and arrivals. Default: 0.")
+
+
+def _add_sampling(parser: Any) -> None:
+    add = parser.add_argument
+    add("--n", type=int, default=1, metavar="N", help="samples of each prompt. Default: 1.")
+    add("--temperature", type=float, metavar="X", help="Default: 0, with --n above 1: 1.")
+    add("--logprobs", type=int, metavar="K", help="ask for logprobs and the K most probable. Default: none.")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="generate exactly the tokens asked for. Default: true.")  # fmt: skip
+
+
+def _add_load(parser: Any) -> None:
+    add = parser.add_argument
+    add("--request-rate", type=float, default=math.inf, metavar="R", help="conversations due per second, as a Poisson "
+        "process; TTFT counts from when a request is due. Default: inf, all at once.")  # fmt: skip
+    add("--max-concurrency", type=int, metavar="N", help="conversations in flight at most; without a rate this is a "
+        "closed loop. Default: no limit.")  # fmt: skip
+    add("--warmup", type=int, default=1, metavar="N", help="requests before the clock. Default: 1.")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits: ttft:200 tpot:50 "
+        "e2el:5000.")  # fmt: skip
+
+
+def _add_output(parser: Any, *, plot: bool) -> None:
+    add = parser.add_argument
+    add("--percentiles", default="50,90,95,99", metavar="LIST", help="Default: 50,90,95,99.")
+    add("--result-json", metavar="FILE", help="write the result, with vLLM's names.")
+    add("--progress", action=argparse.BooleanOptionalAction, default=True, help="a progress bar. Default: true.")
+    if plot:
+        add("--save-detailed", action="store_true", help="lengths, times and errors per request in --result-json.")
+        add("--plot", metavar="FILE.png", help="draw latencies and requests in flight (needs matplotlib).")
+
+
+def bench(values: dict[str, Any]) -> int:
+    """Run a benchmark; returns the exit code (1: no request was served).  Raises StartError."""
+    try:
+        return (_serve if values.pop("kind") == "serve" else _offline)(values)
+    except KeyboardInterrupt:
+        print("tokserve: interrupted", file=sys.stderr)
+        return 130
+
+
+def _take_dataset(values: dict[str, Any], *, text: bool) -> Any:
+    from tokserve.bench.datasets import DatasetSpec
+
+    names = {"kind": "dataset", "count": "num_prompts", "path": "dataset_path", "seed": "prompt_seed"}
+    names |= {
+        n: n for n in ("input_len", "output_len", "turn_len", "turns", "shared_prefix_len", "range_ratio", "vocab_size")
+    }
+    return DatasetSpec(**{to: values.pop(name) for to, name in names.items() if name in values}, text=text)
+
+
+def _temperature(values: dict[str, Any]) -> float:
+    given: float | None = values.pop("temperature")
+    return given if given is not None else (1.0 if values["n"] > 1 else 0.0)
+
+
+def _serve(v: dict[str, Any]) -> int:
+    from tokserve.bench import report
+
+    try:
+        from tokserve.bench.serve import Load, serve
+        from tokserve.bench.wire import RequestShape
+    except ImportError as error:
+        raise StartError(f"bench serve needs {error.name}: pip install 'tokserve[bench]'") from None
+    draw = _plotter() if v["plot"] else None
+    report.check_path(v["result_json"], "--result-json")
+    report.check_path(v["plot"], "--plot")
+    percentiles = report.parse_percentiles(v["percentiles"])
+    shape = RequestShape(
+        backend=v["backend"], model=v["model"], stream=v["stream"], n=v["n"], temperature=_temperature(v),
+        ignore_eos=v["ignore_eos"], logprobs=v["logprobs"], return_token_ids=v["turns"] > 1,
+    )  # fmt: skip
+    load = Load(
+        base_url=v["base_url"], shape=shape, dataset=_take_dataset(v, text=v["backend"] == "openai-chat"),
+        request_rate=v["request_rate"], max_concurrency=v["max_concurrency"], warmup=v["warmup"],
+        goodput=report.parse_goodput(v["goodput"]), percentiles=percentiles, api_key=v["api_key"],
+        timeout=v["request_timeout"], save_detailed=v["save_detailed"], progress=v["progress"],
+    )  # fmt: skip
+    row, outcomes = serve(load)
+    if v["result_json"]:
+        report.write(row, v["result_json"])
+    if draw:
+        draw(outcomes, v["plot"], f"{row['model_id']}, {row['backend']}, {row['output_throughput']:.0f} output tok/s")
+    print(report.table(row, percentiles))
+    if load.dataset.kind == "random" and load.dataset.turns == 1 and row["total_cached_tokens"]:
+        print("note: the server had prompt tokens in its prefix cache, as after a run with the same seed; "
+              "try another --seed")  # fmt: skip
+    return 0 if row["completed"] else 1
+
+
+def _plotter() -> Any:
+    try:
+        from tokserve.bench.plot import draw
+    except ImportError as error:
+        raise StartError(f"--plot needs {error.name}: pip install 'tokserve[plot]'") from None
+    return draw
+
+
+def _offline(v: dict[str, Any]) -> int:
+    from tokserve.bench import report
+    from tokserve.bench.offline import Offline, offline
+
+    percentiles = report.parse_percentiles(v.pop("percentiles"))
+    path = v.pop("result_json")
+    report.check_path(path, "--result-json")
+    dataset = _take_dataset(v, text=False)
+    own = ("model", "n", "ignore_eos", "logprobs", "warmup", "batch_size", "latency_iters", "progress")
+    temperature = _temperature(v)
+    taken = {name: v.pop(name) for name in own}
+    options = {name: value for name, value in v.items() if value is not None}
+    row = offline(Offline(**taken, temperature=temperature, options=options, dataset=dataset, percentiles=percentiles))
+    if path:
+        report.write(row, path)
+    print(report.table(row, percentiles))
+    return 0 if row["completed"] else 1

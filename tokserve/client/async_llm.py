@@ -1,0 +1,376 @@
+"""`AsyncLLM`: the engine as an async Python object, and the only way to it for the HTTP server and `LLM`.
+
+`generate` checks and sends a request at once and returns a `Stream` of its outputs.  A request ends early in one
+way only: the stream is closed (or dropped), which aborts what has not ended.  When the engine dies, everything
+that waits for it raises `EngineDead`.  Nothing here knows HTTP, nor how tokens come about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tokserve import checkpoint
+from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
+from tokserve.client.launch import EngineProcess, describe_exit
+from tokserve.client.link import Link
+from tokserve.client.outputs import Choice, Completion, Delivery, Ready, StepStats, merge
+from tokserve.config import Config, resolve
+from tokserve.errors import Conflict, EngineDead, RequestFailed, StartError
+from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, unpack_ids
+from tokserve.params import SamplingParams
+from tokserve.text.tokenizer import Tokenizer
+
+__all__ = ["AsyncLLM", "Completion", "StepStats", "Stream", "collect"]
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
+SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
+OUTCOMES = ("aborted", "finished", "not_found")  # of several choices, the first counts
+
+
+class Stream:
+    """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
+
+    Closing or dropping it before its end aborts what has not ended.  A cancelled wait for the next
+    delta loses nothing.
+    """
+
+    def __init__(self, llm: AsyncLLM, prepared: Prepared, delivery: Delivery) -> None:
+        self._llm = llm
+        self._prepared = prepared
+        self._delivery = delivery
+        self._prompt_ids: list[int] | None = None
+        self.request_id = prepared.request_id
+        self.seed = prepared.seed
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's token ids."""
+        if self._prompt_ids is None:
+            self._prompt_ids = unpack_ids(self._prepared.prompt)
+        return self._prompt_ids
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices there are."""
+        return len(self._delivery.choices)
+
+    def __aiter__(self) -> AsyncIterator[Completion]:
+        return self
+
+    async def __anext__(self) -> Completion:
+        delta = await self._delivery.fetch()
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    def close(self) -> None:
+        """Abort what has not ended; call it in the event loop's thread."""
+        self._llm.release(self._delivery)
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self.close()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._delivery.num_open:  # collection may happen anywhere, in any thread
+            self._llm.release_soon(self._delivery)
+
+
+async def collect(stream: Stream) -> list[Completion]:
+    """The whole request: one completion per choice, by index."""
+    async with stream:
+        return merge([delta async for delta in stream])
+
+
+class AsyncLLM:
+    """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop.
+
+    `config` is resolved; `ready` and `stats` are what the engine says of itself; `dead` is set when it has died.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        """Options are those of `Config.make`.  Raises StartError."""
+        self._set_up(resolve(Config.make(model=model, **options)))
+
+    @classmethod
+    def from_config(cls, config: Config) -> AsyncLLM:
+        """With a configuration, resolved or not."""
+        llm = cls.__new__(cls)
+        llm._set_up(resolve(config) if config.cache.block_size is None else config)
+        return llm
+
+    def _set_up(self, config: Config) -> None:
+        self.config = config
+        self.stats = StepStats()
+        self.dead: EngineDead | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._engine: EngineProcess | None = None
+        self._link: Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: Ready | None = None
+        self._starting: asyncio.Future[Ready] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._inputs: Inputs | None = None
+        self._deliveries: dict[str, Delivery] = {}  # by the request's bare id
+        self._owners: dict[str, Choice] = {}  # by engine request
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._last_call = 0
+
+    # --- start and end ---
+
+    async def start(self) -> None:
+        """Start the engine and wait until it serves; once only.  Raises StartError."""
+        if self._engine is not None or self._stopping is not None:
+            raise StartError("an AsyncLLM starts once; make another")
+        try:
+            self._engine = EngineProcess(self.config)
+        except OSError as error:
+            raise StartError(f"the engine process could not be started: {error.strerror}") from error
+        self._engine.exited.add_done_callback(self._on_exit)
+        await self.connect(self._engine.address)
+
+    async def connect(self, address: str) -> None:
+        """Join a running or starting engine; `start` does this for the engine it has started."""
+        self._loop = asyncio.get_running_loop()
+        self._starting = self._loop.create_future()
+        self._link = Link(address, self._on_message)
+        self._link.send(Call(0, "hello"))
+        loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
+        started = False
+        try:
+            timeout = self.config.runtime.start_timeout
+            both: list[asyncio.Future[Any]] = [self._starting, loading]
+            done, late = await asyncio.wait(both, timeout=timeout, return_when="FIRST_EXCEPTION")
+            for future in done:
+                future.result()
+            if late:
+                raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)")
+            if self.dead is not None:  # it was ready before the tokenizer was, and then died
+                raise StartError(f"the engine failed to start: {self.dead.private}; its log says more")
+            self._ready = self._starting.result()
+            self._inputs = Inputs(self.config, self._ready, lambda: self.tokenizer)
+            started = True
+        finally:
+            if not started:
+                loading.cancel()
+                if not self._starting.cancel() and not self._starting.cancelled():
+                    self._starting.exception()  # looked at, lest asyncio complain
+                await self.shutdown()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, loaded on first use; None with tokens_only."""
+        if self._tokenizer is None and not self.config.server.tokens_only:
+            with self._tokenizer_lock:
+                if self._tokenizer is None:
+                    model = self.config.model
+                    name = model.tokenizer or model.model
+                    self._tokenizer = Tokenizer.load(checkpoint.locate(name, weights=False))
+        return self._tokenizer
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said when it was ready."""
+        if self._ready is None:
+            raise EngineDead("the engine has not started")
+        return self._ready
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._deliveries)
+
+    async def shutdown(self) -> None:
+        """End the engine: requests in flight end with what they have, the process and its files go."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        if self._engine is not None:
+            asked = self._ready is not None and self.dead is None
+            if asked:
+                asking = asyncio.ensure_future(self._ask_to_end())
+                either: list[asyncio.Future[Any]] = [asking, self._engine.exited]
+                await asyncio.wait(either, timeout=SHUTDOWN_PATIENCE, return_when="FIRST_COMPLETED")
+                asked = asking.done()
+                asking.cancel()
+            await self._engine.stop(SHUTDOWN_PATIENCE if asked else 0.0)
+        elif self._deliveries:  # somebody else's engine: leave nothing running there
+            with suppress(TimeoutError, EngineDead):
+                await asyncio.wait_for(self.abort(list(self._deliveries), "shutdown"), SHUTDOWN_PATIENCE)
+        self._abandon("the engine has been shut down")
+
+    async def _ask_to_end(self) -> None:
+        with suppress(EngineDead, RequestFailed):
+            await self._call("shutdown", {})
+
+    def _abandon(self, message: str, private: str = "") -> None:
+        """Let go of the engine: all who wait raise EngineDead."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for delivery in self._deliveries.values():
+            delivery.fail(EngineDead(message, private=private))
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDead(message, private=private))
+        self._deliveries.clear()
+        self._owners.clear()
+        self._calls.clear()
+
+    # --- requests ---
+
+    def generate(
+        self, prompt_ids: Sequence[int] | bytes, params: SamplingParams, *, request_id: str | None = None,
+        stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
+        deadline_ms: int | None = None, queue_timeout_ms: int | None = None,
+    ) -> Stream:  # fmt: skip
+        """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
+
+        `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
+        `text`: deltas carry text.  `cache_salt` "": none.
+        """
+        inputs, link = self._inputs, self._link
+        if inputs is None or link is None:
+            raise self._gone()
+        order = Order(prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms)
+        prepared = inputs.prepare(order)
+        if prepared.key in self._deliveries:
+            raise Conflict(f"request_id {prepared.request_id!r} is in use by a request in flight", field="request_id")
+        delivery = Delivery(prepared.key, prepared.choices)
+        self._deliveries[prepared.key] = delivery
+        for choice, add in zip(prepared.choices, prepared.adds, strict=True):
+            self._owners[choice.rid] = choice
+            link.send(add)
+        return Stream(self, prepared, delivery)
+
+    def _gone(self) -> EngineDead:
+        if self.dead is not None:
+            return EngineDead(self.dead.message, private=self.dead.private)
+        return EngineDead("the engine has been shut down" if self._stopping else "the engine has not started")
+
+    def release(self, delivery: Delivery) -> None:
+        """Forget a request; the engine is told to abort what has not ended."""
+        if self._deliveries.get(delivery.request_id) is not delivery:
+            return
+        del self._deliveries[delivery.request_id]
+        rids = delivery.open_rids()
+        for rid in rids:
+            del self._owners[rid]
+        delivery.abandon()
+        if rids and self._link is not None:
+            self._link.send(Abort(rids, "abort_disconnect"))
+
+    def release_soon(self, delivery: Delivery) -> None:
+        """`release`, from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed meanwhile
+                self._loop.call_soon_threadsafe(self.release, delivery)
+
+    async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
+        """End requests with what they have; returns when the engine has freed them.
+
+        Ids may have a reply's prefix.  The result says "aborted", "finished" or "not_found" for every id as given.
+        """
+        rids = {given: self._rids(bare_id(given)) for given in request_ids}
+        if not rids:
+            return {}
+        self._last_call += 1
+        every = list(dict.fromkeys(rid for each in rids.values() for rid in each))
+        results = await self._answer(self._last_call, Abort(every, reason, self._last_call))
+        outcomes = {given: {results.get(rid, "not_found") for rid in each} for given, each in rids.items()}
+        return {given: next(o for o in OUTCOMES if o in found) for given, found in outcomes.items()}
+
+    def _rids(self, key: str) -> list[str]:
+        """The engine's requests behind an id; an unknown one may be another front end's, or over."""
+        delivery = self._deliveries.get(key)
+        return [f"{key}#0"] if delivery is None else [choice.rid for choice in delivery.choices]
+
+    async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
+        """End all requests of this engine, whoever sent them; the result is as `abort`'s."""
+        results: dict[str, str] = await self.call("abort_all", reason=reason)
+        return {rid.rpartition("#")[0]: outcome for rid, outcome in results.items()}
+
+    async def call(self, method: str, **args: Any) -> Any:
+        """Call an admin verb of the engine.  Raises RequestFailed with the engine's message, EngineDead."""
+        return await self._call(method, args)
+
+    async def _call(self, method: str, args: dict[str, Any]) -> Any:
+        self._last_call += 1
+        return await self._answer(self._last_call, Call(self._last_call, method, args))
+
+    async def _answer(self, call_id: int, message: Abort | Call) -> Any:
+        if self._link is None or self._ready is None:
+            raise self._gone()
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            self._link.send(message)
+            return await answer
+        finally:
+            self._calls.pop(call_id, None)
+
+    # --- what the engine says ---
+
+    def _on_message(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._on_step(message)
+        elif isinstance(message, Reply):
+            answer = self._calls.get(message.call_id)
+            if answer is not None and not answer.done():
+                if message.error is None:
+                    answer.set_result(message.result)
+                else:
+                    answer.set_exception(RequestFailed(message.error))
+        elif isinstance(message, Dead):
+            self._die(message.reason, message.expected)
+        elif self._starting is not None and not self._starting.done():
+            self._starting.set_result(message)
+
+    def _on_step(self, step: Step) -> None:
+        self.stats = step.stats
+        stopped = []
+        for output in step.outputs:
+            choice = self._owners.get(output.rid)
+            if choice is None:
+                continue  # released; the engine had not heard of it yet
+            if choice.accept(output):
+                stopped.append(choice.rid)
+            delivery = choice.delivery
+            delivery.offer(choice)
+            if choice.finished:
+                del self._owners[choice.rid]
+                if delivery.num_open == 0:
+                    del self._deliveries[delivery.request_id]
+        if stopped and self._link is not None:
+            self._link.send(Abort(stopped, "abort_stop_string"))
+
+    def _on_exit(self, exited: asyncio.Future[int]) -> None:
+        if self._stopping is None and not exited.cancelled() and self._loop is not None:
+            self._loop.call_later(LAST_WORDS, self._die, describe_exit(exited.result()), False)
+
+    def _die(self, reason: str, expected: bool) -> None:
+        """The engine is gone: during start-up that is a StartError, later EngineDead for all who wait."""
+        if self.dead is not None or self._stopping is not None:
+            return
+        self.dead = EngineDead(private=reason)
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(
+                StartError(reason if expected else f"the engine failed to start: {reason}; its log says more")
+            )
+        self._abandon(self.dead.message, private=reason)

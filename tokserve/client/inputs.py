@@ -1,0 +1,287 @@
+"""What a client asks for becomes `Add` messages, or a `RequestError` that names the field.
+
+Checks that need the model (vocabulary, lengths, limits, a tokenizer) are made here, for every route and
+for the offline API alike; ranges that need no model are `SamplingParams.validate`'s.  Prompts of 32k
+tokens are checked in bulk.  Nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from tokserve import checkpoint
+from tokserve.client.outputs import Choice, TextRules
+from tokserve.config import Config, ModelConfig
+from tokserve.errors import RequestError, StartError
+from tokserve.messages import Add, Ready
+from tokserve.params import SamplingParams
+from tokserve.text.detokenizer import Detokenizer
+from tokserve.text.tokenizer import Tokenizer
+
+PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")  # what replies put before a request's id
+MAX_SALT = 128
+MAX_ID = 1024
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+NO_TOKENIZER = "this server runs with --tokens-only and has no tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request as it was given: one prompt, n choices, and terms."""
+
+    prompt: Sequence[int] | bytes
+    params: SamplingParams
+    request_id: str | None = None
+    stream: bool = True
+    text: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked request: what is sent, and who takes what comes back.  `key` is the id without a reply's prefix."""
+
+    request_id: str
+    key: str
+    seed: int
+    prompt: bytes
+    adds: list[Add]
+    choices: list[Choice]
+
+
+class Inputs:
+    """Checks and builds requests for one engine."""
+
+    def __init__(self, config: Config, ready: Ready, tokenizer: Callable[[], Tokenizer | None]) -> None:
+        self._ready = ready
+        self._tokenizer = tokenizer
+        self._has_priority = config.scheduler.scheduling_policy == "priority"
+        self._max_logprobs = config.model.max_logprobs
+
+    def prepare(self, order: Order) -> Prepared:
+        """Raises RequestError for the first thing that is wrong with the request."""
+        params = order.params
+        prompt, length = self._check_prompt(order.prompt)
+        params.validate()
+        self._check_vocabulary(params)
+        self._check_logprobs(params, length)
+        self._check_text(params, order.text)
+        self._check_terms(order)
+        request_id = secrets.token_hex(16) if order.request_id is None else order.request_id
+        key = bare_id(request_id)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        bad = self._bad_sequences(params)
+        self._check_choice_left(params, bad)
+        sampling = params.for_engine(seed=None, bad_token_sequences=bad)
+        stops = params.stop_strings()
+        adds = [
+            Add(
+                f"{key}#{i}", prompt, sampling, _wrap(seed + i), not order.stream and not stops, order.priority,
+                order.cache_salt, time.monotonic(), order.deadline_ms, order.queue_timeout_ms,
+            )
+            for i in range(params.n)
+        ]  # fmt: skip
+        rules = TextRules(order.text, params.include_stop_str_in_output)
+        choices = [
+            Choice(i, add.rid, not order.stream, self._detokenizer(params, order.text), rules)
+            for i, add in enumerate(adds)
+        ]
+        return Prepared(request_id, key, seed, prompt, adds, choices)
+
+    def _detokenizer(self, params: SamplingParams, text: bool) -> Detokenizer | None:
+        stops = params.stop_strings()
+        if not stops and not (text and params.detokenize):
+            return None
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None  # `_check_text`
+        return Detokenizer(
+            tokenizer, stops, include_stop=params.include_stop_str_in_output, skip_special=params.skip_special_tokens,
+            spaces_between_special=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
+        )  # fmt: skip
+
+    def _check_prompt(self, prompt: Sequence[int] | bytes) -> tuple[bytes, int]:
+        """The prompt as packed int32 and its length."""
+        packed = pack_prompt(prompt, self._ready.vocab_size)
+        length = len(packed) // 4
+        if length == 0:
+            _refuse("token_ids", "must not be empty")
+        ids = np.frombuffer(packed, dtype="<i4")
+        if int(ids.min()) < 0 or int(ids.max()) >= self._ready.vocab_size:
+            place = int(np.flatnonzero((ids < 0) | (ids >= self._ready.vocab_size))[0])
+            _refuse_id("token_ids", f"token_ids[{place}]", int(ids[place]), self._ready.vocab_size)
+        if length + 1 > self._ready.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens; with at least one output token that is over max_model_len "
+                f"{self._ready.max_model_len}",
+                field="token_ids",
+            )
+        if -(-length // self._ready.block_size) > self._ready.num_blocks:
+            raise RequestError(
+                f"the prompt has {length} tokens and the whole KV cache holds "
+                f"{self._ready.num_blocks * self._ready.block_size}",
+                field="token_ids",
+            )
+        return packed, length
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
+            self._check_ids(name, getattr(params, name) or ())
+        for name in ("stop_token_sequences", "bad_token_sequences"):
+            for i, sequence in enumerate(getattr(params, name)):
+                self._check_ids(f"{name}[{i}]", sequence)
+        if params.logit_bias:
+            for token in params.logit_bias:
+                if not 0 <= token < self._ready.vocab_size:
+                    _refuse_id(f"logit_bias.{token}", f"logit_bias.{token}", token, self._ready.vocab_size)
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        size = self._ready.vocab_size
+        if not ids or (min(ids) >= 0 and max(ids) < size):
+            return
+        place = next(i for i, token in enumerate(ids) if not 0 <= token < size)
+        _refuse_id(f"{field}[{place}]", f"{field}[{place}]", ids[place], size)
+
+    def _check_choice_left(self, params: SamplingParams, bad_sequences: Sequence[Sequence[int]]) -> None:
+        """At least one token id must be possible at every position, as far as that is known beforehand."""
+        bad = set(params.bad_token_ids)
+        bad.update(sequence[0] for sequence in bad_sequences if len(sequence) == 1)
+        if params.min_tokens:
+            bad.update(params.stop_token_ids)
+            bad.update(() if params.ignore_eos else self._ready.eos_token_ids)
+        allowed = params.allowed_token_ids
+        if allowed is None:
+            if len(bad) >= self._ready.vocab_size:
+                _refuse("bad_token_ids", "and what else forbids ids leave no token to draw")
+        elif bad.issuperset(allowed):
+            _refuse("allowed_token_ids", "leaves no token to draw: every id in it is forbidden (min_tokens forbids "
+                    "those that end the request)")  # fmt: skip
+
+    def _check_logprobs(self, params: SamplingParams, length: int) -> None:
+        vocab = self._ready.vocab_size
+        limit = vocab if self._max_logprobs == -1 else min(self._max_logprobs, vocab)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked: int | None = getattr(params, name)
+            wanted = vocab if asked == -1 else asked or 0
+            if wanted > limit:
+                whole = f" (the whole vocabulary: {wanted})" if asked == -1 else ""
+                _refuse(name, f"must be at most {limit} (--max-logprobs), got {asked}{whole}")
+        if params.prompt_logprobs_start and params.prompt_logprobs_start >= length:
+            _refuse(
+                "prompt_logprobs_start",
+                f"must be below the prompt's length {length}, got {params.prompt_logprobs_start}",
+            )
+
+    def _check_text(self, params: SamplingParams, text: bool) -> None:
+        stops = params.stop_strings()
+        if stops and not params.detokenize:
+            _refuse("stop", "strings are found in the text, which detokenize=false turns off")
+        if not (text or stops or params.bad_words) or self._tokenizer() is not None:
+            return
+        if stops:
+            _refuse("stop", f"strings need text, and {NO_TOKENIZER}; use stop_token_ids or stop_token_sequences")
+        if params.bad_words:
+            _refuse("bad_words", f"are text, and {NO_TOKENIZER}; use bad_token_sequences")
+        raise RequestError(f"text output needs a tokenizer, and {NO_TOKENIZER}", field="output_mode")
+
+    def _check_terms(self, order: Order) -> None:
+        if order.priority and not self._has_priority:
+            _refuse("priority", "needs a server with --scheduling-policy priority")
+        if len(order.cache_salt) > MAX_SALT:
+            _refuse("cache_salt", f"must have 1 to {MAX_SALT} characters, got {len(order.cache_salt)}")
+        for name, value in (("deadline_ms", order.deadline_ms), ("queue_timeout_ms", order.queue_timeout_ms)):
+            if value is not None and value < 1:
+                _refuse(name, f"must be at least 1, got {value}")
+        if order.request_id is not None and not 0 < len(order.request_id) <= MAX_ID:
+            _refuse("request_id", f"must have 1 to {MAX_ID} characters")
+
+    def _bad_sequences(self, params: SamplingParams) -> list[list[int]]:
+        """Forbidden sequences: those given as ids, and every word as it reads at a text's start and after a space."""
+        if not params.bad_words:
+            return params.bad_token_sequences
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None  # `_check_text`
+        found = [tuple(sequence) for sequence in params.bad_token_sequences]
+        for i, word in enumerate(params.bad_words):
+            for spelling in (word, " " + word.lstrip()):
+                ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+                if ids:
+                    self._check_ids(f"bad_words[{i}]", ids)
+                    found.append(ids)
+        return [list(sequence) for sequence in dict.fromkeys(found)]
+
+
+def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
+    """Token ids as little-endian int32 bytes, which they may be already."""
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        packed = bytes(prompt)
+        if len(packed) % 4:
+            _refuse("token_ids", f"must be int32 values, 4 bytes each, got {len(packed)} bytes")
+        return packed
+    try:
+        return array("i", prompt).tobytes()
+    except OverflowError:
+        place, token = next((i, t) for i, t in enumerate(prompt) if not -(1 << 31) <= t < 1 << 31)
+        _refuse_id("token_ids", f"token_ids[{place}]", token, vocab_size)
+    except TypeError:
+        raise RequestError("token_ids must be a list of integers", field="token_ids") from None
+
+
+def bare_id(request_id: str) -> str:
+    """A request's id without the prefix that replies put before it."""
+    for prefix in PREFIXES:
+        if request_id.startswith(prefix) and len(request_id) > len(prefix):
+            return request_id[len(prefix) :]
+    return request_id
+
+
+def generation_defaults(model: ModelConfig) -> SamplingParams:
+    """The sampling parameters that the checkpoint's generation_config.json recommends.  Raises StartError."""
+    if model.generation_config == "none":
+        return SamplingParams()
+    directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
+    if not directory.is_dir():
+        raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
+    found = checkpoint.read_json(directory, "generation_config.json") or {}
+    values = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
+    try:
+        params = msgspec.convert(values, SamplingParams)
+        params.validate()
+    except (msgspec.ValidationError, RequestError) as error:
+        raise StartError(f"generation_config.json of the model has a bad value: {error}") from None
+    return params
+
+
+def typed(params: Any) -> SamplingParams:
+    """`params` with every field checked for its type, as the HTTP edge has done already."""
+    values = msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params
+    try:
+        return msgspec.convert(values, SamplingParams)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        field = path.rstrip("`").replace("[...]", "") or None
+        raise RequestError(f"{field}: {what}" if field else what, field=field) from None
+
+
+def _wrap(seed: int) -> int:
+    """A 64-bit signed integer, wrapped around."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _refuse(field: str, rule: str) -> NoReturn:
+    raise RequestError(f"{field} {rule}", field=field)
+
+
+def _refuse_id(field: str, name: str, token: int, vocab_size: int) -> NoReturn:
+    raise RequestError(f"{name} is {token}; this model's token ids are 0 to {vocab_size - 1}", field=field)

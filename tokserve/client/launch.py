@@ -1,0 +1,110 @@
+"""The engine's process: started, watched and ended here, with nothing left behind.
+
+The engine gets its address and configuration as one line on stdin, and stdin stays open: when this process
+goes, however it goes, the engine reads the end of it and goes too.  The socket lies in a directory that
+only this user can enter.  What is said over the socket is not this file's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from tokserve.config import Config
+from tokserve.errors import StartError
+
+COMMAND = (sys.executable, "-m", "tokserve.engine.process")
+SOCKET = "engine.sock"
+MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
+TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+class EngineProcess:
+    """Starts the engine (or `command`) at once.  `exited`: the exit code to come, negative for a signal."""
+
+    def __init__(self, config: Config, command: Sequence[str] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        directory = _private_directory()
+        self.address = f"ipc://{directory}/{SOCKET}"
+        # a process group of its own: Ctrl-C is for this process, which then ends the engine in order
+        receiving, sending = os.pipe()
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
+        try:
+            self._process = subprocess.Popen(command or COMMAND, stdin=receiving, process_group=0)
+        finally:
+            os.close(receiving)
+        self._descriptor = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._descriptor, self._on_exit)
+        opening = msgspec.json.encode({"address": self.address, "config": config}) + b"\n"
+        with suppress(BrokenPipeError), open(sending, "wb", closefd=False) as stdin:
+            stdin.write(opening)  # if it is dead already, `exited` will tell
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        code = self._process.wait()
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+    async def stop(self, patience: float) -> int:
+        """Wait `patience` seconds for an end that was asked for, then end it; returns the exit code."""
+        try:
+            if not await self._ends_within(patience):
+                self._process.send_signal(signal.SIGTERM)
+                if not await self._ends_within(TERM_SECONDS):
+                    self._process.kill()
+                    await asyncio.wait([self.exited])
+        finally:
+            if not self.exited.done():  # stopped from stopping: do not leave it behind
+                self._process.kill()
+            self._let_go()
+        return self.exited.result()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        done, _ = await asyncio.wait([self.exited], timeout=seconds)
+        return bool(done)
+
+
+def _let_go(owner: int, stdin: int, directory: str) -> None:
+    """The engine reads the end of its stdin and leaves; runs on `stop`, when the owner is collected, or at exit."""
+    os.close(stdin)
+    if os.getpid() == owner:  # not in a fork of it
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"the engine process ended with exit code {code}"
+    with suppress(ValueError):
+        return f"the engine process was killed by {signal.Signals(-code).name}"
+    return f"the engine process was killed by signal {-code}"
+
+
+def _private_directory() -> str:
+    """A new directory of mode 700 with a path short enough for a socket."""
+    for parent in (None, "/tmp"):
+        try:
+            path = tempfile.mkdtemp(prefix="tokserve-", dir=parent)
+        except OSError as error:
+            raise StartError(f"cannot make a temporary directory for the engine's socket: {error}") from error
+        if len(os.fsencode(f"{path}/{SOCKET}")) <= MAX_SOCKET_PATH:
+            return path
+        os.rmdir(path)
+    raise StartError("the temporary directory's path is too long for a socket; set TMPDIR to a shorter one")

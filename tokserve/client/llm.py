@@ -1,0 +1,305 @@
+"""`LLM`: the offline API.  The same engine and the same path as the server, behind calls that block.
+
+An event loop in a thread of its own runs an `AsyncLLM`; every method here hands it a coroutine and waits.
+Names of results are vLLM's where they mean the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from tokserve.client.async_llm import AsyncLLM, Stream
+from tokserve.client.inputs import generation_defaults, typed
+from tokserve.client.outputs import Completion, Logprobs, merge
+from tokserve.errors import EngineDead, RequestError
+from tokserve.messages import Ready, StepStats
+from tokserve.params import SamplingParams
+from tokserve.text.chat import ChatTemplate
+from tokserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Logprob(NamedTuple):
+    """One token's logprob at one position; rank 1 is the most probable, 0 means unknown."""
+
+    logprob: float
+    rank: int
+
+
+class TokenLogprobs:
+    """Logprobs of n tokens as numpy arrays; `[i]` gives position i as {token id: Logprob}.
+
+    `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
+    most probable tokens in descending order, then of the ids asked for by name.
+    """
+
+    def __init__(self, token_ids: Sequence[int], packed: Logprobs, named: int = 0) -> None:
+        rows = len(packed.token_logprobs) // 4
+        self.token_ids = list(token_ids)
+        self.mode = packed.mode
+        self.token_logprobs: NDArray[np.float32] = np.frombuffer(packed.token_logprobs, "<f4")
+        self.ranks: NDArray[np.int32] = np.frombuffer(packed.ranks, "<i4")
+        self.top_ids: NDArray[np.int32] = np.frombuffer(packed.top_ids, "<i4").reshape(rows, packed.width)
+        self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
+        self._ranked = packed.width - named
+
+    def __len__(self) -> int:
+        return len(self.token_logprobs)
+
+    def __getitem__(self, position: int) -> dict[int, Logprob]:
+        ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
+        named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
+        found = {token: Logprob(value, 0) for token, value in named}
+        found |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
+        own = Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))
+        return {self.token_ids[position]: own} | found | {self.token_ids[position]: own}
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice.  `finish_reason` "error" comes with a `message`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    cumulative_logprob: float | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: str | None = None
+    message: str | None = None
+    weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: TokenLogprobs | None
+    num_cached_tokens: int
+    seed: int
+    finished: bool = True
+
+
+class LLM:
+    """An engine for scripts: `LLM("demo").generate("Hello")`.  Options are those of `Config.make`.
+
+    Raises StartError if it cannot start, RequestError for a request that cannot be served, EngineDead.
+    Close it, or use it in a `with`; a forgotten one ends with the program.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self._llm = AsyncLLM(model, **options)
+        self._defaults = generation_defaults(self._llm.config.model)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-llm", daemon=True)
+        self._thread.start()
+        self._owner = os.getpid()
+        self._close = weakref.finalize(self, _close, self._owner, self._llm, self._loop, self._thread)
+        started = False
+        try:
+            self._wait(self._llm.start())
+            started = True
+        finally:
+            if not started:
+                self.close()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts: texts, or lists of token ids.  One `params` for all, or one each.
+
+        Without `params` the model's own recommendations hold.  If a request is refused, none is served.
+        """
+        several = _as_list(prompts)
+        return self._generate(several, [p if isinstance(p, str) else None for p in several], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for a conversation or a list of conversations, rendered by the chat template."""
+        talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [
+            self._template.render(
+                talk, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                tools=tools, template=chat_template, kwargs=chat_template_kwargs,
+            )
+            for talk in talks
+        ]  # fmt: skip
+        texts = [None if self.tokenizer is None else self.tokenizer.decode(ids, False) for ids in prompts]
+        return self._generate(prompts, texts, params, use_tqdm)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with tokens_only."""
+        return self._llm.tokenizer
+
+    @property
+    def config(self) -> Any:
+        """The resolved configuration."""
+        return self._llm.config
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said when it was ready: limits, KV capacity, bound ops."""
+        return self._llm.ready
+
+    @property
+    def stats(self) -> StepStats:
+        """The engine's latest gauges and counters."""
+        return self._llm.stats
+
+    def call(self, method: str, **args: Any) -> Any:
+        """An admin verb of the engine by name; `check` raises if the KV accounting is broken."""
+        return self._wait(self._llm.call(method, **args))
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, and this LLM was made with tokens_only")
+        return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], texts: Sequence[str | None], params: Params, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        chosen = self._params(params, len(prompts))
+        ids = [self._encode(prompt) for prompt in prompts]
+        with tqdm(total=len(ids), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            return self._wait(self._serve(ids, texts, chosen, bar))
+
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [typed(params or self._defaults)] * count
+        if len(params) != count:
+            raise RequestError(f"there are {count} prompts and {len(params)} params", field="params")
+        return [typed(each) for each in params]
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise RequestError("text prompts need a tokenizer, and this LLM was made with tokens_only", field="prompts")
+        return self.tokenizer.encode(prompt)
+
+    async def _serve(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], params: Sequence[SamplingParams], bar: Any
+    ) -> list[RequestOutput]:
+        text = self.tokenizer is not None
+        async with AsyncExitStack() as stack:  # whatever happens, nothing goes on in the engine
+            streams = []
+            for prompt, each in zip(prompts, params, strict=True):
+                stream = self._llm.generate(prompt, each, stream=False, text=text)
+                streams.append(await stack.enter_async_context(stream))
+            tasks = [asyncio.ensure_future(_finish(stream, bar)) for stream in streams]
+            for task in tasks:
+                stack.callback(task.cancel)
+            results = await asyncio.gather(*tasks)
+        rows = zip(streams, texts, params, results, strict=True)
+        return [_request_output(stream, prompt, each, done) for stream, prompt, each, done in rows]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run in the loop's thread; Ctrl-C here cancels there."""
+        if not self._close.alive or os.getpid() != self._owner:
+            work.close()
+            closed = not self._close.alive
+            raise EngineDead("this LLM has been closed" if closed else "a forked process must make its own LLM")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # does nothing to one that is done
+
+    def close(self) -> None:
+        """End the engine; a second time does nothing."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Ends the engine and the loop; by `close`, by collection or when the program ends."""
+    if os.getpid() != owner:  # a fork has neither the thread nor a say
+        return
+    try:
+        asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    is_one = bool(several) and isinstance(several[0], int | np.integer)
+    return [several] if is_one else several
+
+
+async def _finish(stream: Stream, bar: Any) -> list[Completion]:
+    done = merge([delta async for delta in stream])
+    bar.update(1)
+    return done
+
+
+def _request_output(
+    stream: Stream, prompt: str | None, params: SamplingParams, done: list[Completion]
+) -> RequestOutput:
+    named = len(params.logprob_token_ids or ())
+    prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
+    prompt_logprobs = None
+    if prompt_rows is not None:
+        count = len(prompt_rows.token_logprobs) // 4
+        prompt_logprobs = TokenLogprobs(stream.prompt_ids[len(stream.prompt_ids) - count :], prompt_rows)
+    outputs = []
+    for c in done:
+        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
+        total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
+        outputs.append(
+            CompletionOutput(
+                c.index, c.text or "", c.token_ids, logprobs, total, c.finish_reason, c.stop_reason, c.stop_detail,
+                c.message, c.weight_versions,
+            )
+        )  # fmt: skip
+    cached = max((c.cached_tokens for c in done), default=0)
+    return RequestOutput(stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed)

@@ -1,0 +1,256 @@
+"""What the engine sends for a request becomes `Completion` deltas: text, stop strings, merging, the end.
+
+A `Choice` takes the outputs of one engine request and keeps what nobody has fetched yet as one delta, however
+slow the consumer is.  A `Delivery` is the choices of one `generate` call and the place its consumer waits at.
+Nothing here sends anything: `Choice.accept` only says when the engine should be told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokserve.errors import EngineDead
+from tokserve.messages import Finish, Logprobs, Output, Ready, StepStats, unpack_ids
+from tokserve.text.detokenizer import Detokenizer, StopHit
+
+__all__ = ["Choice", "Completion", "Delivery", "Logprobs", "Ready", "StepStats", "TextRules", "join_logprobs", "merge"]
+
+TERMINATORS = ("eos", "stop_token")  # ends whose last token is no part of the text
+
+
+@dataclass(slots=True)
+class Completion:
+    """New output of one choice since the last delta; with `finish_reason`, its last.
+
+    `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
+    delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
+    `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
+    seconds from arrival to a slot, to the first token and to the end (0.0 where it never came to that).
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | list[int] | None = None
+    stop_detail: str | None = None
+    message: str | None = None
+    weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+class TextRules(NamedTuple):
+    """`wanted`: completions carry text.  `keep_stop`: what ended the output is part of its text."""
+
+    wanted: bool = False
+    keep_stop: bool = False
+
+
+NO_TEXT = TextRules()
+
+
+class Choice:
+    """One engine request.  `hold`: nothing is handed out before the end."""
+
+    __slots__ = (
+        "_cached", "_count", "_detokenizer", "_finish", "_hit", "_ids", "_logprobs", "_prompt_logprobs", "_rules",
+        "_spans", "_texts", "delivery", "finished", "hold", "index", "rid", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, rid: str, hold: bool = False,
+        detokenizer: Detokenizer | None = None, rules: TextRules = NO_TEXT,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.rid = rid
+        self.hold = hold
+        self.finished = False
+        self.waiting = False  # in the delivery's line of choices with something to fetch
+        self.delivery: Delivery
+        self._detokenizer = detokenizer
+        self._rules = rules
+        self._hit: StopHit | None = None
+        self._finish: Finish | None = None
+        self._count = 0  # tokens accepted
+        self._ids: list[int] = []  # this and below: accepted, not yet fetched
+        self._texts: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
+        self._cached = 0
+        self._spans: list[tuple[str, int, int]] = []
+
+    def accept(self, output: Output) -> bool:
+        """Take an output.  True: a stop string ended the choice here, and the engine should be told.
+
+        The end itself waits for the engine's last word on the request (times, weight versions).
+        """
+        finish = output.finish
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        if output.cached:
+            self._cached = output.cached
+        stopped = self._hit is None and self._take_tokens(output)
+        if finish is not None:
+            self._finish = finish
+            self._spans = output.spans
+            self.finished = True
+        return stopped and finish is None
+
+    def _take_tokens(self, output: Output) -> bool:
+        """Tokens, logprobs and text up to a stop string; True if there is one."""
+        ids = unpack_ids(output.token_ids) if output.token_ids else []
+        logprobs = output.logprobs
+        hit = None
+        if self._detokenizer is not None:
+            finish = output.finish
+            shown = ids[:-1] if finish and finish.detail in TERMINATORS and not self._rules.keep_stop else ids
+            text, hit = self._detokenizer.push(shown, finish is not None)
+            if text:
+                self._texts.append(text)
+            if hit is not None:
+                keep = hit.index + 1 - self._count
+                self._hit = hit
+                ids = ids[:keep]
+                logprobs = logprobs.cut(keep) if logprobs else None
+        self._ids += ids
+        self._count += len(ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        return hit is not None
+
+    @property
+    def ready(self) -> bool:
+        """There is something to fetch."""
+        return self.finished or (self._hit is None and not self.hold)
+
+    def take(self) -> Completion:
+        """Everything since the last take, as one delta."""
+        text = "".join(self._texts) if self._rules.wanted else None
+        delta = Completion(
+            self.index, self._ids, text, join_logprobs(self._logprobs), self._prompt_logprobs, self._cached
+        )
+        self._ids = []
+        self._texts = []
+        self._logprobs = []
+        self._prompt_logprobs = None
+        self._cached = 0
+        if self._finish is not None:
+            self._describe_end(delta, self._finish)
+        return delta
+
+    def _describe_end(self, delta: Completion, finish: Finish) -> None:
+        delta.finish_reason, delta.stop_detail, delta.message = finish.reason, finish.detail, finish.message
+        delta.stop_reason = finish.stop
+        delta.times = finish.queued, finish.first_token, finish.total
+        delta.weight_versions = [
+            (version, start, min(end, self._count)) for version, start, end in self._spans if start < self._count
+        ]
+        if self._hit is not None:
+            delta.finish_reason, delta.stop_detail, delta.stop_reason = "stop", "stop_string", self._hit.text
+            delta.message = None
+
+
+class Delivery:
+    """The choices of one request, between the engine that brings their outputs and the consumer that fetches them."""
+
+    def __init__(self, request_id: str, choices: Sequence[Choice]) -> None:
+        self.request_id = request_id
+        self.choices = choices
+        self.num_open = len(choices)
+        self._line: deque[Choice] = deque()  # choices with something to fetch
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: EngineDead | None = None
+        for choice in choices:
+            choice.delivery = self
+
+    def open_rids(self) -> list[str]:
+        """Engine requests that have not ended."""
+        return [choice.rid for choice in self.choices if not choice.finished]
+
+    def offer(self, choice: Choice) -> None:
+        """`choice` has accepted an output: wake the consumer if that makes something to fetch."""
+        if choice.finished:
+            self.num_open -= 1
+        if choice.ready and not choice.waiting:
+            choice.waiting = True
+            self._line.append(choice)
+            self._wake()
+
+    def fail(self, error: EngineDead) -> None:
+        """Nothing more will come."""
+        self._error = error
+        self._wake()
+
+    def abandon(self) -> None:
+        """The request is given up: for its consumer it ends here."""
+        self.num_open = 0
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def fetch(self) -> Completion | None:
+        """The next delta of any choice; None when all have ended.  Raises EngineDead."""
+        while not self._line:
+            if self._error is not None:
+                raise self._error
+            if self.num_open == 0:
+                return None
+            if self._waiter is not None:
+                raise RuntimeError("a stream has one consumer at a time")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        choice = self._line.popleft()
+        choice.waiting = False
+        return choice.take()
+
+
+def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
+    """The rows of all parts in order."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return Logprobs(
+        b"".join(part.token_logprobs for part in parts), b"".join(part.ranks for part in parts),
+        b"".join(part.top_ids for part in parts), b"".join(part.top_logprobs for part in parts),
+        parts[0].width, parts[0].mode,
+    )  # fmt: skip
+
+
+def merge(deltas: Iterable[Completion]) -> list[Completion]:
+    """One completion per choice, by index: what the same request returns when it is not streamed."""
+    by_index: dict[int, list[Completion]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [_merge_one(by_index[index]) for index in sorted(by_index)]
+
+
+def _merge_one(parts: list[Completion]) -> Completion:
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    texts = [part.text for part in parts if part.text is not None]
+    return Completion(
+        index=last.index,
+        token_ids=[token for part in parts for token in part.token_ids],
+        text="".join(texts) if last.text is not None else None,
+        logprobs=join_logprobs([part.logprobs for part in parts if part.logprobs is not None]),
+        prompt_logprobs=next((part.prompt_logprobs for part in parts if part.prompt_logprobs is not None), None),
+        cached_tokens=max(part.cached_tokens for part in parts),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        stop_detail=last.stop_detail,
+        message=last.message,
+        weight_versions=last.weight_versions,
+        times=last.times,
+    )

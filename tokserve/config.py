@@ -1,0 +1,277 @@
+"""All options: a field is a name, a type, a default, a range and a sentence; CLI and docs follow from it.
+
+Field names are the command line flags (`max_model_len` is `--max-model-len`) and the keyword arguments of
+`LLM` and `AsyncLLM`; they are unique over all groups, so nobody needs to know the groups.  A component is
+given its own group, never the whole.  `resolve` is the only place where "auto" and None become values;
+after it nothing is set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from tokserve import checkpoint
+from tokserve.errors import StartError
+from tokserve.params import LogprobsMode
+
+DTYPES = ("float32", "bfloat16", "float16")
+GIB = 1 << 30
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+Positive = Annotated[int, Meta(ge=1)]
+
+
+def about(text: str, **limits: Any) -> Meta:
+    """The field's sentence for --help and the docs, and its range."""
+    return Meta(description=text, **limits)
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is served."""
+
+    model: Annotated[str, about("Directory of a Hugging Face checkpoint, a hub name `owner/name`, or `demo`.")] = "demo"
+    tokenizer: Annotated[str | None, about("Directory or hub name of the tokenizer, if not the model's.")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        about("Type of weights and activations; auto: the checkpoint's own."),
+    ] = "auto"
+    head_dtype: Annotated[
+        Literal["auto", "float32"],
+        about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
+    ] = "auto"
+    max_model_len: Annotated[
+        Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"],
+        about("dummy: seeded random weights at the shapes of config.json, no weight file is read."),
+    ] = "auto"
+    hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
+    generation_config: Annotated[
+        str,
+        about("Where chat and completions take sampling defaults from: auto (the model), none, or a directory."),
+    ] = "auto"
+    seed: Annotated[int, about("Seed of dummy weights.")] = 0
+    max_logprobs: Annotated[
+        int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
+    ] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode, about("Kind of logprobs for requests that do not say: raw, temperature or processed.")
+    ] = "raw"
+    eos_token_ids: Annotated[
+        list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
+    ] = None
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[Annotated[int, Meta(ge=1, le=512)] | None, about("Tokens in a KV page; default 16.")] = None
+    kv_cache_memory_bytes: Annotated[
+        Positive | None,
+        about("Size of the KV cache in bytes (suffixes K, M, G are understood); default: what "
+             "max_num_seqs full contexts need, at most 4 GiB (or one full context, if that is more) "
+             "and gpu_memory_utilization of the free memory."),
+    ] = None  # fmt: skip
+    gpu_memory_utilization: Annotated[
+        float, about("Share of the device's free memory that the KV cache may take.", gt=0, le=1)
+    ] = 0.9
+    enable_prefix_caching: Annotated[
+        bool, about("Reuse the KV pages of earlier requests that begin with the same tokens.")
+    ] = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who runs in a step."""
+
+    max_num_seqs: Annotated[int, about("Most requests that run at once.", ge=1, le=4096)] = 128
+    max_num_batched_tokens: Annotated[
+        int, about("Most tokens computed in one step; longer prompts are cut into chunks.", ge=1)
+    ] = 2048
+    max_chunk: Annotated[
+        Positive | None,
+        about("Most tokens of one prompt in a step while others wait or run; default: no bound but the budget."),
+    ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], about("Order of waiting requests: arrival, or (priority, arrival).")
+    ] = "fcfs"
+    depth: Annotated[
+        Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs.")
+    ] = 1
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The device and its kernels."""
+
+    device: Annotated[Literal["auto", "cpu"], about("Device; auto is cpu in this version.")] = "auto"
+    cpu_threads: Annotated[
+        Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
+    ] = None
+    ops: Annotated[
+        dict[str, str] | None,
+        about('Implementation by op, as JSON, e.g. {"rms_norm": "torch"}; "*" names all ops.'),
+    ] = None
+    start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0)] = 600.0
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP front end."""
+
+    host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, about("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, about("Path of a Unix socket to listen on instead of host and port.")] = None
+    served_model_name: Annotated[
+        list[str] | None, about("Names the model answers to (repeatable); the first is used in replies.")
+    ] = None
+    tokens_only: Annotated[
+        bool, about("Serve the token routes only: no tokenizer is loaded, text routes are absent.")
+    ] = False
+    api_key: Annotated[
+        list[str] | None, about("Key clients must send as a bearer token (repeatable; or TOKSERVE_API_KEY).")
+    ] = None
+    chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
+    trust_request_chat_template: Annotated[
+        bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
+    ] = False
+    max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
+    keep_alive: Annotated[int, about("Seconds an idle HTTP connection is kept open.", ge=5)] = 75
+    shutdown_timeout: Annotated[float, about("Seconds that running requests may finish in after SIGTERM.", ge=0)] = 10.0
+    strict: Annotated[
+        bool, about("Refuse unknown fields on the OpenAI routes too (they are named in X-Ignored-Fields otherwise).")
+    ] = False
+    root_path: Annotated[str, about("Path prefix that a proxy strips.")] = ""
+    ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
+    ssl_certfile: Annotated[str | None, about("TLS certificate file.")] = None
+    ssl_ca_certs: Annotated[str | None, about("CA file that client certificates must be signed by.")] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
+    log_stats_interval: Annotated[float, about("Seconds between the one-line statistics while requests run.", gt=0)] = (
+        10.0
+    )
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    server: ServerConfig = ServerConfig()
+
+    @classmethod
+    def make(cls, **values: Any) -> Config:
+        """Build from flat field names; None leaves the default.  Raises StartError naming a bad field."""
+        groups: dict[str, dict[str, Any]] = {}
+        homes = {name: group for group, name, _ in fields()}
+        for name, value in values.items():
+            if name not in homes:
+                raise StartError(f"unknown option {name!r}{_nearest(name, homes)}")
+            if value is not None:
+                groups.setdefault(homes[name], {})[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            return msgspec.convert(groups, cls)
+        except msgspec.ValidationError as error:
+            raise StartError(_readable(str(error))) from None
+
+
+def fields() -> Iterator[tuple[str, str, Any]]:
+    """(group, field name, annotated type) of every option, in order."""
+    for group in msgspec.structs.fields(Config):
+        hints = get_type_hints(group.type, include_extras=True)
+        for field in msgspec.structs.fields(group.type):
+            yield group.name, field.name, hints[field.name]
+
+
+def _nearest(name: str, known: dict[str, str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _readable(message: str) -> str:
+    what, _, path = message.partition(" - at `$.")
+    return f"option {path.rstrip('`').split('.', 1)[-1]}: {what}" if path else message
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with every "auto" and None that has a value replaced by it.
+
+    Reads config.json and generation_config.json of the checkpoint.  Raises StartError.
+    """
+    model = config.model
+    directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
+    hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
+    generation = checkpoint.read_json(directory, "generation_config.json") or {}
+    names = config.server.served_model_name or [model.model]
+    keys = list(config.server.api_key or [])
+    if os.environ.get("TOKSERVE_API_KEY"):
+        keys.append(os.environ["TOKSERVE_API_KEY"])
+    if any(not key for key in keys):
+        raise StartError("option api_key: must not be empty")
+    replace = msgspec.structs.replace
+    resolved = replace(
+        config,
+        model=replace(
+            model,
+            model=str(directory),
+            dtype=_dtype(model.dtype, hf),
+            max_model_len=_max_model_len(model.max_model_len, hf),
+            eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+        ),
+        cache=replace(config.cache, block_size=config.cache.block_size or 16),
+        runtime=replace(
+            config.runtime, device="cpu", cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
+        ),
+        server=replace(config.server, served_model_name=names, api_key=keys),
+    )
+    _check(resolved)
+    return resolved
+
+
+def _check(config: Config) -> None:
+    server = config.server
+    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
+        raise StartError("ssl_keyfile and ssl_certfile must be given together")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = getattr(server, name)
+        if path is not None and not Path(path).is_file():
+            raise StartError(f"option {name}: no file {path!r}")
+    if server.tokens_only and server.chat_template:
+        raise StartError("chat_template has no use with tokens_only")
+
+
+def _dtype(asked: str, hf: dict[str, Any]) -> Any:
+    own = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = own if asked == "auto" else asked
+    if name not in DTYPES:
+        raise StartError(f"the checkpoint's dtype is {name!r}; choose one with --dtype: {', '.join(DTYPES)}")
+    return name
+
+
+def _max_model_len(asked: int | None, hf: dict[str, Any]) -> int:
+    limit = hf.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        if asked is None:
+            raise StartError("config.json has no max_position_embeddings; give --max-model-len")
+        return asked
+    if asked is not None and asked > limit:
+        raise StartError(
+            f"max_model_len {asked} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
+            f"give --hf-overrides '{{\"max_position_embeddings\": {asked}}}' (and a rope_scaling, if it needs one)"
+        )
+    return asked or limit
+
+
+def _eos(asked: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    if asked is not None:
+        return asked
+    found: list[int] = []
+    for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
+        ids = source if isinstance(source, list) else [] if source is None else [source]
+        found += [token for token in ids if token not in found]
+    return found

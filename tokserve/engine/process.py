@@ -1,0 +1,163 @@
+"""The engine as a process: `python -m tokserve.engine.process`, started by the front end and dying with it.
+
+The parent writes one line of JSON to stdin, {"address", "config"}, and leaves stdin open: its end means that
+the parent is gone.  Here are start-up, the loop around `EngineCore.step`, signals and the last words of a
+crash; what requests are is the core's business.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import msgspec
+
+from tokserve import log
+from tokserve.config import Config
+from tokserve.engine.core import EngineCore
+from tokserve.engine.wire import Wire
+from tokserve.errors import StartError
+from tokserve.executor.base import Executor, make
+from tokserve.messages import Dead
+
+logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
+
+FIRST_HELLO = 2.0  # seconds a failed start waits for somebody to tell
+DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the socket
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The line on stdin."""
+
+    address: str
+    config: Config
+
+
+def serve(core: EngineCore, wire: Wire) -> None:
+    """Turn until a front end asks for the end; asleep when there is nothing to do."""
+    busy = True
+    while not core.stopped:
+        for identity, message, received in wire.take(0 if busy else core.seconds_to_deadline()):
+            core.receive(identity, message, received)
+        busy = core.step()
+
+
+def run(address: str, config: Config, executor: Executor) -> int:
+    """The engine's life; returns the exit code."""
+    try:
+        wire = Wire(address)
+    except StartError as error:
+        logger.error("%s", error)
+        return 1
+    core = None
+    try:
+        core = _start(config, executor, wire)
+        serve(core, wire)
+        executor.close()
+        logger.info("stopped")
+        return 0
+    except StartError as error:
+        logger.error("cannot start: %s", error)
+        _tell(wire, Dead(str(error), expected=True))
+        return 1
+    except Exception as error:  # process entry: the parent and the log must hear of it, whatever it is
+        logger.exception("the engine died; %s", "while starting" if core is None else core.summary())
+        _tell(wire, Dead(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        wire.close()
+
+
+def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
+    began = time.monotonic()
+    logger.info("loading %s (%s)", config.model.model, config.model.dtype)
+    facts = executor.start()
+    layout = facts.layout
+    logger.info(
+        "loaded in %.2f s; KV cache: %d blocks of %d tokens, %.1f MiB",
+        time.monotonic() - began, layout.num_blocks, layout.block_size, layout.bytes() / (1 << 20),
+    )  # fmt: skip
+    core = EngineCore(config, executor, facts, wire.send)
+    gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
+    logger.info("ready after %.2f s", time.monotonic() - began)
+    return core
+
+
+def _tell(wire: Wire, dead: Dead) -> None:
+    """Last words to all who have written so far; with nobody there yet, wait a little for the first."""
+    if not wire.peers:
+        with suppress(RuntimeError):  # of a failed I/O thread
+            wire.take(FIRST_HELLO)
+    for identity in list(wire.peers):
+        wire.send(identity, dead)
+
+
+# --- the process around it ---
+
+
+def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
+    """Read the opening line, run, and leave without waiting for threads."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit("the engine is started by `tokserve serve`, AsyncLLM or LLM, with its configuration on stdin")
+    opening = msgspec.json.decode(line, type=Opening)
+    log.setup("engine", opening.config.server.log_level)
+    _watch(opening.address)
+    code = run(opening.address, opening.config, make_executor(opening.config))
+    _leave(opening.address, code)
+
+
+def _watch(address: str) -> None:
+    """Leave at once on SIGTERM (0) or when the parent is gone, even while a step computes: a thread waits for
+    either.  SIGINT goes to the whole terminal's group and is the parent's to judge.
+
+    The end of stdin may come late, when a fork of the parent lives on with the pipe's other end: so the parent
+    itself is watched too."""
+    signals, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the pipe is what counts
+    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    stdin = sys.stdin.fileno()
+    gone = [stdin]
+    with suppress(OSError):  # a parent of another namespace
+        gone.append(os.pidfd_open(os.getppid()))
+
+    def wait() -> NoReturn:
+        while True:
+            ready, _, _ = select.select([*gone, signals], [], [])
+            if signals in ready and signal.SIGTERM in os.read(signals, 64):
+                logger.info("SIGTERM: leaving")
+                _leave(address, 0)
+            if set(gone[1:]) & set(ready) or (stdin in ready and not os.read(stdin, 4096)):
+                logger.info("the parent process is gone: leaving")
+                _leave(address, 0)
+
+    threading.Thread(target=wait, name="watch", daemon=True).start()
+
+
+def _leave(address: str, code: int) -> NoReturn:
+    """Exit without joining threads; take the socket's file along, and its directory if a front end made it."""
+    scheme, _, path = address.partition("://")
+    if scheme == "ipc" and not path.startswith("@"):
+        directory = os.path.dirname(path)
+        with suppress(OSError):
+            os.unlink(path)
+        if os.path.basename(directory).startswith(DIRECTORY_PREFIX):
+            with suppress(OSError):  # not empty, or not there
+                os.rmdir(directory)
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

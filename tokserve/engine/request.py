@@ -1,0 +1,222 @@
+"""One generation from `Add` to `Finish`: its tokens, how far they are computed, and when it must stop.
+
+A request knows its own limits and turns what steps bring it into `Output`s.  It does not know the scheduler,
+the cache's contents or other requests; who sets its state is said at each field.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokserve.engine.cache import Table
+from tokserve.engine.columns import LogprobColumns
+from tokserve.errors import RequestError
+from tokserve.messages import Add, Finish, Output
+from tokserve.plan import LogprobRows, NewRow
+
+
+class State(enum.Enum):
+    """WAITING: no slot.  RUNNING: has a slot, is scheduled.  LEAVING: preempted, but a step in flight still
+    mentions it.  ENDED: has a `finish`, and holds its slot only as long as a step in flight mentions it."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    LEAVING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the cache set for all requests.  `context`: most tokens of prompt plus output."""
+
+    context: int
+    vocab_size: int
+    eos: tuple[int, ...]
+    logprobs_mode: str
+
+
+class Request:
+    """See the module.  Positions are counted from the start of the prompt.
+
+    `tokens`: prompt and known output.  `pending`: tokens drawn by steps in flight, known to the device only.
+    `computed`: positions that are computed or planned to be.  `in_flight`: uncollected steps that mention it.
+    """
+
+    # scheduling, set by the scheduler
+    state = State.WAITING
+    slot = -1
+    computed = 0
+    pending = 0
+    in_flight = 0
+    blocks_sent = 0  # entries of the block table that the device has
+    cached: int | None = None  # prompt tokens found in the cache at the first admission
+    admitted: float | None = None
+
+    def __init__(self, add: Add, owner: bytes, number: int, received: float, limits: Limits) -> None:
+        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock."""
+        params = add.sampling
+        self.rid = add.rid
+        self.owner = owner
+        self.number = number  # in order of receipt
+        self.received = received
+        self.arrival = add.arrival  # the front end's clock; for order only
+        self.priority = add.priority
+        self.params = params
+        self.seed = add.seed
+        self.hold = add.hold
+        self.tokens = _prompt(add.prompt, limits)
+        self.prompt_len = len(self.tokens)
+        self.limit = min(limits.context, self.prompt_len + (params.max_tokens or limits.context))
+        self.table = Table(add.salt)
+        self._eos = frozenset(() if params.ignore_eos else limits.eos)
+        self._stops = frozenset(params.stop_token_ids)
+        self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
+        self.stop_ids = tuple(sorted(self._eos | self._stops))
+        self.finish: Finish | None = None
+        self._first_token: float | None = None
+        self._num_sent = 0  # output tokens
+        self._spans: list[tuple[str, int, int]] = []
+        mode = params.logprobs_mode or limits.logprobs_mode
+        named = len(params.logprob_token_ids or ())
+        asked = params.logprobs is not None or named > 0
+        width = _width(params.logprobs or 0, limits) + named
+        self._logprobs = LogprobColumns(width, mode) if asked else None
+        self._prompt_logprobs: LogprobColumns | None = None
+        self._next_prompt_row = self.prompt_len  # the prompt token whose row is expected next
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = LogprobColumns(_width(params.prompt_logprobs, limits), mode)
+            self._next_prompt_row = max(params.prompt_logprobs_start, 1)
+
+    @property
+    def wanted(self) -> int:
+        """Tokens there are, counting those only the device knows."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_output(self) -> int:
+        """Known output tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so
+        must every position that a prompt logprob is still wanted from."""
+        reusable = len(self.tokens) - 1
+        if self._next_prompt_row < self.prompt_len:
+            reusable = min(reusable, self._next_prompt_row - 1)
+        return reusable
+
+    def reusable_blocks(self, block_size: int) -> int:
+        """Full blocks that may come from the cache.  One may reach past `reusable` by the last token: that
+        position is then computed again, to the same bits."""
+        reusable = self.reusable
+        return (len(self.tokens) if reusable == len(self.tokens) - 1 else reusable) // block_size
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `take_output` has something that should be sent now."""
+        return self.finish is not None or (not self.hold and self.num_output > self._num_sent)
+
+    @property
+    def released(self) -> bool:
+        """Ended, and its slot and blocks are free."""
+        return self.state is State.ENDED and self.slot < 0
+
+    def new_row(self) -> NewRow:
+        """What the device must know when the request enters its slot."""
+        tokens = np.array(self.tokens, dtype=np.int32)
+        return NewRow(self.slot, self.rid, tokens, self.prompt_len, self.params, self.seed, self.stop_ids)
+
+    def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
+        """Keep the logprobs that a chunk from position `start` brought; those known from before a preemption
+        are dropped."""
+        if self._prompt_logprobs is None:
+            return
+        first = max(start + 1, self.params.prompt_logprobs_start, 1)
+        known = self._next_prompt_row - first
+        count = len(rows.token_logprobs)
+        assert known >= 0, "a chunk left out prompt logprobs"
+        if count > known:
+            self._prompt_logprobs.add(rows, known, count)
+            self._next_prompt_row += count - known
+
+    def append(self, token: int, rows: LogprobRows | None, row: int, version: str, now: float) -> None:
+        """A drawn token, whose logprobs are row `row` of `rows`; sets `finish` if it is the last."""
+        self.tokens.append(token)
+        if self._first_token is None:
+            self._first_token = now
+        if self._logprobs is not None and rows is not None:
+            self._logprobs.add(rows, row, row + 1)
+        count = self.num_output
+        if self._spans and self._spans[-1][0] == version:
+            self._spans[-1] = (version, self._spans[-1][1], count)
+        else:
+            self._spans.append((version, count - 1, count))
+        self._stop(token, count, now)
+
+    def _stop(self, token: int, count: int, now: float) -> None:
+        """The order of these lines is the order of the stop conditions."""
+        if count >= self.params.min_tokens:
+            if token in self._eos:
+                return self.end("stop", "eos", now)
+            if token in self._stops:
+                return self.end("stop", "stop_token", now, stop=token)
+            for sequence in self._sequences:
+                size = len(sequence)
+                if sequence[-1] == token and size <= count and self.tokens[-size:] == sequence:
+                    return self.end("stop", "stop_sequence", now, stop=sequence.tolist())
+        if count == self.params.max_tokens:
+            return self.end("length", "max_tokens", now)
+        if len(self.tokens) >= self.limit:
+            return self.end("length", "context", now)
+
+    def end(
+        self, reason: str, detail: str, now: float, *, stop: int | list[int] | None = None, message: str | None = None
+    ) -> None:
+        """Set `finish`."""
+
+        def since(moment: float | None) -> float:
+            return 0.0 if moment is None else moment - self.received
+
+        self.finish = Finish(
+            reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now)
+        )  # fmt: skip
+
+    def take_output(self) -> Output:
+        """What is new since the last call."""
+        first = self.prompt_len + self._num_sent
+        columns, self._prompt_logprobs = self._prompt_logprobs, None
+        self._num_sent = self.num_output
+        return Output(
+            self.rid,
+            self.tokens[first:].tobytes(),
+            None if self._logprobs is None else self._logprobs.take(),
+            None if columns is None else columns.take(),
+            self.cached or 0,
+            self.finish,
+            self._spans if self.finish is not None else [],
+        )
+
+
+def _width(asked: int, limits: Limits) -> int:
+    return limits.vocab_size if asked < 0 else asked
+
+
+def _prompt(packed: bytes, limits: Limits) -> array[int]:
+    if not packed or len(packed) % 4:
+        raise RequestError("the prompt must be a sequence of at least one packed int32 token id")
+    ids = np.frombuffer(packed, dtype="<i4")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(f"token id {bad} of the prompt is not in the vocabulary of {limits.vocab_size}")
+    if len(ids) + 1 > limits.context:
+        raise RequestError(
+            f"the prompt of {len(ids)} tokens and one new token do not fit: prompt and output together can have at "
+            f"most {limits.context} tokens (the context of the model, or the whole KV cache if that is smaller)"
+        )
+    return array("i", packed)

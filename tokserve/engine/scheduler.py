@@ -1,0 +1,294 @@
+"""Who computes what in each step: computed tokens catch up with wanted ones under a token budget.
+
+Chunked prefill, prefix hits, resumption after preemption and decoding are all cases of that.  `schedule` writes a
+plan and counts its tokens as computed; `update` takes the result of the oldest plan not yet answered.  With one
+plan answered before the next is made (depth 1) or one in between (depth 2) the code is the same: what a plan in
+flight mentions is not freed until its result is here.  Knows no clock, no messages and no device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokserve.config import SchedulerConfig
+from tokserve.engine.cache import Cache
+from tokserve.engine.policies import POLICIES, Queue
+from tokserve.engine.request import Request, State
+from tokserve.messages import StepStats
+from tokserve.plan import LogprobRows, NewRow, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Row:
+    """`count` positions from `start` of a request in one step; `samples`: a token is drawn after the last."""
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan whose result is not here yet, and the weights it ran with."""
+
+    step: int
+    rows: list[Row]
+    weight_version: str
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan being made.  `short`: blocks are or were missing in this step, so nobody is admitted."""
+
+    budget: int
+    rows: list[Row] = field(default_factory=list)
+    new: list[NewRow] = field(default_factory=list)
+    short: bool = False
+
+    def add(self, request: Request, count: int) -> None:
+        start = request.computed
+        self.rows.append(Row(request, start, count, start + count == request.wanted))
+        self.budget -= count
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine's start; tokens unless said otherwise."""
+
+    steps: int = 0  # steps
+    preemptions: int = 0  # preemptions
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    nan_requests: int = 0  # requests
+
+
+class Scheduler:
+    """All requests that have not ended, the slots, and the tables of the cache.
+
+    A request fits when its blocks do: all blocks of its known tokens are allocated at admission (and one block for
+    each running request must be left, so that admission does not cause preemption at once); only growth by new
+    tokens can then run out of blocks, and preempts.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: Cache, weight_version: str) -> None:
+        self.weight_version = weight_version
+        self.counters = Counters()
+        self._config = config
+        self._cache = cache
+        policy = POLICIES[config.scheduling_policy]
+        self._waiting = Queue(policy)
+        self._running = Queue(policy)
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))  # a stack
+        self._done: list[int] = []  # slots freed since the last plan
+        self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
+        self._flights: deque[Flight] = deque()
+        self._step = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a request could enter."""
+        return len(self._free_slots)
+
+    def stats(self) -> StepStats:
+        """Gauges and counters of this moment."""
+        pool, count = self._cache.pool, self.counters
+        return StepStats(
+            running=len(self._running), waiting=len(self._waiting), blocks_held=pool.num_held,
+            blocks_cached=pool.num_cached, blocks_total=pool.total, steps=count.steps, preemptions=count.preemptions,
+            prompt_tokens=count.prompt_tokens, output_tokens=count.output_tokens,
+            prefix_queries=count.prefix_queries, prefix_hits=count.prefix_hits, nan_requests=count.nan_requests,
+        )  # fmt: skip
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait for its turn."""
+        self._waiting.add(request)
+
+    def drop(self, request: Request) -> None:
+        """A request that has a `finish` stops here; slot and blocks follow when no step in flight mentions it."""
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        elif request.state is State.RUNNING:
+            self._running.remove(request)
+        request.state = State.ENDED
+        if request.slot >= 0:
+            self._leave(request)
+
+    # --- plan ---
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step; None if there is nothing to compute before the next `update` or `add`."""
+        draft = _Draft(self._config.max_num_batched_tokens)
+        self._continue(draft)
+        if not draft.short:
+            self._admit(draft, now)
+        return self._plan(draft) if draft.rows else None
+
+    def _continue(self, draft: _Draft) -> None:
+        """Rows for running requests: those that lack one token first, so that no prompt delays them."""
+        prompts = []
+        for request in list(self._running):
+            if request.state is not State.RUNNING:  # preempted by one before it
+                continue
+            if request.wanted - request.computed > 1:
+                prompts.append(request)
+            elif request.wanted < request.limit and draft.budget and self._make_room(request, draft):
+                draft.add(request, 1)
+        for request in prompts:
+            if request.state is State.RUNNING and draft.budget:
+                draft.add(request, self._chunk(request, draft.budget))
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        count = min(request.wanted - request.computed, budget)
+        if self._config.max_chunk is not None and len(self._running) + len(self._waiting) > 1:
+            count = min(count, self._config.max_chunk)
+        return count
+
+    def _make_room(self, request: Request, draft: _Draft) -> bool:
+        """A block for the next position, if need be the victim's.  False: not in this step."""
+        while not self._cache.grow(request.table, request.computed + 1):
+            draft.short = True
+            if self._leaving:  # their blocks are free when the step in flight is answered
+                return False
+            victim = self._running[len(self._running) - 1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.counters.preemptions += 1
+        self._running.remove(request)
+        request.state = State.LEAVING
+        self._leave(request)
+
+    def _admit(self, draft: _Draft, now: float) -> None:
+        """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
+        another is passed over; one that does not fit holds up those behind it.
+
+        There is budget left only when every running request has its row, so no more requests run than tokens fit
+        in a step, and each gets on.
+        """
+        index = 0
+        while index < len(self._waiting) and draft.budget and self._free_slots:
+            request = self._waiting[index]
+            hits = None
+            if not self._cache.must_wait(request.table):
+                usable = request.reusable_blocks(self._cache.block_size)
+                hits = self._cache.find(request.table, request.tokens, usable)
+            if hits is None:
+                index += 1
+            elif self._cache.admit(request.table, request.tokens, hits, spare=len(self._running)):
+                self._enter(request, hits, now)
+                draft.new.append(request.new_row())
+                draft.add(request, self._chunk(request, draft.budget))
+            else:
+                return
+
+    def _enter(self, request: Request, hits: int, now: float) -> None:
+        self._waiting.remove(request)
+        self._running.add(request)
+        request.state = State.RUNNING
+        request.slot = self._free_slots.pop()
+        request.computed = min(hits * self._cache.block_size, request.reusable)
+        if request.cached is None:
+            request.cached = request.computed
+            request.admitted = now
+            self.counters.prompt_tokens += request.prompt_len
+            if self._cache.enabled:
+                self.counters.prefix_queries += request.prompt_len
+                self.counters.prefix_hits += request.computed
+
+    def _plan(self, draft: _Draft) -> StepPlan:
+        rows = draft.rows
+        blocks = []
+        for row in rows:
+            request = row.request
+            table = request.table.blocks
+            if len(table) > request.blocks_sent:
+                blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
+                request.blocks_sent = len(table)
+            request.computed += row.count
+            request.pending += row.samples
+            request.in_flight += 1
+        self._flights.append(Flight(self._step, rows, self.weight_version))
+        plan = StepPlan(
+            step=self._step,
+            slots=np.array([row.request.slot for row in rows], np.int32),
+            num_tokens=np.array([row.count for row in rows], np.int32),
+            num_computed=np.array([row.start for row in rows], np.int32),
+            samples=np.array([row.samples for row in rows], np.bool_),
+            new=draft.new,
+            blocks=blocks,
+            done=self._done,
+        )
+        self._step += 1
+        self._done = []
+        return plan
+
+    # --- result ---
+
+    def update(self, result: StepResult, now: float) -> list[Request]:
+        """Take the result of the oldest plan; returns the requests that have output to send."""
+        flight = self._flights.popleft()
+        if flight.step != result.step:
+            raise RuntimeError(f"step {result.step} was answered, but step {flight.step} is the oldest in flight")
+        self.counters.steps += 1
+        tokens, finite = result.token_ids.tolist(), result.finite.tolist()
+        told = []
+        drawn = 0  # rows with `samples` so far
+        for index, row in enumerate(flight.rows):
+            request = row.request
+            request.in_flight -= 1
+            if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
+                if index in result.prompt_logprobs:
+                    request.add_prompt_rows(row.start, result.prompt_logprobs[index])
+                if row.samples:
+                    request.pending -= 1
+                    token = tokens[drawn] if finite[drawn] else None
+                    self._draw(request, token, result.logprobs, drawn, flight.weight_version, now)
+                self._cache.settle(request.table, request.tokens, row.start + row.count)
+                if request.finish is not None:
+                    self.drop(request)
+                if request.has_output:
+                    told.append(request)
+            if request in self._leaving:
+                self._leave(request)
+            drawn += row.samples
+        return told
+
+    def _draw(
+        self, request: Request, token: int | None, rows: LogprobRows | None, row: int, version: str, now: float
+    ) -> None:
+        if token is None:
+            self.counters.nan_requests += 1
+            message = "the model's logits held NaN, or every token was forbidden"
+            request.end("error", "nan", now, message=message)
+        else:
+            self.counters.output_tokens += 1
+            request.append(token, rows, row, version, now)
+
+    def _leave(self, request: Request) -> None:
+        """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
+        if request.in_flight:
+            self._leaving.add(request)
+            return
+        self._leaving.discard(request)
+        self._cache.free(request.table)
+        self._free_slots.append(request.slot)
+        self._done.append(request.slot)
+        request.slot = -1
+        request.computed = request.blocks_sent = 0
+        if request.state is State.LEAVING:
+            request.state = State.WAITING
+            self._waiting.add(request)

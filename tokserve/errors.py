@@ -1,0 +1,87 @@
+"""Every error a client or an operator can meet, with the HTTP status it becomes.
+
+Two families: `RequestError` belongs to one request and is answered to its sender; `StartError`
+stops a process from starting and is printed without a traceback.  This file knows nothing of HTTP
+libraries; `server/app` turns the attributes into a response once, for all routes.
+"""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """A request cannot be served.  `field` is the JSON path of the offending value, if there is one."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.code = code
+
+    def under(self, prefix: str) -> RequestError:
+        """The same error with `prefix` put before the field's name (`sampling_params` + `top_p`)."""
+        if self.field is not None:
+            self.field = f"{prefix}.{self.field}"
+        return self
+
+
+class Unauthorized(RequestError):
+    """401: the API key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class NotFound(RequestError):
+    """404: unknown model or route."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class Conflict(RequestError):
+    """409: the id is in use, or the state does not allow the call."""
+
+    status = 409
+    type = "conflict_error"
+
+
+class TooLarge(RequestError):
+    """413: the body is over the limit."""
+
+    status = 413
+
+
+class Overloaded(RequestError):
+    """503: a queue is full or the server is stopping; try again after `retry_after` seconds."""
+
+    status = 503
+    type = "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after: int = 1, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class RequestFailed(RequestError):
+    """500: the engine ended this request with an error; others are not touched."""
+
+    status = 500
+    type = "internal_error"
+
+
+class EngineDead(RequestError):
+    """503: the engine process is gone.  `message` is for clients, `private` for the log."""
+
+    status = 503
+    type = "engine_dead_error"
+
+    def __init__(self, message: str = "the engine is not running", *, private: str = "") -> None:
+        super().__init__(message, code="engine_dead")
+        self.private = private
+
+
+class StartError(Exception):
+    """The server cannot start with this configuration, checkpoint or machine."""

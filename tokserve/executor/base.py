@@ -1,0 +1,35 @@
+"""How the engine reaches its device: the `Executor` protocol, and the one place that picks an implementation.
+
+An executor carries plans down and results up, in order.  It knows neither requests nor policy, and importing
+this file does not import torch.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from tokserve.config import Config
+from tokserve.executor.inline import InlineExecutor
+from tokserve.plan import DeviceFacts, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """One model on its device or devices."""
+
+    def start(self) -> DeviceFacts:
+        """Load the model and allocate the cache; called once, first.  Raises StartError."""
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Run a plan after all earlier ones.  The future may be finished already; results are asked in order."""
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """An admin method of the runner by name, after all plans submitted so far."""
+
+    def close(self) -> None:
+        """Free the device; nothing is called afterwards."""
+
+
+def make(config: Config) -> Executor:
+    """The executor for this configuration; it loads nothing before `start`."""
+    return InlineExecutor(config)

@@ -1,0 +1,65 @@
+"""The runner in the engine's own process.
+
+With depth 1 a plan runs in the calling thread, so a debugger sees one stack from the loop to the kernel; with
+depth 2 all of the runner's life is in one worker thread, and the caller plans the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tokserve.config import Config
+from tokserve.plan import DeviceFacts, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from tokserve.runner.runner import Runner
+
+T = TypeVar("T")
+
+
+class InlineExecutor:
+    """Executor protocol, see `base`.  An exception of the runner reaches the caller as it is."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
+        self._runner: Runner | None = None
+
+    def start(self) -> DeviceFacts:
+        """Load the model."""
+        return self._run(self._load).result()
+
+    def _load(self) -> DeviceFacts:
+        from tokserve.runner.runner import Runner  # brings torch
+
+        config = self._config
+        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
+        return self._runner.load()
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Run a plan, or queue it for the worker thread."""
+        return self._run(self._loaded().execute, plan)
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Wait for the plans submitted so far, then call."""
+        return self._run(self._loaded().call, method, args).result()
+
+    def close(self) -> None:
+        """Wait for what runs, then drop the model."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._runner = None
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the executor was not started, or is closed")
+        return self._runner
+
+    def _run(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        if self._thread is not None:
+            return self._thread.submit(function, *args)
+        future: Future[T] = Future()
+        future.set_result(function(*args))
+        return future

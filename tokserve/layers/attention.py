@@ -1,0 +1,79 @@
+"""Self-attention over the paged cache: project, rotate, store keys and values, attend, project back.
+
+The batch, the layer's place in the cache and the rope table come as arguments; the layer keeps only
+weights and sizes.  It must not know how pages are allocated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.linear import Linear
+from tokserve.layers.norm import RMSNorm
+from tokserve.layers.parameter import Parameter, under
+from tokserve.plan import KVSpec
+
+
+class Attention:
+    """`heads` query heads share `kv_heads` key and value heads of `dim`.
+
+    `window` > 0: a query sees that many keys at most, itself included.  `norm_eps`: not None puts an RMS
+    norm over each query and key head before the rotation.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        *,
+        window: int,
+        norm_eps: float | None,
+        qkv_bias: bool,
+        out_bias: bool,
+    ) -> None:
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.window = window
+        self.scale = dim**-0.5
+        self.dtype = dtype
+        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.sizes = list(sizes.values())
+        self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias)
+        self.out = Linear(heads * dim, {"o_proj": hidden}, dtype, bias=out_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
+        self.k_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Of the projections and, if there are any, `q_norm` and `k_norm`."""
+        found = self.qkv.parameters() | self.out.parameters()
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                found |= under(name, norm.parameters())
+        return found
+
+    def kv_spec(self) -> KVSpec:
+        """What the cache keeps for this layer."""
+        return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor) -> Tensor:  # [T, hidden] -> same
+        tokens = x.shape[0]
+        q, k, v = torch.split(self.qkv(x), self.sizes, dim=-1)
+        q = self._normed(q.reshape(tokens * self.heads, self.dim), self.q_norm).view(tokens, self.heads, self.dim)
+        k = self._normed(k.reshape(tokens * self.kv_heads, self.dim), self.k_norm).view(tokens, self.kv_heads, self.dim)
+        v = v.reshape(tokens, self.kv_heads, self.dim).contiguous()
+        q, k = ops.rope(q, k, table, batch.positions)
+        keys, values = batch.kv[layer]
+        ops.store_kv(k, v, keys, values, batch.slot_mapping)
+        mixed = ops.paged_attention(
+            q, keys, values, batch.block_tables, batch.query_start, batch.seq_lens, self.scale, self.window
+        )  # [T, heads, dim]
+        return self.out(mixed.view(tokens, self.heads * self.dim))
+
+    @staticmethod
+    def _normed(rows: Tensor, norm: RMSNorm | None) -> Tensor:
+        return rows.contiguous() if norm is None else norm(rows.contiguous())

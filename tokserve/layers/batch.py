@@ -1,0 +1,29 @@
+"""What one forward pass works on: the only thing that is passed down through a model.
+
+Rows are requests, tokens of all rows lie one after the other.  The runner builds it from its device
+tables; layers read it and never keep it.  It knows no request ids and no sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """T tokens of R rows.  Row r owns tokens query_start[r]:query_start[r + 1], its last positions.
+
+    `seq_lens[r]` counts the row's tokens up to and including these.  Page `block_tables[r, i]` of every
+    layer's cache holds its positions i*P .. i*P + P - 1 (P tokens in a page); entries past its length
+    are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32
+    block_tables: Tensor  # [R, max_blocks] int32
+    slot_mapping: Tensor  # [T] int64
+    kv: list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]

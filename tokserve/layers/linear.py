@@ -1,0 +1,85 @@
+"""A linear layer whose rows come from one or several checkpoint tensors.
+
+q, k and v (or gate and up) are *shards* of one weight, so that a layer is one matrix product.  The layer
+fills an unpacked weight shard by shard, packs it for the bound op when the last one is there, and keeps
+only the packed form.  It must not know file formats or what its shards mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.parameter import Parameter
+
+
+class Linear:
+    """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output."""
+
+    packed: ops.PackedWeight
+
+    def __init__(self, inputs: int, shards: Mapping[str, int], dtype: torch.dtype, *, bias: bool = False) -> None:
+        self.inputs = inputs
+        self.shards = dict(shards)
+        self.outputs = sum(shards.values())
+        self.dtype = dtype
+        self.bias = torch.zeros(self.outputs, dtype=dtype) if bias else None  # [outputs]
+        self._weight: Tensor | None = None  # [outputs, inputs], while loading
+        self._awaited: set[str] = set()
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`<shard>.weight` and, with a bias, `<shard>.bias`."""
+        found = {}
+        for shard, size in self.shards.items():
+            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard))
+            if self.bias is not None:
+                found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard))
+        return found
+
+    def load(self, shard: str, tensor: Tensor) -> None:
+        """Take a shard's weight [size, inputs]; the last one packs the layer."""
+        if self._weight is None:
+            self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
+            self._awaited = set(self.shards)
+        _fill(self._rows(self._weight, shard), shard, tensor)
+        self._awaited.discard(shard)
+        if not self._awaited:
+            self.finalize()
+
+    def load_bias(self, shard: str, tensor: Tensor) -> None:
+        """Take a shard's bias [size]."""
+        if self.bias is None:
+            raise ValueError(f"{shard} has no bias")
+        _fill(self._rows(self.bias, shard), shard, tensor)
+
+    def adopt(self, weight: Tensor) -> None:
+        """Take the whole weight [outputs, inputs], of this layer's dtype, from its owner without a copy."""
+        self.packed = ops.pack_linear(weight)
+
+    def finalize(self) -> None:
+        """Pack the weight and drop the unpacked copy; nothing to do if none was loaded since the last time."""
+        if self._awaited:
+            raise ValueError(f"weight not complete, still missing: {', '.join(sorted(self._awaited))}")
+        if self._weight is not None:
+            self.packed = ops.pack_linear(self._weight)
+            self._weight = None
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [T, inputs] -> [T, outputs]
+        return ops.linear(x, self.packed, self.bias, out_dtype)
+
+    def _rows(self, tensor: Tensor, shard: str) -> Tensor:
+        if shard not in self.shards:
+            raise ValueError(f"no shard {shard!r}; there are: {', '.join(self.shards)}")
+        names = list(self.shards)
+        start = sum(self.shards[name] for name in names[: names.index(shard)])
+        return tensor[start : start + self.shards[shard]]
+
+
+def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise ValueError(f"{shard}: expected a tensor of shape {list(target.shape)}, found {list(tensor.shape)}")
+    target.copy_(tensor)

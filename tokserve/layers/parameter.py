@@ -1,0 +1,34 @@
+"""Where a checkpoint tensor goes: its expected shape and the function that takes it.
+
+Layers say what they want under their own short names; a model joins these into checkpoint names, and
+`models/weights` pours tensors in.  A `load` copies (a checkpoint file may be mapped into memory and change
+later) and converts to the layer's dtype; loading again replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`load` takes one tensor of `shape` in any floating dtype."""
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]
+
+
+def under(prefix: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+    """The same with `prefix.` before each name."""
+    return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}
+
+
+def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous copy in own memory; ValueError for another shape."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"expected a tensor of shape {list(shape)}, found {list(tensor.shape)}")
+    return torch.empty(shape, dtype=dtype).copy_(tensor)

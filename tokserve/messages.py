@@ -1,0 +1,182 @@
+"""What the front end and the engine process say to each other: msgpack over ZeroMQ.
+
+To the engine: `Add`, `Abort`, `Call`.  From it: `Step`, `Reply`, `Ready`, `Dead`.  Arrays travel as
+packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
+deltas are joined by joining bytes.  Text never appears here, nor does anything about HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tokserve.params import SamplingParams
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Little-endian int32 bytes as a list of ints."""
+    return memoryview(packed).cast("i").tolist()
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """A new request.  `hold`: send one Output at the end instead of one per step."""
+
+    rid: str
+    prompt: bytes
+    sampling: SamplingParams
+    seed: int
+    hold: bool = False
+    priority: int = 0
+    salt: str = ""
+    arrival: float = 0.0
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """End these requests at the next step boundary; with a call id, a `Reply` says how many and which.
+
+    The reply's result is {rid: "aborted" | "finished" | "not_found"}.
+    """
+
+    rids: list[str]
+    reason: str = "abort_user"
+    call_id: int | None = None
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """An admin verb by name; always answered with a `Reply`."""
+
+    call_id: int
+    method: str
+    args: dict[str, Any] = {}
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Logprobs of n tokens in columns.
+
+    `token_logprobs` float32[n] and `ranks` int32[n] (1 = most probable) of the tokens themselves;
+    `top_ids` int32[n, width] and `top_logprobs` float32[n, width]: the most probable tokens in
+    descending order, then the ids asked for by name.
+    """
+
+    token_logprobs: bytes = b""
+    ranks: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    width: int = 0
+    mode: str = "raw"
+
+    def join(self, later: Logprobs) -> Logprobs:
+        """These rows followed by `later`'s."""
+        return Logprobs(
+            self.token_logprobs + later.token_logprobs, self.ranks + later.ranks,
+            self.top_ids + later.top_ids, self.top_logprobs + later.top_logprobs, self.width, self.mode,
+        )  # fmt: skip
+
+    def cut(self, count: int) -> Logprobs:
+        """The first `count` rows."""
+        n, w = 4 * count, 4 * count * self.width
+        return Logprobs(
+            self.token_logprobs[:n], self.ranks[:n], self.top_ids[:w], self.top_logprobs[:w], self.width, self.mode
+        )
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why a request ended.
+
+    reason: stop | length | abort | deadline | error.  detail: eos | stop_token | stop_sequence |
+    max_tokens | context | abort_user | abort_disconnect | abort_stop_string | deadline | queue_timeout |
+    shutdown | nan | error.  `stop`: the token id or sequence that matched.  Times are seconds since
+    arrival: admitted to a slot, first token, end (0.0 where it never came to that).
+    """
+
+    reason: str
+    detail: str
+    stop: int | list[int] | None = None
+    message: str | None = None
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one request.  `prompt_logprobs` (rows for prompt tokens start.. in order, the very
+    first token of a prompt has none) comes once, with the first output.  `spans`: (weight version,
+    start, end) of output positions, with the last output.
+    """
+
+    rid: str
+    token_ids: bytes = b""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    cached: int = 0
+    finish: Finish | None = None
+    spans: list[tuple[str, int, int]] = []
+
+
+class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Gauges, then counters since the engine's start (tokens unless said otherwise)."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_held: int = 0
+    blocks_cached: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    nan_requests: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """All outputs of one step for one front end."""
+
+    outputs: list[Output]
+    stats: StepStats
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The answer to a `Call` or an acknowledged `Abort`; `error` is a message for the caller."""
+
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The engine serves.  `facts` are for people: bound ops, seconds per start-up phase, memory."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    weight_version: str
+    facts: dict[str, Any] = {}
+
+
+class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The engine cannot go on (or could not start).  `expected`: a configuration error, no traceback."""
+
+    reason: str
+    expected: bool = False
+
+
+ToEngine = Add | Abort | Call
+FromEngine = Step | Reply | Ready | Dead
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,0 +1,90 @@
+"""The generic decoder: embedding, a stack of attention and feed-forward blocks, norm, head.
+
+Built from a `DecoderSpec` alone; which family it is, it must not know.  The residual stream is in the
+model's dtype; weights come in through `parameters_by_name`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokserve.layers.attention import Attention
+from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.mlp import GatedMLP
+from tokserve.layers.norm import RMSNorm
+from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.rope import rope_table
+from tokserve.models.spec import DecoderSpec
+from tokserve.plan import KVSpec
+
+
+class Block:
+    """One layer: norm, attention, norm, feed-forward."""
+
+    def __init__(self, spec: DecoderSpec, window: int, dtype: torch.dtype) -> None:
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+        self.attention = Attention(
+            spec.hidden,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype,
+            window=window,
+            norm_eps=spec.norm_eps if spec.qk_norm else None,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+        )
+        self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+        self.mlp = GatedMLP(spec.hidden, spec.inner, dtype, activation=spec.activation, bias=spec.mlp_bias)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Under the names of Hugging Face checkpoints."""
+        return (
+            under("input_layernorm", self.attention_norm.parameters())
+            | under("self_attn", self.attention.parameters())
+            | under("post_attention_layernorm", self.mlp_norm.parameters())
+            | under("mlp", self.mlp.parameters())
+        )
+
+
+class Decoder:
+    """A dense decoder that serves up to `positions` positions; `head_dtype`: type of the head's operands."""
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, head_dtype: torch.dtype, positions: int) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.head = Head(spec.vocab, spec.hidden, head_dtype)
+        self.embedding = Embedding(spec.vocab, spec.hidden, dtype, head=self.head if spec.tied else None)
+        self.blocks = [Block(spec, window, dtype) for window in spec.windows]
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
+        self.rope_table = rope_table(spec.rope, positions)  # [positions, rope.dim] float32
+
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What each layer keeps in the cache."""
+        return tuple(block.attention.kv_spec() for block in self.blocks)
+
+    def parameters_by_name(self) -> dict[str, Parameter]:
+        """Every tensor a checkpoint must have, under its Hugging Face name."""
+        found = under("model.embed_tokens", self.embedding.parameters())
+        for number, block in enumerate(self.blocks):
+            found |= under(f"model.layers.{number}", block.parameters())
+        found |= under("model.norm", self.norm.parameters())
+        return found if self.spec.tied else found | self.head.parameters()
+
+    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], after the final norm
+        """Compute the batch's tokens and store their keys and values."""
+        residual = self.embedding(batch.input_ids)
+        x = self.blocks[0].attention_norm(residual)
+        for layer, block in enumerate(self.blocks):
+            x = block.attention(x, batch, layer, self.rope_table)
+            x, residual = block.mlp_norm.add(x, residual)
+            x = block.mlp(x)
+            following = self.blocks[layer + 1].attention_norm if layer + 1 < len(self.blocks) else self.norm
+            x, residual = following.add(x, residual)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
+        """Logits of some of the rows that `forward` returned."""
+        return self.head(hidden)

@@ -1,0 +1,123 @@
+"""Random weights for a real or tiny config, so that a server can be run and tested with no download.
+
+A tensor's values follow from its name and the seed alone.  They are scaled so that the model behaves like
+one: logits with a spread of about 2, attention with peaks, output that varies with the context.  This file
+must not know how tensors are loaded, nor need transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tokserve.layers.parameter import Parameter
+from tokserve.models.decoder import Decoder
+from tokserve.models.registry import decoder_spec
+from tokserve.models.weights import INDEX, SINGLE
+
+# family -> (architecture, attributes beyond the common ones)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False}),
+    "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False, "attention_bias": False}),
+}
+
+GAINS = {"lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.6, "down_proj": 1.6}
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny model of `family` (llama, mistral, qwen2, qwen3); `changes` replace attributes."""
+    architecture, own = FAMILIES[family]
+    common: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": family,
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    return common | own | changes
+
+
+def tensors(wanted: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 values) for each parameter of a model."""
+    tied = "lm_head.weight" not in wanted
+    for name, parameter in wanted.items():
+        yield name, values(name, parameter.shape, seed, tied=tied)
+
+
+def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tensor:
+    """Normal values whose scale depends on what the tensor is for, in float32.
+
+    A tied embedding is small and the final norm makes up for it: else a token's own embedding in the residual
+    stream would make every model repeat its input.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    mean, deviation = _scale(name, shape[-1], tied)
+    return torch.empty(shape).normal_(mean, deviation, generator=generator)
+
+
+def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
+    """Mean and deviation.  A projection's deviation is a gain over the root of its input width; attention puts less
+    into the residual stream than the feed-forward, else all positions of a deep model end up alike.
+    """
+    small = 0.02
+    if name.endswith(".bias"):
+        return 0.0, 0.1
+    if name == "model.norm.weight":
+        middle = 2.0 / (small * width**0.5) if tied else 1.0
+        return middle, 0.1 * middle
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 1.5, 0.1
+    if name.endswith("layernorm.weight"):
+        return 1.0, 0.1
+    if name == "model.embed_tokens.weight":
+        return 0.0, small if tied else 0.15
+    part = name.removesuffix(".weight").rpartition(".")[2]
+    return 0.0, GAINS.get(part, 1.0) / width**0.5
+
+
+def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, shards: int = 1) -> Path:
+    """Write config.json and random weights in the config's dtype as a Hugging Face checkpoint; returns `directory`.
+
+    `shards` > 1: that many files and an index.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
+    dtype = getattr(torch, hf.get("dtype") or "float32")
+    wanted = Decoder(decoder_spec(hf), dtype, dtype, positions=1).parameters_by_name()
+    named = {name: tensor.to(dtype) for name, tensor in tensors(wanted, seed)}
+    if shards == 1:
+        save_file(named, directory / SINGLE, metadata={"format": "pt"})
+        return directory
+    places: dict[str, str] = {}
+    for part in range(shards):
+        file = f"model-{part + 1:05}-of-{shards:05}.safetensors"
+        held = {name: tensor for number, (name, tensor) in enumerate(named.items()) if number % shards == part}
+        save_file(held, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(held, file)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return directory

@@ -1,0 +1,81 @@
+"""A checkpoint directory and its config to a decoder that is ready to run; the one entry to `models`.
+
+Call it after `ops.bind`: weights are packed for the implementations that are bound.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokserve.errors import StartError
+from tokserve.models import dummy, weights
+from tokserve.models.decoder import Decoder
+from tokserve.models.registry import decoder_spec
+from tokserve.models.spec import DecoderSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    directory: Path,
+    hf: Mapping[str, Any],
+    *,
+    dtype: str,
+    head_dtype: str,
+    load_format: str,
+    seed: int,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
+
+    `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
+    `max_model_len`: positions to serve, by default the config's own limit.
+    """
+    spec = decoder_spec(hf)
+    if load_format == "dummy":
+        decoder = _build(spec, dtype, head_dtype, max_model_len)
+        wanted = decoder.parameters_by_name()
+        weights.pour(dummy.tensors(wanted, seed), wanted)
+        return decoder
+    found = weights.own_names(weights.catalogue(directory), spec.renames)
+    if spec.tied and HEAD in found:
+        spec, found = _settle_tie(spec, found)
+    decoder = _build(spec, dtype, head_dtype, max_model_len)
+    wanted = decoder.parameters_by_name()
+    weights.check(found, wanted, str(directory))
+    weights.pour(weights.stream(found), wanted)
+    return decoder
+
+
+def _build(spec: DecoderSpec, dtype: str, head_dtype: str, max_model_len: int | None) -> Decoder:
+    model_type = _dtype(dtype)
+    head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
+    return Decoder(spec, model_type, head_type, max_model_len or spec.max_position)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise StartError(f"unknown dtype {name!r}; there are: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _settle_tie(spec: DecoderSpec, found: dict[str, weights.Entry]) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
+    """A tied model's checkpoint may store the shared weight under either name or both; like transformers,
+    take what is there, and believe the tensors rather than the config if the two differ.
+    """
+    rest = {name: entry for name, entry in found.items() if name != HEAD}
+    if EMBEDDING not in found:
+        return spec, rest | {EMBEDDING: found[HEAD]}
+    if weights.equal(found[EMBEDDING], found[HEAD]):
+        return spec, rest
+    logger.warning("config.json says tie_word_embeddings, but %s and %s differ: both are used", EMBEDDING, HEAD)
+    return replace(spec, tied=False), found

@@ -1,0 +1,150 @@
+"""From safetensors files to a model's parameters, one tensor at a time.
+
+Three steps that know nothing of each other: `catalogue` and `stream` read files, `check` compares names and
+shapes with what the model wants, `pour` hands tensors over.  A live update brings its own tensors and uses the
+last two.  Nothing is unpickled, ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tokserve import checkpoint
+from tokserve.errors import StartError
+from tokserve.layers.parameter import Parameter
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HARMLESS = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
+LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+def catalogue(directory: Path) -> dict[str, Entry]:
+    """Name -> entry for every tensor of the checkpoint; reads headers only."""
+    if (directory / SINGLE).is_file():
+        return _headers(directory / SINGLE)
+    index = checkpoint.read_json(directory, INDEX)
+    if index is None:
+        others = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
+        hint = f" (only {', '.join(others[:3])}, which is not read: convert it to safetensors)" if others else ""
+        raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise StartError(f"{INDEX} has no weight_map of names to files")
+    files = sorted(set(places.values()))
+    absent = [name for name in files if Path(name).name != name or not (directory / name).is_file()]
+    if absent:
+        raise StartError(f"{INDEX} names {len(absent)} files that are not there: {_listed(absent)}")
+    found: dict[str, Entry] = {}
+    for name in files:
+        found |= _headers(directory / name)
+    lost = [name for name, place in places.items() if name not in found or found[name].file.name != place]
+    if lost:
+        raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
+    return found
+
+
+def _headers(file: Path) -> dict[str, Entry]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = {}
+            for key in opened.keys():  # noqa: SIM118 - not a mapping
+                view = opened.get_slice(key)
+                dtype = view.get_dtype()
+                found[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
+            return found
+    except (SafetensorError, OSError) as error:
+        raise StartError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def own_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
+    """The model's name for a checkpoint's tensor; None for one that is known to be of no use."""
+    if name.endswith(HARMLESS):
+        return None
+    return next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+
+
+def own_names(found: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
+    """The catalogue under the model's names."""
+    named: dict[str, Entry] = {}
+    for name, entry in found.items():
+        own = own_name(name, renames)
+        if own in named:
+            raise StartError(f"{entry.file.parent} holds {own} twice, as {named[own].key} and {entry.key}")
+        if own is not None:
+            named[own] = entry
+    return named
+
+
+def equal(one: Entry, other: Entry) -> bool:
+    """Whether two stored tensors are the same."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+        return torch.equal(first.get_tensor(one.key), second.get_tensor(other.key))
+
+
+def stream(found: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep.
+
+    The file is opened anew for each tensor, so that no more of it than that tensor is counted as our memory.
+    """
+    for name, entry in sorted(found.items(), key=lambda item: item[1].file):
+        with safe_open(entry.file, framework="pt") as opened:
+            yield name, opened.get_tensor(entry.key)
+
+
+def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], source: str) -> None:
+    """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.
+
+    `source` says whose tensors they are.
+    """
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted]
+    shared = [(name, entry, wanted[name].shape) for name, entry in found.items() if name in wanted]
+    misshapen = [
+        f"{name} (expected {list(shape)}, found {list(entry.shape)})"
+        for name, entry, shape in shared
+        if tuple(entry.shape) != shape
+    ]
+    mistyped = [f"{name} ({entry.dtype})" for name, entry, _ in shared if entry.dtype not in FLOATS.values()]
+    problems = [
+        f"{len(names)} {kind}: {_listed(names)}"
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshapen", misshapen),
+            ("of an unsupported dtype", mistyped),
+        )
+        if names
+    ]
+    if problems:
+        raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+
+
+def pour(tensors: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Parameter]) -> None:
+    """Load each tensor into the parameter of its name."""
+    for name, tensor in tensors:
+        wanted[name].load(tensor)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,62 @@
+"""The ops by name: `ops.rms_norm(x, weight, eps)`.  Until `bind` they are the torch references.
+
+`bind` runs once, before any weight is packed, and puts the chosen implementations in place of the names; so callers
+write `from tokserve import ops` and look the name up when they call.  This file knows no arithmetic.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+from tokserve.ops.attention import paged_attention as _paged_attention
+from tokserve.ops.attention import store_kv as _store_kv
+from tokserve.ops.elementwise import add_rms_norm as _add_rms_norm
+from tokserve.ops.elementwise import gelu_mul as _gelu_mul
+from tokserve.ops.elementwise import rms_norm as _rms_norm
+from tokserve.ops.elementwise import rope as _rope
+from tokserve.ops.elementwise import silu_mul as _silu_mul
+from tokserve.ops.linear import PackedWeight
+from tokserve.ops.linear import linear as _linear
+from tokserve.ops.linear import pack_linear as _pack_linear
+from tokserve.ops.registry import OPS, choose
+from tokserve.ops.sampling import filter_logits as _filter_logits
+from tokserve.ops.sampling import logprobs as _logprobs
+from tokserve.ops.sampling import penalize as _penalize
+from tokserve.ops.sampling import sample as _sample
+
+__all__ = [
+    "PackedWeight", "add_rms_norm", "bind", "filter_logits", "gelu_mul", "linear", "logprobs", "pack_linear",
+    "paged_attention", "penalize", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+rms_norm = _rms_norm.reference
+add_rms_norm = _add_rms_norm.reference
+rope = _rope.reference
+silu_mul = _silu_mul.reference
+gelu_mul = _gelu_mul.reference
+pack_linear = _pack_linear.reference
+linear = _linear.reference
+store_kv = _store_kv.reference
+paged_attention = _paged_attention.reference
+sample = _sample.reference
+filter_logits = _filter_logits.reference
+penalize = _penalize.reference
+logprobs = _logprobs.reference
+
+
+def bind(device: str, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Choose an implementation for each op on `device` ("cpu"); returns op -> implementation name.
+
+    `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
+    for a name that does not exist.  Weights packed before a bind that changes `linear` are not valid after it.
+    """
+    chosen = choose(device, overrides or {})
+    module = sys.modules[__name__]
+    for name, implementation in chosen.items():
+        setattr(module, name, OPS[name].implementations[implementation].call)
+    logger.info("ops: %s", ", ".join(f"{name}={implementation}" for name, implementation in chosen.items()))
+    return chosen

@@ -1,0 +1,147 @@
+"""The C++ implementations, named "cpp": each makes its outputs and hands tensors to the extension, which checks them.
+
+Importing this file registers them; it fails with ImportError where the extension was not built.  A bad shape or dtype
+raises ValueError, anything but a CPU tensor TypeError.  This file holds no arithmetic and must not know layers.
+"""
+
+from __future__ import annotations
+
+import atexit
+
+import torch
+from torch import Tensor
+
+from tokserve import _C
+from tokserve.ops import attention, elementwise, sampling
+from tokserve.ops.linear import PackedWeight
+from tokserve.ops.linear import linear as linear_op
+from tokserve.ops.linear import pack_linear as pack_linear_op
+
+if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
+    raise ImportError("this torch has no DLPack exchange table for C")
+_C.use_tensors(Tensor, Tensor.__dlpack_c_exchange_api__)
+_C.set_threads(torch.get_num_threads())
+atexit.register(_C.set_threads, 1)
+
+
+def set_threads(count: int) -> None:
+    """Compute with `count` threads, the calling one included; results do not depend on it."""
+    _C.set_threads(count)
+
+
+@elementwise.rms_norm.implement("cpp", device="cpu")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    _C.rms_norm(x, None, weight, eps, out, None)
+    return out
+
+
+@elementwise.add_rms_norm.implement("cpp", device="cpu")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _C.rms_norm(x, residual, weight, eps, out, total)
+    return out, total
+
+
+@elementwise.silu_mul.implement("cpp", device="cpu")
+def silu_mul(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _C.silu_mul(x, out)
+    return out
+
+
+@elementwise.gelu_mul.implement("cpp", device="cpu")
+def gelu_mul(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _C.gelu_mul(x, out)
+    return out
+
+
+@elementwise.rope.implement("cpp", device="cpu")
+def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; q and k may be slices of one tensor [T, ...]."""
+    turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
+    _C.rope(q, k, table, positions, turned_q, turned_k)
+    return turned_q, turned_k
+
+
+@pack_linear_op.implement("cpp", device="cpu")
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """The weight in panels of 64 outputs: [N/64][K][64], or [N/64][K/2][64][2] in bfloat16, padded with zeros."""
+    rows, columns = weight.shape
+    packed = weight.new_empty(_C.packed_size(rows, columns, weight.dtype == torch.bfloat16))
+    _C.pack_linear(weight, packed)
+    return PackedWeight(rows, columns, weight.dtype, packed)
+
+
+@linear_op.implement("cpp", device="cpu")
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As the reference; rows of x may lie apart."""
+    if x.shape[-1] != packed.columns:
+        raise ValueError(f"linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
+    out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    _C.linear(x, packed.packed, bias, out)
+    return out
+
+
+@attention.store_kv.implement("cpp", device="cpu")
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As the reference; k and v may be slices of one tensor [T, ...]."""
+    _C.store_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+@attention.paged_attention.implement("cpp", device="cpu")
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """As the reference; q may be a slice of a tensor [T, ...]."""
+    out = torch.empty_like(q)
+    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
+    return out
+
+
+@sampling.sample.implement("cpp", device="cpu")
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+    ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    _C.sample(logits, seeds, positions, greedy, ids)
+    return ids
+
+
+@sampling.filter_logits.implement("cpp", device="cpu")
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    out = torch.empty_like(logits)
+    _C.filter_logits(logits, top_k, top_p, min_p, out)
+    return out
+
+
+@sampling.penalize.implement("cpp", device="cpu")
+def penalize(
+    logits: Tensor,
+    history: Tensor,
+    prompt_lens: Tensor,
+    lens: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    out = torch.empty_like(logits)
+    _C.penalize(logits, history, prompt_lens, lens, presence, frequency, repetition, out)
+    return out
+
+
+@sampling.logprobs.implement("cpp", device="cpu")
+def logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = logits.shape[0], k + (0 if named is None else named.shape[1])
+    token_logprobs, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
+    top_ids, top_logprobs = torch.empty(rows, columns, dtype=torch.int32), torch.empty(rows, columns)
+    _C.logprobs(logits, token_ids, k, named, temperature, token_logprobs, ranks, top_ids, top_logprobs)
+    return token_logprobs, ranks, top_ids, top_logprobs

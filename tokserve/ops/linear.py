@@ -1,0 +1,91 @@
+"""The matrix product x W^T as fixed row tiles, so that a row's bits do not depend on how many rows there are.
+
+A BLAS picks its order of summation by the shape of the call.  So there is one shape per weight: TILE rows (the last
+tile is filled up with zeros) by a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32,
+twice the memory of a 16-bit checkpoint: right for a reference, which has to return float32 sums from any dtype.
+This file must not know what a weight is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.ops.registry import op
+
+TILE = 16  # rows of one product
+ALIGN = 16  # weight sides: one cache line of float32
+TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 8e-3), torch.float16: (2e-5, 1e-3)}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [rows, columns] in the layout that the `linear` it was packed for wants."""
+
+    rows: int  # N, outputs
+    columns: int  # K, inputs
+    dtype: torch.dtype  # of the weight before packing
+    packed: Tensor
+
+
+def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    return iter(())  # a layout is an implementation's own affair; `linear` is what shows whether it is right
+
+
+@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear")
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros."""
+    rows, columns = weight.shape
+    packed = torch.zeros(_aligned(columns), _aligned(rows))
+    packed[:columns, :rows] = weight.t()
+    return PackedWeight(rows, columns, weight.dtype, packed)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Weights come unpacked: the test packs them with the `pack_linear` of the implementation."""
+    shapes = (
+        (1, 64, 64),
+        (3, 192, 576),
+        (17, 512, 192),
+        (70, 96, 40),
+        (2, 33, 17),
+        (1, 1, 1),
+        (5, 1000, 3),
+        (4, 7, 130),
+    )
+    for tokens, columns, rows in shapes:
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, columns, generator=generator).to(dtype)
+        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+        bias = torch.randn(rows, generator=generator).to(dtype)
+        yield x, weight, None, None
+        yield x, weight, bias, None
+        yield x, weight, None, torch.float32
+
+
+@op(samples=_linear_samples, tolerance=TOLERANCE)
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], summed in float32 and rounded once.
+
+    `out_dtype` float32 returns the sums as they are; None rounds to x's dtype.
+    """
+    tokens = x.shape[0]
+    depth, width = packed.packed.shape  # K and N, padded
+    tiles = -(-tokens // TILE)
+    rows = torch.zeros(tiles * TILE, depth)
+    rows[:tokens, : packed.columns] = x
+    sums = torch.empty(tiles * TILE, width)
+    for start in range(0, tiles * TILE, TILE):
+        torch.mm(rows[start : start + TILE], packed.packed, out=sums[start : start + TILE])
+    result = sums[:tokens, : packed.rows]
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(out_dtype or x.dtype).contiguous()

@@ -1,0 +1,151 @@
+"""What an op is: a torch reference that says what is right, and named implementations of the same signature.
+
+Declaring an op decorates its reference with the sample inputs and tolerances every implementation is
+tested with; `choose` picks one implementation per op, once, at start-up.  This file knows names and
+device kinds; it must not know any op's arithmetic, nor what a model is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from tokserve.errors import StartError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
+
+REFERENCE = "torch"
+ORDER = {"cpu": ("cpp", REFERENCE)}  # by device kind, best first
+EXTENSIONS = {"cpu": ("tokserve._C", "tokserve.ops.cpu")}  # compiled module, module that registers what is in it
+
+logger = logging.getLogger(__name__)
+
+
+def always() -> bool:
+    """The predicate of an implementation that runs on every machine of its device kind."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation(Generic[P, R]):
+    """A function, the device kind it is for (None: all), and whether this machine can run it."""
+
+    call: Callable[P, R]
+    device: str | None
+    when: Callable[[], bool] = always
+
+
+@dataclass(slots=True)
+class Op(Generic[P, R]):
+    """A named operation.
+
+    `samples(dtype)` yields argument tuples; `tolerance` maps each dtype the op takes to (absolute,
+    relative) distance that an implementation may have from the reference.  `follows`: the op whose choice of
+    implementation this one shares.
+    """
+
+    name: str
+    reference: Callable[P, R]
+    samples: Samples
+    tolerance: Mapping[torch.dtype, tuple[float, float]]
+    follows: str | None = None
+    implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
+
+    def implement(
+        self, name: str, *, device: str, when: Callable[[], bool] = always
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorator: register an implementation.  `when` is asked at bind time, never per call."""
+
+        def register(call: Callable[P, R]) -> Callable[P, R]:
+            if name in self.implementations:
+                raise ValueError(f"op {self.name} already has an implementation {name!r}")
+            self.implementations[name] = Implementation(call, device, when)
+            return call
+
+        return register
+
+    def available(self, device: str) -> list[str]:
+        """Names that run on this machine's `device`, best first."""
+        order = ORDER[device]
+        names = [n for n, i in self.implementations.items() if i.device in (None, device) and i.when()]
+        return sorted(names, key=lambda n: order.index(n) if n in order else len(order))
+
+
+OPS: dict[str, Op[Any, Any]] = {}
+
+
+def op(
+    *, samples: Samples, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorator: declare an op by its torch reference; the op is named after the function."""
+
+    def declare(reference: Callable[P, R]) -> Op[P, R]:
+        name = reference.__name__
+        if name in OPS:
+            raise ValueError(f"op {name} is declared twice")
+        declared = Op(name, reference, samples, tolerance, follows)
+        declared.implementations[REFERENCE] = Implementation(reference, None)
+        OPS[name] = declared
+        return declared
+
+    return declare
+
+
+def load_extension(device: str) -> str | None:
+    """Register the compiled implementations for `device`; returns why there are none, or None if there are."""
+    extension, registrations = EXTENSIONS[device]
+    try:
+        importlib.import_module(extension)
+        importlib.import_module(registrations)
+    except ImportError as error:
+        return f"{extension} does not load ({error})"
+    return None
+
+
+def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Op -> name of the implementation to use on `device`.
+
+    `overrides` maps op names to implementation names; "*" stands for every op that is not named and has
+    that implementation.  Raises StartError, listing what exists, for a name that does not.
+    """
+    if device not in ORDER:
+        raise StartError(f"no ops for device {device!r}; there are: {_listed(ORDER)}")
+    wanted = set(overrides.values())
+    missing = "" if set(overrides) >= {"*"} and wanted == {REFERENCE} else load_extension(device)
+    if missing:
+        logger.warning("%s: ops run as slow torch references", missing)
+    for name in overrides:
+        if name != "*" and name not in OPS:
+            raise StartError(f"option ops: unknown op {name!r}; there are: {_listed(OPS)}")
+        if name != "*" and OPS[name].follows:
+            raise StartError(f"option ops: {name!r} is chosen with {OPS[name].follows!r}; name that one instead")
+    reason = f" ({missing})" if missing else ""
+    everywhere = overrides.get("*")
+    names = {name: declared.available(device) for name, declared in OPS.items()}
+    if everywhere is not None and not any(everywhere in available for available in names.values()):
+        known = {one for available in names.values() for one in available}
+        raise StartError(
+            f"option ops: no op has an implementation {everywhere!r} here; there are: {_listed(known)}{reason}"
+        )
+    chosen = {}
+    for name, available in names.items():
+        pick = overrides.get(OPS[name].follows or name)
+        if pick is not None and pick not in available:
+            raise StartError(
+                f"op {name!r} has no implementation {pick!r} here; there are: {_listed(available)}{reason}"
+            )
+        if pick is None:
+            pick = everywhere if everywhere in available else available[0]
+        chosen[name] = pick
+    return chosen
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

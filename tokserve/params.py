@@ -1,0 +1,138 @@
+"""What a client asks of one generation: the sampling parameters, their ranges and their checks.
+
+One frozen struct from HTTP to the sampler, so a name means the same everywhere.  The last group of
+fields is for the front end only (text and choices); the engine receives a copy without them.
+Checks that need the server's vocabulary or limits are made in `client/inputs`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from tokserve.errors import RequestError
+
+LogprobsMode = Literal["raw", "temperature", "processed"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
+MAX_LOGPROB_TOKEN_IDS = 128
+MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less is no float32
+_INT64 = 1 << 63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to draw tokens and when to stop; vLLM's names and meanings.
+
+    `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
+    `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
+    vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
+    `logprob_token_ids` the logprobs of given ids at every generated position.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    stop_token_sequences: list[list[int]] = []
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_token_ids: list[int] = []
+    bad_token_sequences: list[list[int]] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    logprob_token_ids: list[int] | None = None
+    logprobs_mode: LogprobsMode | None = None
+    extra_args: dict[str, Any] | None = None
+
+    # for the front end
+    n: int = 1
+    stop: list[str] | str = []
+    bad_words: list[str] = []
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def for_engine(self, **changes: Any) -> SamplingParams:
+        """A copy without the front end's fields and with `changes` made."""
+        return msgspec.structs.replace(
+            self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
+            skip_special_tokens=True, spaces_between_special_tokens=True, **changes,
+        )  # fmt: skip
+
+    def validate(self) -> None:
+        """Raise `RequestError` with the field's name for a value out of its range."""
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, math.inf)
+        _at_least("top_k", self.top_k, -1)
+        _at_least("n", self.n, 1)
+        _at_least("min_tokens", self.min_tokens, 0)
+        _at_least("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            _at_least(name, getattr(self, name), -1)
+        _at_least("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.seed is not None and not -_INT64 <= self.seed < _INT64:
+            _refuse("seed", "must fit in 64 signed bits")
+        if self.n > 1 and self.temperature == 0.0:
+            _refuse("n", f"must be 1 with temperature 0 (all choices would be equal), got {self.n}")
+        self._validate_ids()
+        self._validate_text()
+
+    def _validate_ids(self) -> None:
+        for name in ("stop_token_sequences", "bad_token_sequences"):
+            if any(not sequence for sequence in getattr(self, name)):
+                _refuse(name, "must not contain an empty sequence")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", "must not be empty")
+        if self.logprob_token_ids is not None:
+            count = len(self.logprob_token_ids)
+            if not 1 <= count <= MAX_LOGPROB_TOKEN_IDS:
+                _refuse("logprob_token_ids", f"must have 1 to {MAX_LOGPROB_TOKEN_IDS} ids, got {count}")
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                _refuse("logit_bias", f"must be finite, got {bias} for token {token}")
+
+    def _validate_text(self) -> None:
+        if any(not text for text in self.stop_strings()):
+            _refuse("stop", "must not contain an empty string")
+        if any(not text for text in self.bad_words):
+            _refuse("bad_words", "must not contain an empty string")
+
+
+def _refuse(field: str, rule: str) -> None:
+    raise RequestError(f"{field} {rule}", field=field)
+
+
+def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if math.isfinite(value) and (low < value if open_low else low <= value) and value <= high:
+        return
+    if high == math.inf:
+        rule = f"must be a finite number {'above' if open_low else 'of at least'} {low:g}"
+    else:
+        rule = f"must be {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
+    _refuse(field, f"{rule}, got {value}")
+
+
+def _at_least(field: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        _refuse(field, f"must be at least {low}, got {value}")

@@ -1,0 +1,67 @@
+"""The paged KV cache's memory: how many blocks there are, and the tensors that hold them.
+
+Which block belongs to whom is the engine's business; this file knows bytes and shapes only.  Memory is
+reserved at once and touched as it is used.  A block is handed on with what its last owner left in it, NaN not
+excluded: `paged_attention` gives no weight, not even 0 * NaN, to what lies past a row's length.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from tokserve.config import DEFAULT_CPU_KV_BYTES, CacheConfig
+from tokserve.errors import StartError
+from tokserve.plan import KVLayout, KVSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def layout(
+    specs: tuple[KVSpec, ...], cache: CacheConfig, *, max_num_seqs: int, max_model_len: int, free_bytes: int
+) -> KVLayout:
+    """How many blocks to have.  `free_bytes` of the device's memory are free.
+
+    `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most
+    4 GiB (or one such context, where that is more) and at most the configured share of the free memory.
+    Raises StartError if one request of `max_model_len` would not fit.
+    """
+    block_size = cache.block_size or 16
+    block_bytes = block_size * sum(spec.bytes_per_token() for spec in specs)
+    context_blocks = -(-max_model_len // block_size)
+    one = context_blocks * block_bytes
+    if cache.kv_cache_memory_bytes is not None:
+        limit, why = cache.kv_cache_memory_bytes, "given by --kv-cache-memory-bytes"
+    else:
+        share = int(cache.gpu_memory_utilization * free_bytes)
+        limit, why = min(max(DEFAULT_CPU_KV_BYTES, one), share), "the share of the free memory that may be taken"
+    if limit < one:
+        raise StartError(
+            f"the KV cache of one request of max_model_len {max_model_len} needs {one} bytes, but only {limit} "
+            f"({why}) may be used; raise --kv-cache-memory-bytes to at least {one} or lower --max-model-len to at "
+            f"most {limit // block_bytes * block_size}"
+        )
+    blocks = limit // block_bytes
+    if cache.kv_cache_memory_bytes is None:
+        blocks = min(blocks, max_num_seqs * context_blocks)
+    return KVLayout(specs, blocks, block_size)
+
+
+def allocate(layout: KVLayout) -> list[tuple[Tensor, Tensor]]:
+    """Per layer K and V of shape [num_blocks, heads, block_size, dim].  Raises StartError."""
+    return [(_reserve(layout, spec), _reserve(layout, spec)) for spec in layout.specs]
+
+
+def _reserve(layout: KVLayout, spec: KVSpec) -> Tensor:
+    """[num_blocks, heads, block_size, dim] of zeros, page aligned, no page touched."""
+    size = layout.num_blocks * layout.block_size * spec.bytes_per_token() // 2
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise StartError(
+            f"cannot reserve {layout.bytes()} bytes for the KV cache ({error}); lower --kv-cache-memory-bytes"
+        ) from error
+    flat = torch.frombuffer(memory, dtype=DTYPES[spec.dtype])
+    return flat.view(layout.num_blocks, spec.heads, layout.block_size, spec.dim)

@@ -1,0 +1,357 @@
+"""What is done to logits before a token is drawn: a list of small objects whose order is the specification.
+
+bias -> allowed and bad ids -> bad sequences -> min_tokens -> penalties -> temperature -> top-k, top-p, min-p.
+Each object keeps what requests in its care asked for, by slot, and edits only the rows that need it; a
+batch in which nobody needs anything is not even copied.  What a row becomes depends on its own slot and
+history alone, never on the other rows.  Nothing is drawn here and no logprob is known here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.plan import Float32, Int32, NewRow
+from tokserve.runner.slots import Int64, Slots
+
+INF = float("inf")
+PART = 1 << 18  # token ids in a list that are handled at a time
+WINDOW = 8  # bad sequences are compared in windows of a multiple of this many tokens
+
+
+@dataclass(slots=True)
+class Rows:
+    """Whose rows of logits these are, and how much came before the token that each is about.
+
+    `lengths`: tokens before it, which is also its index; the first `prompt_lens` of them count as prompt.
+    `drawing` False: the tokens are prompt tokens to be scored, with all before them counted as prompt.
+    """
+
+    slots: Int32  # [n]
+    lengths: Int64  # [n]
+    prompt_lens: Int64  # [n]
+    drawing: bool = True
+
+
+class Work:
+    """Logits on their way through the list: the model's own are never written to, a buffer takes their place."""
+
+    def __init__(self, logits: Tensor, buffer: Tensor) -> None:
+        self._source = logits
+        self.buffer = buffer  # [n, V]
+        self.logits = logits  # [n, V]
+
+    def edit(self) -> Tensor:
+        """The logits, to be edited in place."""
+        if self.logits is self._source:
+            self.logits = self.buffer.copy_(self._source)
+        return self.logits
+
+    def flat(self) -> Tensor:
+        """The logits as one row [n * V], to be edited in place."""
+        return self.edit().view(-1)
+
+    def places(self, which: Int64, ids: list[Int64]) -> Tensor:
+        """Where `flat` holds ids[0] of row which[0], ids[1] of row which[1], ..."""
+        starts = np.repeat(which * self.logits.shape[1], [len(each) for each in ids])
+        return torch.from_numpy(starts + np.concatenate(ids))
+
+    def take(self, which: Int64) -> Tensor:
+        """The rows `which`."""
+        if which.size == self.logits.shape[0]:
+            return self.logits
+        return self.logits.index_select(0, torch.from_numpy(which))
+
+    def put(self, which: Int64, rows: Tensor) -> None:
+        """Replace the rows `which`."""
+        if which.size == self.logits.shape[0]:
+            self.logits = rows
+        else:
+            self.edit().index_copy_(0, torch.from_numpy(which), rows)
+
+
+class Processor(Protocol):
+    """One step of the list.  `masks`: whether it may leave a row with nothing to draw."""
+
+    masks: bool
+
+    @abstractmethod
+    def enter(self, row: NewRow) -> bool:
+        """Remember what a new request asks for, instead of what its slot had; False if it needs nothing."""
+
+    def due(self, rows: Rows, which: Int64) -> Int64:
+        """Those of the rows `which` that need the step now."""
+        return which
+
+    @abstractmethod
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        """Change the rows `which`, and no others."""
+
+
+class Pipeline:
+    """The processors in order, and which of them each slot needs."""
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self.processors: list[Processor] = [
+            Bias(vocab_size),
+            TokenIds(vocab_size),
+            BadSequences(slots, vocab_size),
+            MinTokens(slots, vocab_size),
+            Penalties(slots),
+            Temperature(slots),
+            Filter(slots, vocab_size),
+        ]
+        self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
+        self._needy: set[int] = set()  # slots that need any
+        self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
+
+    def enter(self, row: NewRow) -> None:
+        """A request takes a slot."""
+        self._needs[row.slot] = sum(1 << i for i, step in enumerate(self.processors) if step.enter(row))
+        if self._needs[row.slot]:
+            self._needy.add(row.slot)
+
+    def leave(self, slot: int) -> None:
+        """The slot is free."""
+        self._needs[slot] = 0
+        self._needy.discard(slot)
+
+    def run(self, logits: Tensor, rows: Rows) -> tuple[Tensor, NDArray[np.bool_] | None]:
+        """Processed logits [n, V], good until the next call (`logits` itself if no row needs anything), and
+        which rows still have something to draw (None: all).
+        """
+        if not self._needy:
+            return logits, None
+        needs = self._needs[rows.slots]
+        union = int(np.bitwise_or.reduce(needs))
+        if union == 0:
+            return logits, None
+        if self._buffer.shape[0] < logits.shape[0]:
+            self._buffer = torch.empty_like(logits)
+        work, masked = Work(logits, self._buffer[: logits.shape[0]]), False
+        for i, step in enumerate(self.processors):
+            if union >> i & 1:
+                which = step.due(rows, np.flatnonzero(needs >> i & 1))
+                if which.size:
+                    step.apply(work, rows, which)
+                    masked |= step.masks
+        return work.logits, np.isfinite(work.logits.amax(1).numpy()) if masked else None
+
+
+class Bias(Processor):
+    """logit_bias: added to the logits of the ids named."""
+
+    masks = True  # a sum may overflow
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._asked: dict[int, tuple[Int64, Float32]] = {}
+
+    def enter(self, row: NewRow) -> bool:
+        bias = {token: value for token, value in (row.params.logit_bias or {}).items() if token < self._vocab_size}
+        limit = float(np.finfo(np.float32).max)
+        values = np.clip(np.array(list(bias.values()), np.float64), -limit, limit).astype(np.float32)
+        self._asked[row.slot] = (np.array(list(bias), np.int64), values)
+        return bool(bias)
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        asked = [self._asked[slot] for slot in rows.slots[which].tolist()]
+        values = torch.from_numpy(np.concatenate([values for _, values in asked]))
+        work.flat().index_add_(0, work.places(which, [ids for ids, _ in asked]), values)
+
+
+class TokenIds(Processor):
+    """allowed_token_ids: all others are forbidden; bad_token_ids and bad sequences of one: these are."""
+
+    masks = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._keep: dict[int, Int64] = {}
+        self._bad: dict[int, Int64] = {}
+
+    def enter(self, row: NewRow) -> bool:
+        slot, params = row.slot, row.params
+        single = [sequence[0] for sequence in params.bad_token_sequences if len(sequence) == 1]
+        bad = {*params.bad_token_ids, *single}
+        self._keep.pop(slot, None)
+        self._bad.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._keep[slot] = _ids(set(params.allowed_token_ids) - bad, self._vocab_size)
+        elif bad:
+            self._bad[slot] = _ids(bad, self._vocab_size)
+        return slot in self._keep or slot in self._bad
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        slots = rows.slots[which].tolist()
+        keeps = np.array([slot in self._keep for slot in slots], np.bool_)
+        for part in _parts(which[~keeps], [self._bad[slot] for slot in slots if slot not in self._keep]):
+            work.flat().index_fill_(0, work.places(*part), -INF)
+        for part in _parts(which[keeps], [self._keep[slot] for slot in slots if slot in self._keep]):
+            places = work.places(*part)
+            kept = work.logits.view(-1).index_select(0, places)
+            work.edit().index_fill_(0, torch.from_numpy(part[0]), -INF)
+            work.flat().index_copy_(0, places, kept)
+
+
+class BadSequences(Processor):
+    """bad_token_sequences: the last id is forbidden where the ids before it are what the row ends with."""
+
+    masks = True
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._tokens = slots.tokens
+        self._vocab_size = vocab_size
+        self._asked: dict[int, tuple[Int32, Int64]] = {}  # prefixes [n, window] after -1s, last ids [n]
+
+    def enter(self, row: NewRow) -> bool:
+        sequences = [s for s in row.params.bad_token_sequences if len(s) > 1 and s[-1] < self._vocab_size]
+        if not sequences:
+            self._asked.pop(row.slot, None)
+            return False
+        window = -(-max(len(sequence) - 1 for sequence in sequences) // WINDOW) * WINDOW
+        prefixes = np.full((len(sequences), window), -1, np.int32)
+        for prefix, sequence in zip(prefixes, sequences, strict=True):
+            prefix[window - len(sequence) + 1 :] = sequence[:-1]
+        self._asked[row.slot] = (prefixes, np.array([sequence[-1] for sequence in sequences], np.int64))
+        return True
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        asked = [self._asked[slot] for slot in rows.slots[which].tolist()]
+        window = max(prefixes.shape[1] for prefixes, _ in asked)
+        prefixes = np.concatenate([_widen(prefixes, window) for prefixes, _ in asked])  # [n, window]
+        last = np.concatenate([last for _, last in asked])  # [n]
+        index = np.repeat(which, [len(last) for _, last in asked])  # [n]
+        at = rows.lengths[index][:, None] + np.arange(-window, 0)  # [n, window]
+        seen = self._tokens[rows.slots[index][:, None], np.maximum(at, 0)]
+        hit = ((prefixes < 0) | ((prefixes == seen) & (at >= 0))).all(1)
+        if hit.any():
+            places = index[hit] * work.logits.shape[1] + last[hit]
+            work.flat().index_fill_(0, torch.from_numpy(places), -INF)
+
+
+class MinTokens(Processor):
+    """min_tokens: until there are that many, ids that would end the request are forbidden."""
+
+    masks = True
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._least: Int64 = np.zeros(len(slots.seeds), np.int64)
+        self._ids: dict[int, Int64] = {}
+
+    def enter(self, row: NewRow) -> bool:
+        self._least[row.slot] = row.params.min_tokens
+        self._ids[row.slot] = _ids(row.stop_ids, self._vocab_size)
+        return row.params.min_tokens > 0 and bool(row.stop_ids)
+
+    def due(self, rows: Rows, which: Int64) -> Int64:
+        if not rows.drawing:
+            return which[:0]
+        made = rows.lengths[which] - rows.prompt_lens[which]
+        return which[made < self._least[rows.slots[which]]]
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        ids = [self._ids[slot] for slot in rows.slots[which].tolist()]
+        work.flat().index_fill_(0, work.places(which, ids), -INF)
+
+
+class Penalties(Processor):
+    """repetition over prompt and output, presence and frequency over output."""
+
+    masks = True  # a division may overflow
+
+    def __init__(self, slots: Slots) -> None:
+        self._tokens = slots.tokens
+        self._columns: Float32 = np.zeros((3, len(slots.seeds)), np.float32)  # presence, frequency, repetition
+
+    def enter(self, row: NewRow) -> bool:
+        asked = (row.params.presence_penalty, row.params.frequency_penalty, row.params.repetition_penalty)
+        self._columns[:, row.slot] = asked
+        return asked != (0.0, 0.0, 1.0)
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        slots, lengths = rows.slots[which], rows.lengths[which]
+        width = int(lengths.max())
+        history = self._tokens[slots, :width]  # [n, width]
+        history[np.arange(width) >= lengths[:, None]] = -1
+        presence, frequency, repetition = torch.from_numpy(self._columns.take(slots, axis=1))
+        prompt_lens = torch.from_numpy(rows.prompt_lens[which].astype(np.int32))
+        penalized = ops.penalize(
+            work.take(which), torch.from_numpy(history), prompt_lens, torch.from_numpy(lengths.astype(np.int32)),
+            presence, frequency, repetition,
+        )  # fmt: skip
+        work.put(which, penalized)
+
+
+class Temperature(Processor):
+    """logits / T.  Dividing the other rows by 1 changes no bit of them."""
+
+    masks = False
+
+    def __init__(self, slots: Slots) -> None:
+        self._column = slots.temperature
+
+    def enter(self, row: NewRow) -> bool:
+        return bool(self._column[row.slot] != 1.0)
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        temperature = torch.from_numpy(self._column[rows.slots])[:, None]
+        work.logits = torch.div(work.logits, temperature, out=work.buffer)
+
+
+class Filter(Processor):
+    """top_k, then top_p, then min_p; greedy rows need none of them."""
+
+    masks = False  # the most probable token always stays
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        max_num_seqs = len(slots.seeds)
+        self._greedy = slots.greedy
+        self._vocab_size = vocab_size
+        self._top_k: Int32 = np.zeros(max_num_seqs, np.int32)  # 0: off
+        self._top_p: Float32 = np.ones(max_num_seqs, np.float32)
+        self._min_p: Float32 = np.zeros(max_num_seqs, np.float32)
+
+    def enter(self, row: NewRow) -> bool:
+        slot, params = row.slot, row.params
+        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        neutral = self._top_k[slot] == 0 and self._top_p[slot] == 1.0 and self._min_p[slot] == 0.0
+        return not (neutral or self._greedy[slot])
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        slots = rows.slots[which]
+        columns = (torch.from_numpy(column[slots]) for column in (self._top_k, self._top_p, self._min_p))
+        work.put(which, ops.filter_logits(work.take(which), *columns))
+
+
+def _ids(ids: Iterable[int], vocab_size: int) -> Int64:
+    """The ids that the vocabulary has, each once."""
+    return np.array(sorted({token for token in ids if 0 <= token < vocab_size}), np.int64)
+
+
+def _parts(which: Int64, ids: list[Int64]) -> Iterator[tuple[Int64, list[Int64]]]:
+    """The rows and their lists of ids in runs that hold about PART ids, or one longer list."""
+    ends = np.cumsum([len(each) for each in ids], dtype=np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(ends // PART)) + 1).tolist(), len(ids)]
+    for first, last in pairwise(cuts):
+        if first < last:
+            yield which[first:last], ids[first:last]
+
+
+def _widen(prefixes: Int32, window: int) -> Int32:
+    """Prefixes with -1s before them up to the window."""
+    if prefixes.shape[1] == window:
+        return prefixes
+    return np.pad(prefixes, ((0, 0), (window - prefixes.shape[1], 0)), constant_values=-1)

@@ -1,0 +1,185 @@
+"""From logits to tokens and logprobs, for drawn tokens and for prompt tokens alike.
+
+Draws are keyed by (request seed, index of the new token), so nothing is remembered between steps.  Kinds
+of logprob: raw (log softmax of the model's logits), temperature (of logits / T; a greedy request counts
+as T = 1), processed (of what the token was drawn from; for a greedy request, what the arg-max was taken of).
+A row with nothing to draw from is flagged and replaced by zeros before anything else looks at it, so it
+cannot touch the other rows.  Knows nothing of plans, models or the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.params import LOGPROBS_MODES, LogprobsMode
+from tokserve.plan import Int32, LogprobRows, NewRow
+from tokserve.runner.logits import INF, Pipeline, Rows
+from tokserve.runner.slots import Int64, Slots
+
+_NONE = -1
+_KINDS = len(LOGPROBS_MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A new token per row."""
+
+    token_ids: Int32  # [n]
+    finite: NDArray[np.bool_]  # [n]; False: there was nothing to draw from, the id means nothing
+    logprobs: LogprobRows | None
+
+
+class Sampler:
+    """The processors, and what logprobs each slot asks for."""
+
+    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode) -> None:
+        max_num_seqs = len(slots.seeds)
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._mode = mode  # of requests that do not say
+        self._pipeline = Pipeline(slots, vocab_size)
+        self._kind: Int64 = np.zeros(max_num_seqs, np.int64)  # index into LOGPROBS_MODES
+        self._form: Int64 = np.full(max_num_seqs, _NONE, np.int64)  # (kind, k, named ids) as one number
+        self._asking: set[int] = set()  # slots with a form
+        self._named: dict[int, Int64] = {}
+        self._prompt_k: Int64 = np.full(max_num_seqs, _NONE, np.int64)
+        self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
+        self._scoring: set[int] = set()  # slots with a prompt_k
+
+    def enter(self, row: NewRow) -> None:
+        """A request takes a slot, after `Slots.enter`."""
+        slot, params = row.slot, row.params
+        self.leave(slot)
+        self._pipeline.enter(row)
+        kind = LOGPROBS_MODES.index(params.logprobs_mode or self._mode)
+        named = params.logprob_token_ids or []
+        self._named[slot] = np.array(named, np.int64)
+        self._kind[slot] = kind
+        if params.logprobs is not None or named:
+            self._form[slot] = (len(named) * (self._vocab_size + 1) + self._top(params.logprobs or 0)) * _KINDS + kind
+            self._asking.add(slot)
+        if params.prompt_logprobs is not None:
+            self._prompt_k[slot] = self._top(params.prompt_logprobs)
+            self._prompt_start[slot] = params.prompt_logprobs_start
+            self._scoring.add(slot)
+
+    def leave(self, slot: int) -> None:
+        """The slot is free."""
+        self._pipeline.leave(slot)
+        self._form[slot] = self._prompt_k[slot] = _NONE
+        self._asking.discard(slot)
+        self._scoring.discard(slot)
+
+    def _top(self, asked: int) -> int:
+        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+
+    def draw(self, logits: Tensor, rows: Rows) -> Drawn:
+        """New tokens from the model's logits [n, V] float32, which are the sampler's to change."""
+        finite = np.isfinite(logits.amax(1).numpy())
+        if np.count_nonzero(finite) < len(finite):
+            logits[torch.from_numpy(~finite)] = 0.0
+        work, drawable = self._pipeline.run(logits, rows)
+        if drawable is not None and not drawable.all():
+            work[torch.from_numpy(~drawable)] = 0.0
+            finite &= drawable
+        seeds, greedy = self._slots.seeds[rows.slots], self._slots.greedy[rows.slots]
+        token_ids = ops.sample(
+            work, torch.from_numpy(seeds), torch.from_numpy(rows.lengths), torch.from_numpy(greedy)
+        )  # [n] int64
+        logprobs = self._drawn_logprobs(logits, work, rows, token_ids) if self._asking else None
+        return Drawn(token_ids.numpy().astype(np.int32), finite, logprobs)
+
+    def _drawn_logprobs(self, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows | None:
+        """Rows that ask for the same form go through the op together, each form by itself."""
+        forms = self._form[rows.slots]
+        if (forms == forms[0]).all():
+            return None if forms[0] == _NONE else self._form_logprobs(int(forms[0]), logits, work, rows, token_ids)
+        parts: list[tuple[Int64, LogprobRows]] = []
+        for form in np.unique(forms[forms != _NONE]).tolist():
+            which = np.flatnonzero(forms == form)
+            index = torch.from_numpy(which)
+            source = work if LOGPROBS_MODES[form % _KINDS] == "processed" else logits
+            part = source.index_select(0, index)
+            mine = Rows(rows.slots[which], rows.lengths[which], rows.prompt_lens[which])
+            parts.append((which, self._form_logprobs(form, part, part, mine, token_ids.index_select(0, index))))
+        return _scatter(len(forms), parts)
+
+    def _form_logprobs(self, form: int, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows:
+        rest, kind = divmod(form, _KINDS)
+        num_named, k = divmod(rest, self._vocab_size + 1)
+        named = None
+        if num_named:
+            named = torch.from_numpy(np.stack([self._named[slot] for slot in rows.slots.tolist()]))
+        return self._logprobs(kind, k, named, logits, work, rows, token_ids)
+
+    def _logprobs(
+        self, kind: int, k: int, named: Tensor | None, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor
+    ) -> LogprobRows:
+        mode = LOGPROBS_MODES[kind]
+        temperature = None
+        if mode == "temperature":
+            temperature = torch.from_numpy(self._slots.temperature[rows.slots])
+        columns = ops.logprobs(work if mode == "processed" else logits, token_ids, k, named, temperature)
+        return LogprobRows(*(column.numpy() for column in columns))
+
+    @property
+    def scoring(self) -> bool:
+        """Whether any request wants logprobs of its prompt."""
+        return bool(self._scoring)
+
+    def scored_rows(self, slots: Int32) -> Int64:
+        """Which rows want logprobs of their prompt tokens."""
+        return np.flatnonzero(self._prompt_k[slots] != _NONE)
+
+    def scored_range(self, slot: int, start: int, end: int) -> tuple[int, int]:
+        """Indices [first, last) of the prompt tokens to score, of those that positions start .. end - 1 predict."""
+        first = max(int(self._prompt_start[slot]), start + 1)
+        return first, min(int(self._slots.prompt_lens[slot]), end + 1)
+
+    def score(self, logits: Tensor, slot: int, first: int) -> LogprobRows:
+        """Logprobs of the slot's prompt tokens first, first + 1, .. from the logits [n, V] that predict them."""
+        count = logits.shape[0]
+        lengths = np.arange(first, first + count, dtype=np.int64)
+        rows = Rows(np.full(count, slot, np.int32), lengths, lengths, drawing=False)
+        token_ids = torch.from_numpy(self._slots.tokens[slot, first : first + count].astype(np.int64))
+        kind, k = int(self._kind[slot]), int(self._prompt_k[slot])
+        work, drawable = logits, None
+        if LOGPROBS_MODES[kind] == "processed":
+            work, drawable = self._pipeline.run(logits, rows)
+        found = self._logprobs(kind, k, None, logits, work, rows, token_ids)
+        if drawable is not None and not drawable.all():  # everything was forbidden there
+            found.token_logprobs[~drawable] = -INF
+            found.top_logprobs[~drawable] = -INF
+        return found
+
+
+def join(parts: list[LogprobRows]) -> LogprobRows:
+    """Rows of equal width one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return LogprobRows(
+        np.concatenate([part.token_logprobs for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
+    )
+
+
+def _scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
+    """Rows of different widths in their places; the rest is zeros."""
+    width = max(part.top_ids.shape[1] for _, part in parts)
+    out = LogprobRows(
+        np.zeros(count, np.float32), np.zeros(count, np.int32),
+        np.zeros((count, width), np.int32), np.zeros((count, width), np.float32),
+    )  # fmt: skip
+    for which, part in parts:
+        own = part.top_ids.shape[1]
+        out.token_logprobs[which], out.ranks[which] = part.token_logprobs, part.ranks
+        out.top_ids[which, :own], out.top_logprobs[which, :own] = part.top_ids, part.top_logprobs
+    return out

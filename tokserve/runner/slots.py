@@ -1,0 +1,74 @@
+"""The device's tables, one row per slot: tokens, block numbers and the columns that sampling reads.
+
+A plan names slots and counts; everything else about a running request is here, so that a step can be
+built from columns and the next plan can be made before this step's tokens are known to the host.  Knows
+nothing of models, of logits or of why a request is scheduled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.layers.batch import ForwardBatch
+from tokserve.plan import Int32, NewRow, StepPlan
+
+Int64 = NDArray[np.int64]
+GREEDY_BELOW = 2.0**-100  # below this logits / temperature may overflow; the draw is the arg-max there
+
+
+class Slots:
+    """Tables indexed by slot number.  The torch tensors of a batch are copies, never views of these."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        width = -(-max_model_len // block_size)
+        # one column more than a context: a token drawn at the very end has a place to go
+        self.tokens: Int32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.blocks: Int32 = np.zeros((max_num_seqs, width), np.int32)
+        self.prompt_lens: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.seeds: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.greedy: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
+        self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
+
+    def enter(self, row: NewRow) -> None:
+        """A request takes the slot."""
+        slot = row.slot
+        self.tokens[slot, : len(row.tokens)] = row.tokens
+        self.prompt_lens[slot] = row.prompt_len
+        self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        temperature = np.float32(row.params.temperature)
+        self.greedy[slot] = temperature < GREEDY_BELOW
+        self.temperature[slot] = 1.0 if self.greedy[slot] else temperature
+
+    def extend(self, slot: int, first: int, blocks: list[int]) -> None:
+        """Append to the slot's block table, from index `first` on."""
+        self.blocks[slot, first : first + len(blocks)] = blocks
+
+    def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
+        """The plan's tokens as one batch."""
+        slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
+        rows = len(slots)
+        if (counts == 1).all():  # decode only
+            query_start = self._count[: rows + 1].copy()
+            owner, positions = slots, computed.astype(np.int64)
+        else:
+            query_start = np.zeros(rows + 1, np.int32)
+            np.cumsum(counts, out=query_start[1:])
+            owner = np.repeat(slots, counts)
+            positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], counts)
+        seq_lens = (computed + counts).astype(np.int32)
+        pages, offsets = np.divmod(positions, self.block_size)
+        width = -(-int(seq_lens.max()) // self.block_size)
+        return ForwardBatch(
+            input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
+            positions=torch.from_numpy(positions),  # [T]
+            query_start=torch.from_numpy(query_start),  # [R + 1]
+            seq_lens=torch.from_numpy(seq_lens),  # [R]
+            block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
+            slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
+            kv=kv,
+        )

@@ -1,0 +1,66 @@
+"""POST /abort_requests: end requests by id, by group or all, and say what became of each.
+
+The answer comes after the engine has freed them.  The waiting calls return what they have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError
+from tokserve.server import body, errors
+from tokserve.server.serving import Serving
+
+OUTCOMES = ("aborted", "finished", "not_found")  # of several, the first counts
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Which requests: one of the three."""
+
+    request_ids: list[str] | None = None
+    group_id: str | None = None
+    all: bool | None = None
+
+
+class AbortReply(msgspec.Struct):
+    """How many were ended, and each id with what became of it."""
+
+    aborted: int
+    results: dict[str, str]
+
+
+def decode(raw: bytes, packed: bool) -> AbortBody:
+    """The body; raises `RequestError`."""
+    values: Any = body.decode(raw, packed)
+    try:
+        asked = msgspec.convert(values, AbortBody)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, AbortBody.__struct_fields__) from None
+    given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
+    if not given:
+        raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
+    if len(given) > 1:
+        raise RequestError(f"give one of {' and '.join(given)}", field=given[1])
+    return asked
+
+
+async def abort_requests(serving: Serving, request: Request) -> Response:
+    """POST /abort_requests"""
+    packed = body.is_msgpack(request)
+    asked = decode(await body.read(request, serving.max_body), packed)
+    ids = asked.request_ids or serving.flights.ids(asked.group_id)
+    rids = {given: serving.flights.rids(given) for given in ids}
+    if asked.all:
+        outcomes = await serving.llm.abort_all("abort_user")
+        mine = {rid for each in rids.values() for rid in each}
+        rids |= {rid: [rid] for rid in outcomes.keys() - mine}  # of other front ends
+    else:
+        outcomes = await serving.llm.abort(sorted({rid for each in rids.values() for rid in each}))
+    results = {
+        given: min((outcomes.get(rid, "not_found") for rid in each), key=OUTCOMES.index) for given, each in rids.items()
+    }
+    return body.reply(request, AbortReply(sum(r == "aborted" for r in results.values()), results))

@@ -1,0 +1,129 @@
+"""Routes that observe the server: health, models, version, metrics, load, and the resolved configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from typing import Any
+
+import fastapi
+import msgspec
+import pydantic
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+import tokserve
+from tokserve.errors import EngineDead, NotFound
+from tokserve.server import body, metrics
+from tokserve.server.serving import Serving
+
+DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 is not well
+ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids", "weight_version")
+
+
+class Model(msgspec.Struct):
+    """A served model, as OpenAI lists it."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    parent: None = None
+    owned_by: str = "tokserve"
+    object: str = "model"
+
+
+class ModelList(msgspec.Struct):
+    """All names the server answers to."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+async def health(serving: Serving, request: Request) -> Response:
+    """GET /health: 200 while the engine lives; `?deep=1` asks the engine itself"""
+    _check_alive(serving)
+    if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
+        try:
+            await asyncio.wait_for(serving.llm.call("state"), DEEP_SECONDS)  # checks the KV accounting too
+        except TimeoutError:
+            raise EngineDead(f"the engine has not answered for {DEEP_SECONDS:g} s") from None
+    return body.reply(request, {})
+
+
+def _check_alive(serving: Serving) -> None:
+    if serving.llm.dead is not None:
+        raise EngineDead(serving.llm.dead.message)
+    _ = serving.llm.ready  # raises until the engine has started
+
+
+async def version(serving: Serving, request: Request) -> Response:
+    """GET /version"""
+    return body.reply(request, {"version": tokserve.__version__})
+
+
+async def models(serving: Serving, request: Request) -> Response:
+    """GET /v1/models"""
+    return body.reply(request, ModelList([_model(serving, name) for name in serving.names]))
+
+
+async def model(serving: Serving, request: Request) -> Response:
+    """GET /v1/models/{id}"""
+    name: str = request.path_params["id"]
+    if not name or name.endswith("/"):
+        return RedirectResponse(request.url.replace(path=request.url.path.rstrip("/")))
+    serving.check_model(name)
+    return body.reply(request, _model(serving, name))
+
+
+def _model(serving: Serving, name: str) -> Model:
+    return Model(name, serving.created, serving.name, serving.llm.ready.max_model_len)
+
+
+async def load(serving: Serving, request: Request) -> Response:
+    """GET /load: HTTP requests in flight, and what the engine runs and holds back"""
+    stats = serving.llm.stats
+    return body.reply(
+        request, {"server_load": len(serving.flights), "running": stats.running, "waiting": stats.waiting}
+    )
+
+
+async def scrape(serving: Serving, request: Request) -> Response:
+    """GET /metrics"""
+    return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+async def about(serving: Serving, request: Request) -> Response:
+    """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
+    return body.reply(
+        request,
+        {
+            "config": _shown(serving.config),
+            "facts": serving.llm.ready.facts,
+            "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS},
+            "versions": {
+                "tokserve": tokserve.__version__, "python": platform.python_version(),
+                "fastapi": fastapi.__version__, "msgspec": msgspec.__version__, "pydantic": pydantic.VERSION,
+            },
+        },
+    )  # fmt: skip
+
+
+def _shown(config: Any) -> dict[str, Any]:
+    groups: dict[str, Any] = msgspec.to_builtins(config)
+    groups["server"]["api_key"] = len(groups["server"]["api_key"] or [])
+    return groups
+
+
+async def describe(serving: Serving, request: Request) -> Response:
+    """GET /openapi.json"""
+    return body.reply(request, request.app.openapi())
+
+
+async def no_text(serving: Serving, request: Request) -> Response:
+    """Answers for the text routes of a tokens-only server"""
+    raise NotFound(
+        f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
+        "send token ids to /inference/v1/generate",
+        code="tokens_only",
+    )

@@ -1,0 +1,160 @@
+"""The HTTP application: the table of routes, who may call them, and how a failure becomes an answer.
+
+Handlers are functions of (serving, request); they raise `RequestError`s and this file turns them, and
+whatever else goes wrong, into the one error shape.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import tokserve
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.config import Config
+from tokserve.errors import NotFound, RequestError, RequestFailed
+from tokserve.server import (
+    aborts,
+    admin,
+    body,
+    chat,
+    completions,
+    derender,
+    errors,
+    openapi,
+    render,
+    schemas,
+    tokenize,
+    tokens,
+)  # fmt: skip
+from tokserve.server.auth import Keys
+from tokserve.server.body import Gone
+from tokserve.server.openapi import Endpoint
+from tokserve.server.serving import Serving
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[Serving, Request], Awaitable[Response]]
+
+ENDPOINTS = (
+    Endpoint(("POST",), "/inference/v1/generate", tokens.generate, tokens.GenerateBody),
+    Endpoint(("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody),
+    Endpoint(("POST",), "/abort_requests", aborts.abort_requests, aborts.AbortBody),
+    Endpoint(("POST",), "/v1/chat/completions", chat.chat, schemas.ChatBody, text=True),
+    Endpoint(("POST",), "/v1/chat/completions/tokens", chat.chat_tokens, schemas.ChatBody, text=True),
+    Endpoint(("POST",), "/v1/completions", completions.completions, schemas.CompletionBody, text=True),
+    Endpoint(("POST",), "/v1/chat/completions/render", render.render_chat, schemas.ChatBody, text=True),
+    Endpoint(("POST",), "/v1/completions/render", render.render_completions, schemas.CompletionBody, text=True),
+    Endpoint(("POST",), "/v1/chat/completions/derender", derender.derender_chat, derender.DerenderChatBody, text=True),
+    Endpoint(
+        ("POST",), "/v1/completions/derender", derender.derender_completions, derender.DerenderCompletionBody, text=True
+    ),
+    Endpoint(("GET",), "/tokenizer_info", render.describe, text=True),
+    Endpoint(("POST",), "/tokenize", tokenize.tokenize, schemas.TokenizeBody, text=True),
+    Endpoint(("POST",), "/detokenize", tokenize.detokenize, schemas.DetokenizeBody, text=True),
+    Endpoint(("GET",), "/v1/models", admin.models),
+    Endpoint(("GET",), "/v1/models/{id:path}", admin.model),
+    Endpoint(("GET",), "/health", admin.health),
+    Endpoint(("GET", "POST"), "/ping", admin.health),
+    Endpoint(("GET",), "/version", admin.version),
+    Endpoint(("GET",), "/metrics", admin.scrape),
+    Endpoint(("GET",), "/load", admin.load),
+    Endpoint(("GET",), "/server_info", admin.about),
+    Endpoint(("GET",), "/openapi.json", admin.describe),
+)
+
+
+class Api(FastAPI):
+    """FastAPI, with our own table of routes as the source of /openapi.json."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__)
+        return self.openapi_schema
+
+
+def build_app(llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0) -> FastAPI:
+    """The application.  `config` is resolved; `llm` need not have started yet, but must before requests come.
+
+    Raises StartError for a chat template or a generation_config.json that cannot be used.
+    `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
+    `keep_alive`: seconds of silence after which a stream says that it is still there.
+    """
+    app = Api(title="tokserve", version=tokserve.__version__, openapi_url=None)
+    app.state.draining = False
+    app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive)
+    if serving.text and llm.tokenizer is not None:
+        _ = serving.template  # a template that cannot be read or compiled is told now
+    app.router.routes.extend(_routes(serving))
+    app.add_middleware(Guard, keys=Keys(config.server.api_key or []))
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _routes(serving: Serving) -> Iterable[Route]:
+    for endpoint in ENDPOINTS:
+        handler = admin.no_text if endpoint.text and not serving.text else endpoint.handler
+        yield Route(endpoint.path, _answering(serving, handler), methods=endpoint.methods, name=endpoint.path)
+
+
+def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """The handler with every exception made an answer."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(serving, request)
+        except RequestError as error:
+            return errors.response(error, _echoed_id(request))
+        except Gone:
+            return Response(status_code=499)  # the client has left: nobody sees this
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.url.path)
+            return errors.response(RequestFailed("internal error"), _echoed_id(request))
+
+    return answer
+
+
+def _echoed_id(request: Request) -> dict[str, str]:
+    """The client's own id, for an error's headers."""
+    try:
+        given = body.request_id(request, None)
+    except RequestError:
+        return {}
+    return {"X-Request-Id": given} if given else {}
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method) in our shape."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[: errors.SHOWN]
+    if error.status_code == 404:
+        return errors.response(NotFound(f"there is no route {path}", code="unknown_route"))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return errors.response(errors.WrongMethod(f"{path} takes {allowed}, not {request.method}"), error.headers)
+    return errors.response(RequestError(str(error.detail)), error.headers)
+
+
+class Guard:
+    """Middleware: lets a request in only with a valid key."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._keys.check(scope)
+            except RequestError as error:
+                await errors.response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,94 @@
+"""Reading a request's body and writing a reply's: the size limit, the content type, JSON or msgpack.
+
+Every POST route comes through here, so limits and refusals are the same everywhere.  What the values mean
+is the routes' business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError, TooLarge
+from tokserve.server import errors
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
+MAX_ID = 256
+
+encode_json = msgspec.json.Encoder().encode
+encode_msgpack = msgspec.msgpack.Encoder().encode
+
+
+class Gone(Exception):
+    """The client has left; nobody reads the answer."""
+
+
+async def read(request: Request, limit: int) -> bytes:
+    """The whole body.  Raises `TooLarge` as soon as it is known to have more than `limit` bytes."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and (len(length) > 18 or int(length) > limit):
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {limit >> 20} MiB (--max-body-mb)", code="body_too_large")
+
+
+def is_msgpack(request: Request) -> bool:
+    """Whether the body is msgpack; a content type other than JSON or msgpack is refused, none at all is JSON."""
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
+        return False
+    if kind in _MSGPACK_NAMES:
+        return True
+    raise RequestError(f"the content type must be {JSON} or {MSGPACK}", code="content_type")
+
+
+def wants_msgpack(request: Request) -> bool:
+    """Whether the client asked for a msgpack reply."""
+    accept = request.headers.get("accept", "").lower()
+    return "msgpack" in accept and any(name in accept for name in _MSGPACK_NAMES)
+
+
+def decode(raw: bytes, packed: bool) -> Any:
+    """The body as dictionaries and lists."""
+    try:
+        return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+
+
+def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -> Response:
+    """A 200 with `value` in the format the client asked for."""
+    if wants_msgpack(request):
+        return Response(encode_msgpack(value), headers=headers, media_type=MSGPACK)
+    return Response(encode_json(value), headers=headers, media_type=JSON)
+
+
+def request_id(request: Request, given: str | None) -> str | None:
+    """The client's own id: the X-Request-Id header or the body's field; both and different is refused."""
+    header = request.headers.get("x-request-id")
+    if header and given and header != given:
+        raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")
+    chosen = header or given
+    if chosen is not None and not (0 < len(chosen) <= MAX_ID and chosen.isascii() and chosen.isprintable()):
+        raise RequestError(f"request_id must be 1 to {MAX_ID} printable ASCII characters", field="request_id")
+    return chosen

@@ -1,0 +1,272 @@
+"""Chat completions: render the messages to ids, generate, and put the text into OpenAI's shapes.
+
+Nothing is generated here; a chat answer is the token route's answer read through the tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.outputs import Completion, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server import body, logprobs, schemas, sse
+from tokserve.server.flights import Answered, Usage
+from tokserve.server.schemas import ChatBody, TokenizeBody
+from tokserve.server.serving import Fields, Serving, Terms
+from tokserve.server.tokens import StopDetail
+
+ID_PREFIX = "chatcmpl-"
+LARGE = 1 << 15  # bytes of a body from which text is encoded in a thread, so that others' tokens are not delayed
+T = TypeVar("T")
+
+
+class Message(msgspec.Struct):
+    """The assistant's turn."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class Choice(msgspec.Struct):
+    """A choice of a whole answer."""
+
+    index: int
+    message: Message
+    logprobs: logprobs.Content | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: StopDetail
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Reply(msgspec.Struct):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """A choice of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: logprobs.Content | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | list[int] | UnsetType | None = UNSET
+    stop_detail: StopDetail | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct):
+    """An event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+async def chat(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions"""
+    return await _chat(serving, request, with_tokens=False)
+
+
+async def chat_tokens(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions/tokens: the prompt comes as ids, the messages are not rendered"""
+    return await _chat(serving, request, with_tokens=True)
+
+
+class Call(NamedTuple):
+    """A chat body, read: what is to be generated."""
+
+    asked: ChatBody
+    ignored: list[str]
+    params: SamplingParams
+    terms: Terms
+    prompt: list[int]
+    fields: Fields
+
+
+async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
+    call = await read(serving, request, with_tokens=with_tokens)
+    stream = bool(call.asked.stream)
+    flight = await serving.start([call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
+    render = Render(serving, flight, call.asked, call.params)
+    headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
+    if stream:
+        return sse.EventStream(flight, render, serving.keep_alive, headers)
+    return body.reply(request, render.reply(await sse.collect(flight, request)), headers)
+
+
+async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:
+    """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
+    packed = body.is_msgpack(request)
+    raw = await body.read(request, serving.max_body)
+    asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
+    serving.check_model(asked.model)
+    schemas.check_stream(asked, replies and body.wants_msgpack(request))
+    params = sampling_params(serving, asked)
+    terms = serving.terms(request, asked)
+    if with_tokens:
+        if asked.tokens is None:
+            raise RequestError("tokens is required", field="tokens")
+        prompt = asked.tokens
+    else:
+        if asked.tokens is not None:
+            raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
+        prompt = await off_loop(len(raw), lambda: rendered(serving, asked))
+    others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
+    if asked.max_completion_tokens is not None:
+        others["max_tokens"] = "max_completion_tokens"
+    fields = Fields("tokens" if with_tokens else "messages", others=others)
+    return Call(asked, ignored, params, terms, prompt, fields)
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread if the body that it is about is large."""
+    return work() if size < LARGE else await asyncio.to_thread(work)
+
+
+def rendered(serving: Serving, asked: ChatBody | TokenizeBody) -> list[int]:
+    """The conversation as token ids."""
+    if asked.messages is None:
+        raise RequestError("messages is required", field="messages")
+    if "{" in (asked.chat_template or "") and not serving.config.server.trust_request_chat_template:
+        raise RequestError(
+            "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
+            field="chat_template", code="untrusted_template",
+        )  # fmt: skip
+    try:
+        return serving.template.render(
+            asked.messages, add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=bool(asked.continue_final_message), documents=asked.documents,
+            template=asked.chat_template, kwargs=asked.chat_template_kwargs,
+        )  # fmt: skip
+    except RecursionError:  # JSON text inside a message: the arguments of a tool call
+        raise RequestError("messages are nested too deeply", field="messages") from None
+
+
+def sampling_params(serving: Serving, asked: ChatBody) -> SamplingParams:
+    """What the body asks for, with the model's recommended defaults."""
+    top = asked.top_logprobs
+    if top is not None and not asked.logprobs and top != 0:
+        raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    if asked.max_tokens is not None and asked.max_tokens != limit:
+        raise RequestError("max_tokens and max_completion_tokens differ; send one of them", field="max_tokens")
+    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=(top or 0) if asked.logprobs else None)
+
+
+class Render:
+    """Completions as chat's JSON."""
+
+    def __init__(self, serving: Serving, flight: Answered, asked: ChatBody, params: SamplingParams) -> None:
+        self._id = ID_PREFIX + flight.key
+        self._created = int(time.time())
+        self._model = serving.name
+        self._flight = flight
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
+        self._names = serving.tokenizer.token
+        self._ids = bool(asked.return_token_ids)
+        self._params = params
+        self._usage, self._continuous = schemas.usage_options(asked)
+        self._begun: set[int] = set()
+        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._scores_due = params.prompt_logprobs is not None
+
+    def reply(self, completions: list[Completion]) -> Reply:
+        """The whole answer."""
+        scores: Any = UNSET
+        if self._scores_due:
+            scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
+        choices = [
+            Choice(
+                c.index, Message("assistant", c.text or ""), self._logprobs(c), c.finish_reason, c.stop_reason,
+                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else UNSET,
+            )
+            for c in completions
+        ]  # fmt: skip
+        prompt = self._flight.prompt_ids() if self._ids else UNSET
+        return Reply(self._id, self._created, self._model, choices, self._flight.usage(), prompt, scores)
+
+    def _logprobs(self, c: Completion) -> logprobs.Content | None:
+        if not self._wanted:
+            return None
+        return logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling)
+
+    def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
+        first = max(1, self._params.prompt_logprobs_start)
+        columns = columns or Logprobs()
+        return logprobs.prompt_objects(columns, self._flight.prompt_ids(), first, columns.width, self._names)
+
+    def delta(self, delta: Completion) -> bytes:
+        """The events of a delta: the role before a choice's first, its end in one of its own."""
+        events = b""
+        if delta.index not in self._begun:
+            events += self._role(delta)
+        if delta.text or (delta.token_ids and (self._ids or delta.logprobs)):
+            choice = ChunkChoice(delta.index, Delta(content=delta.text or ""), self._logprobs(delta))
+            if self._ids:
+                choice.token_ids = delta.token_ids
+            events += self._event(choice)
+        if delta.finish_reason is not None:
+            detail = StopDetail(delta.stop_detail, delta.message)
+            events += self._event(
+                ChunkChoice(delta.index, Delta(), None, delta.finish_reason, delta.stop_reason, detail)
+            )
+        return events
+
+    def _role(self, delta: Completion) -> bytes:
+        chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")))
+        if self._ids and not self._begun:
+            chunk.prompt_token_ids = self._flight.prompt_ids()
+        if self._scores_due and delta.prompt_logprobs:
+            self._scores_due = False
+            chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
+        self._begun.add(delta.index)
+        return sse.event(body.encode_json(chunk))
+
+    def _chunk(self, choice: ChunkChoice) -> Chunk:
+        chunk = Chunk(self._id, self._created, self._model, [choice])
+        if self._usage:
+            chunk.usage = self._flight.usage() if self._continuous else None
+        return chunk
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return sse.event(body.encode_json(self._chunk(choice)))
+
+    def tail(self) -> bytes:
+        """The usage event, if asked for."""
+        if not self._usage:
+            return b""
+        chunk = Chunk(self._id, self._created, self._model, [])
+        chunk.usage = self._flight.usage()
+        return sse.event(body.encode_json(chunk))

@@ -1,0 +1,208 @@
+"""The JSON shapes of logprobs as columns again: the inverse of what the token route writes.
+
+"arrays" and "base64" are columns already.  The "objects" leave the token itself out of its alternatives, so whether it
+is among the most probable must be told from how many others there are.  Raises `RequestError`s with the field's path.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tokserve.client.outputs import Logprobs
+from tokserve.errors import RequestError
+from tokserve.server import errors
+
+S = TypeVar("S", bound=msgspec.Struct)
+Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Value = Annotated[float, Meta(ge=-3e38, le=3e38)]
+NAME = "token_id:"
+
+
+class Alternative(msgspec.Struct):
+    """A token of the format "objects": `token_id`, or `token` "token_id:<id>"."""
+
+    logprob: Value
+    token: str = ""
+    token_id: Id | None = None
+    rank: Id | None = None
+
+
+class Entry(Alternative):
+    """An output token."""
+
+    top_logprobs: list[Alternative] = []
+
+
+class Objects(msgspec.Struct):
+    """Format "objects"."""
+
+    content: list[Entry]
+
+
+class Score(msgspec.Struct):
+    """A prompt token or an alternative to it."""
+
+    logprob: Value
+    rank: Id | None = None
+
+
+class Arrays(msgspec.Struct):
+    """Format "arrays"."""
+
+    token_logprobs: list[Value]
+    ranks: list[Id]
+    top_token_ids: list[list[Id]]
+    top_logprobs: list[list[Value]]
+
+
+class Packed(msgspec.Struct):
+    """Format "base64"."""
+
+    token_logprobs: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    shape: tuple[Id, Id]
+
+
+class Row(NamedTuple):
+    """A token, the most probable others in order, and those that are there by name only."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+    others: list[tuple[int, float]]
+    named: dict[int, float]
+
+
+def output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
+    """Logprobs of the tokens `ids` with `top` alternatives (None: as many as there are), then those `named`."""
+    if isinstance(value, dict) and "content" in value:
+        entries = _converted(value, Objects, field).content
+        rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
+        if [row.token_id for row in rows] != list(ids):
+            raise RequestError(f"{field}.content must be of the tokens in token_ids", field=f"{field}.content")
+        return _columns(rows, top, named, f"{field}.content")
+    columns = _table(value, field)
+    if len(columns.ranks) != 4 * len(ids):
+        raise RequestError(f"{field} must have a row per token", field=field)
+    _check_width(columns, top, len(named), field)
+    return columns
+
+
+def prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
+    """Logprobs of the prompt `ids`, with `top` alternatives (-1: as many as there are); None for a prompt without."""
+    width = None if top == -1 else top
+    if not isinstance(value, list):
+        columns = _table(value, field)
+        if columns.ranks:
+            _check_width(columns, width, 0, field)
+        return columns if columns.ranks else None
+    if len(value) != len(ids):
+        raise RequestError(f"{field} must have an entry per prompt token", field=field)
+    rows = []
+    for place, entry in enumerate(value):
+        if entry is not None:
+            rows.append(_prompt_row(entry, ids[place], f"{field}[{place}]"))
+    return _columns(rows, width, (), field) if rows else None
+
+
+def _prompt_row(entry: Any, token_id: int, field: str) -> Row:
+    try:
+        scores = msgspec.convert(entry, dict[Id, Score], str_keys=True)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, (), field) from None
+    own = scores.pop(token_id, None)
+    if own is None:
+        raise RequestError(f"{field} must have the prompt's own token {token_id}", field=field)
+    return Row(token_id, own.logprob, own.rank, [(i, score.logprob) for i, score in scores.items()], {})
+
+
+def _row(entry: Entry, with_names: bool, field: str) -> Row:
+    """`with_names`: alternatives without a rank are there by name."""
+    own = _id(entry, field)
+    others, named = [], {}
+    for place, alternative in enumerate(entry.top_logprobs):
+        token_id = _id(alternative, f"{field}.top_logprobs[{place}]")
+        if token_id == own:
+            continue
+        if with_names and alternative.rank is None:
+            named[token_id] = alternative.logprob
+        else:
+            others.append((token_id, alternative.logprob))
+    return Row(own, entry.logprob, entry.rank, others, named)
+
+
+def _id(entry: Alternative, field: str) -> int:
+    if entry.token_id is not None:
+        return entry.token_id
+    digits = entry.token.removeprefix(NAME)
+    if not entry.token.startswith(NAME) or not digits.isdecimal() or len(digits) > 9:
+        raise RequestError(f"{field}.token_id is required", field=f"{field}.token_id")
+    return int(digits)
+
+
+def _columns(rows: list[Row], top: int | None, named: Sequence[int], field: str) -> Logprobs:
+    width = _width(rows) if top is None else top
+    own, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
+    for place, row in enumerate(rows):
+        others = row.others
+        if len(others) == width - 1:  # the token itself is the missing one
+            others = sorted([*others, (row.token_id, row.logprob)], key=lambda pair: (-pair[1], pair[0]))
+        if len(others) != width:
+            where = f"{field}[{place}]"
+            raise RequestError(f"{where} must have {width} alternatives, got {len(others)}", field=where)
+        known = {row.token_id: row.logprob, **dict(others), **row.named}
+        for name in named:
+            if name not in known:
+                where = f"{field}[{place}]"
+                raise RequestError(f"{where} lacks token {name} of logprob_token_ids", field=where)
+        own.append(row.logprob)
+        ranks.append(row.rank or 0)
+        ids.extend([*(token for token, _ in others), *named])
+        values.extend([*(value for _, value in others), *(known[name] for name in named)])
+    return Logprobs(own.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
+
+
+def _width(rows: list[Row]) -> int:
+    """How many of the most probable tokens were asked for, as far as the rows tell."""
+    most = max((len(row.others) for row in rows), default=0)
+    always_one_of_them = all(len(row.others) == most and row.rank and row.rank <= most + 1 for row in rows)
+    return most + 1 if most and always_one_of_them else most
+
+
+def _table(value: Any, field: str) -> Logprobs:
+    """Columns from "arrays" or "base64"."""
+    if isinstance(value, dict) and "shape" in value:
+        packed = _converted(value, Packed, field)
+        count, width = packed.shape
+        columns = Logprobs(packed.token_logprobs, packed.ranks, packed.top_token_ids, packed.top_logprobs, width)
+    else:
+        lists = _converted(value, Arrays, field)
+        count, width = len(lists.ranks), len(lists.top_token_ids[0]) if lists.top_token_ids else 0
+        columns = Logprobs(
+            array("f", lists.token_logprobs).tobytes(), array("i", lists.ranks).tobytes(),
+            array("i", (i for row in lists.top_token_ids for i in row)).tobytes(),
+            array("f", (v for row in lists.top_logprobs for v in row)).tobytes(), width,
+        )  # fmt: skip
+    narrow = {len(columns.token_logprobs), len(columns.ranks)} != {4 * count}
+    if narrow or {len(columns.top_ids), len(columns.top_logprobs)} != {4 * count * width}:
+        raise RequestError(f"{field} must have columns of equal length", field=field)
+    return columns
+
+
+def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
+    if top is not None and columns.width != top + named:
+        raise RequestError(f"{field} must have {top + named} alternatives per token, got {columns.width}", field=field)
+
+
+def _converted(value: Any, kind: type[S], field: str) -> S:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, kind.__struct_fields__, field) from None

@@ -1,0 +1,262 @@
+"""Completions: text or ids in, text out, in OpenAI's older shape; also how evaluations score texts.
+
+Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
+`echo` puts the prompt before the answer, with its logprobs if any are asked for; `max_tokens` 0 then only
+scores: the engine draws one token, which is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.outputs import Completion, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server import body, logprobs, schemas, sse
+from tokserve.server.chat import off_loop
+from tokserve.server.flights import Answered, Usage
+from tokserve.server.logprobs import TextLogprobs
+from tokserve.server.schemas import CompletionBody
+from tokserve.server.serving import Fields, Serving, Terms
+from tokserve.server.tokens import StopDetail
+
+ID_PREFIX = "cmpl-"
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
+MAX_PROMPTS = 4096
+
+
+class Choice(msgspec.Struct):
+    """A choice, or a delta of one."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: StopDetail | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+class Reply(msgspec.Struct):
+    """The whole answer, or an event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class Call(NamedTuple):
+    """A completions body, read: what is to be generated."""
+
+    asked: CompletionBody
+    ignored: list[str]
+    params: SamplingParams
+    terms: Terms
+    prompts: list[str | list[int]]
+    ids: list[list[int]]
+    fields: Fields
+
+
+async def completions(serving: Serving, request: Request) -> Response:
+    """POST /v1/completions"""
+    call = await read(serving, request)
+    asked, stream = call.asked, bool(call.asked.stream)
+    flight = await serving.start(call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
+    render = Render(serving, flight, asked, call.params, call.prompts)
+    if asked.max_tokens == 0:
+        flight.adjust = drop_output
+    headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
+    if stream:
+        return sse.EventStream(flight, render, serving.keep_alive, headers)
+    return body.reply(request, render.reply(await sse.collect(flight, request)), headers)
+
+
+async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
+    """The body with its prompts as ids.  `replies` False: what comes back is no completion, and may be msgpack."""
+    packed = body.is_msgpack(request)
+    raw = await body.read(request, serving.max_body)
+    asked, ignored = schemas.parse(CompletionBody, body.decode(raw, packed), strict=serving.config.server.strict)
+    serving.check_model(asked.model)
+    schemas.check_stream(asked, replies and body.wants_msgpack(request))
+    params = sampling_params(serving, asked)
+    terms = serving.terms(request, asked)
+    prompts = parse_prompts(asked.prompt)
+    listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
+    special = asked.add_special_tokens is not False
+    ids = await off_loop(len(raw), lambda: tokenized(serving, prompts, special, listed))
+    fields = Fields("prompt[0]" if listed and len(prompts) == 1 else "prompt", others={"extra_args": "vllm_xargs"})
+    return Call(asked, ignored, params, terms, prompts, ids, fields)
+
+
+def drop_output(c: Completion) -> Completion:
+    """What is left of a completion when only the prompt was of interest."""
+    ended = c.finish_reason in ("stop", "length")
+    return dataclasses.replace(
+        c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
+        stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail,
+    )  # fmt: skip
+
+
+def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
+    """What the body asks for, with the model's recommended defaults."""
+    wanted = schemas.count(asked.logprobs)
+    if wanted is not None and wanted < -1:
+        raise RequestError("logprobs must be at least -1", field="logprobs")
+    limit = asked.max_tokens if "max_tokens" in asked.model_fields_set else DEFAULT_MAX_TOKENS
+    if limit == 0:
+        if not asked.echo and schemas.count(asked.prompt_logprobs) is None:
+            raise RequestError("max_tokens must be at least 1 (0 scores a prompt, with echo)", field="max_tokens")
+        limit = 1
+    prompt = schemas.count(asked.prompt_logprobs)
+    if asked.echo and wanted is not None:
+        if asked.prompt_logprobs_start:
+            raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
+        prompt = -1 if -1 in (wanted, prompt) else max(wanted, prompt or 0)
+    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=wanted, prompt_logprobs=prompt)
+
+
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts: a text, a list of texts, ids, or a list of lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt is None:
+        raise RequestError("prompt is required", field="prompt")
+    if not isinstance(prompt, list):
+        raise RequestError("prompt must be a string, a list of strings, token ids or a list of them", field="prompt")
+    if not prompt:
+        raise RequestError("prompt must not be empty", field="prompt")
+    if type(prompt[0]) is int:
+        _check_ids(prompt, "prompt")
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt must have at most {MAX_PROMPTS} entries, got {len(prompt)}", field="prompt")
+    for place, one in enumerate(prompt):
+        if isinstance(one, list):
+            _check_ids(one, f"prompt[{place}]")
+        elif not isinstance(one, str):
+            raise RequestError(f"prompt[{place}] must be a string or token ids", field=f"prompt[{place}]")
+    return prompt
+
+
+def _check_ids(ids: list[Any], field: str) -> None:
+    if not ids:
+        raise RequestError(f"{field} must not be empty", field=field)
+    if set(map(type, ids)) != {int}:
+        place = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise RequestError(f"{field}[{place}] must be a token id", field=f"{field}[{place}]")
+
+
+def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool) -> list[list[int]]:
+    """The prompts as token ids."""
+    made = []
+    for place, prompt in enumerate(prompts):
+        field = f"prompt[{place}]" if listed else "prompt"
+        if isinstance(prompt, str):
+            try:
+                prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
+            except RequestError as error:
+                error.field = field
+                raise
+            if not prompt:
+                raise RequestError(f"{field} must not be empty", field=field)
+        made.append(prompt)
+    return made
+
+
+class Render:
+    """Completions as this route's JSON."""
+
+    def __init__(
+        self, serving: Serving, flight: Answered, asked: CompletionBody, params: SamplingParams,
+        prompts: list[str | list[int]],
+    ) -> None:  # fmt: skip
+        self._id = ID_PREFIX + flight.key
+        self._created = int(time.time())
+        self._model = serving.name
+        self._flight = flight
+        self._prompts = prompts
+        self._tokenizer = serving.tokenizer
+        self._skip_special = params.skip_special_tokens
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
+        self._ids = bool(asked.return_token_ids)
+        self._echo = bool(asked.echo)
+        self._start = params.prompt_logprobs_start
+        self._top = params.logprobs
+        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._scores_asked = schemas.count(asked.prompt_logprobs) is not None
+        self._usage, self._continuous = schemas.usage_options(asked)
+        self._offsets: dict[int, int] = {}  # choices begun -> characters of their tokens so far
+
+    def reply(self, ends: list[Completion]) -> Reply:
+        """The whole answer."""
+        choices = [self._choice(c) for c in ends]
+        return Reply(self._id, self._created, self._model, choices, self._flight.usage())
+
+    def _choice(self, c: Completion) -> Choice:
+        """A choice from a delta; its first also carries what is said about the prompt."""
+        begins = c.index not in self._offsets
+        choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
+        shown = TextLogprobs() if self._wanted else None
+        offset = self._offsets.get(c.index, 0)
+        if begins:
+            offset = self._begin(choice, shown, c.prompt_logprobs)
+        if shown is not None:
+            if c.logprobs is not None:
+                offset = shown.add(c.logprobs, c.token_ids, self._spelling, offset, c.logprobs.width)
+            choice.logprobs = shown
+        self._offsets[c.index] = offset
+        if self._ids:
+            choice.token_ids = c.token_ids
+        if c.finish_reason is not None:
+            choice.stop_detail = StopDetail(c.stop_detail, c.message)
+        return choice
+
+    def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> int:
+        """Add the prompt to a choice; returns the characters it takes."""
+        ids = self._flight.prompt_ids(choice.index)
+        place = choice.index // self._flight.n
+        columns = scores or Logprobs()
+        offset = 0
+        if self._ids:
+            choice.prompt_token_ids = ids
+        if self._scores_asked:
+            first = max(1, self._start)
+            choice.prompt_logprobs = logprobs.prompt_objects(columns, ids, first, columns.width, self._tokenizer.token)
+        if self._echo:
+            prompt = self._prompts[place]
+            own = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, self._skip_special)
+            choice.text = own + choice.text
+            if shown is not None:
+                offset = shown.add(None, ids[:1], self._spelling, 0, 0)
+                top = columns.width if self._top == -1 else self._top or 0
+                offset = shown.add(scores, ids[1:], self._spelling, offset, top)
+        return offset
+
+    def delta(self, delta: Completion) -> bytes:
+        """One event, unless there is nothing to say yet."""
+        begins = delta.index not in self._offsets
+        choice = self._choice(delta)
+        if not (begins or choice.text or delta.token_ids or delta.finish_reason):
+            return b""
+        reply = Reply(self._id, self._created, self._model, [choice])
+        if self._usage:
+            reply.usage = self._flight.usage() if self._continuous else None
+        return sse.event(body.encode_json(reply))
+
+    def tail(self) -> bytes:
+        """The usage event, if asked for."""
+        if not self._usage:
+            return b""
+        return sse.event(body.encode_json(Reply(self._id, self._created, self._model, [], self._flight.usage())))

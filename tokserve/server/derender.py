@@ -1,0 +1,393 @@
+"""Replies of /inference/v1/generate as chat's and completions' replies: the way back from `render`.
+
+The tokens may come from any server.  Text, stop strings and logprobs follow the rules of the text routes because
+the same classes write them: here a reply only becomes `Completion`s again.  Streams are not taken.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.inputs import bare_id
+from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server import body, chat, columns, completions, errors, schemas
+from tokserve.server.flights import PromptTokensDetails, Usage
+from tokserve.server.logprobs import num_rows
+from tokserve.server.schemas import ChatBody, CompletionBody, TextBody
+from tokserve.server.serving import MAX_CHOICES, Serving
+from tokserve.text.detokenizer import Detokenizer
+
+D = TypeVar("D", bound="DerenderBody")
+S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T", bound=TextBody)
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class DerenderBody(BaseModel):
+    """What both routes take."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model: str | None = None
+    stream: bool | None = None
+
+
+class DerenderChatBody(DerenderBody):
+    """The body of /v1/chat/completions/derender."""
+
+    generate_response: Any = None
+    chat_request: Any = None
+    prompt_tokens: int | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class DerenderCompletionBody(DerenderBody):
+    """The body of /v1/completions/derender: a reply per prompt."""
+
+    generate_responses: list[Any] | None = None
+    completion_request: Any = None
+    prompt_tokens: list[int] | None = None
+    prompt_token_ids: list[list[int]] | None = None
+
+
+class Cached(msgspec.Struct):
+    """The part of the prompt that was not computed again."""
+
+    cached_tokens: Count = 0
+
+
+class Used(msgspec.Struct):
+    """A reply's usage, as far as it is needed."""
+
+    prompt_tokens: Count
+    prompt_tokens_details: Cached | None = None
+
+
+class Ended(msgspec.Struct):
+    """A choice's stop_detail."""
+
+    kind: str | None = None
+    message: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """A choice of a generate reply; other servers leave out what has a default."""
+
+    token_ids: list[Count] | bytes
+    index: Count = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | list[int] | None = None
+    logprobs: Any = None
+    stop_detail: Ended | None = None
+
+
+class Generated(msgspec.Struct):
+    """A generate reply.  Fields it does not name are of no use here."""
+
+    choices: list[Choice]
+    request_id: str | None = None
+    usage: Used | None = None
+    prompt_logprobs: Any = None
+    prompt_token_ids: list[Count] | bytes | None = None
+
+
+class _Landed:
+    """The request of replies that were generated elsewhere; a `flights.Answered`."""
+
+    def __init__(self, request_id: str | None, n: int) -> None:
+        self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
+        self.n = n
+        self.prompts: list[list[int]] = []
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+
+    def usage(self) -> Usage:
+        """Tokens read and written."""
+        read, written = self.prompt_tokens, self.completion_tokens
+        return Usage(read, written, read + written, PromptTokensDetails(self.cached_tokens))
+
+    def prompt_ids(self, index: int = 0) -> list[int]:
+        """The prompt of a choice."""
+        return self.prompts[index // self.n]
+
+
+class Reader:
+    """Generate replies become completions.  `params` None: nobody says what was asked, so all there is is shown."""
+
+    def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
+        self._tokenizer = serving.tokenizer
+        self._eos = frozenset(serving.llm.ready.eos_token_ids)
+        self._limit = max(serving.llm.ready.vocab_size, serving.tokenizer.vocab_size)
+        self.params = params or SamplingParams()
+        self._known = params is not None
+        self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
+        self._landed: _Landed | None = None
+        self.ends: list[Completion] = []
+
+    @property
+    def landed(self) -> _Landed:
+        """The request of what was read."""
+        assert self._landed is not None
+        return self._landed
+
+    def add(self, value: Any, field: str, prompt: Sequence[int] | None, count: int | None, places: str) -> None:
+        """Read one reply.  `prompt` and `count`: the client's own word on the prompt; `places`: where it stands."""
+        reply = _converted(value, Generated, field)
+        where = f"{field}.choices"
+        if not reply.choices:
+            raise RequestError(f"{where} must not be empty", field=where)
+        if self._landed is None:
+            n = self.params.n if self._known else len(reply.choices)
+            self._landed = _Landed(reply.request_id, n)
+            if not self._known and reply.choices[0].logprobs is not None:
+                self.params = msgspec.structs.replace(self.params, logprobs=0)
+        landed = self._landed
+        if landed.n > MAX_CHOICES:
+            raise RequestError(f"{where} must have at most {MAX_CHOICES} entries, got {landed.n}", field=where)
+        if sorted(choice.index for choice in reply.choices) != list(range(landed.n)):
+            raise RequestError(f"{where} must have each index from 0 to {landed.n - 1} once", field=where)
+        ids = self._prompt(reply, field, prompt, places)
+        landed.prompt_tokens += _agreed(reply, ids, count, places)
+        if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
+            landed.cached_tokens += reply.usage.prompt_tokens_details.cached_tokens
+        scores = self._scores(reply, f"{field}.prompt_logprobs", ids)
+        first = len(landed.prompts) * landed.n
+        landed.prompts.append(ids or [])
+        ends = [self._end(choice, f"{where}[{i}]", scores) for i, choice in enumerate(reply.choices)]
+        for end in sorted(ends, key=lambda end: end.index):
+            end.index += first
+            self.ends.append(end)
+
+    def _prompt(self, reply: Generated, field: str, given: Sequence[int] | None, places: str) -> list[int] | None:
+        """The prompt's ids, if the client or the reply says them."""
+        echoed = reply.prompt_token_ids
+        own = None if echoed is None else self._ids(echoed, f"{field}.prompt_token_ids")
+        said = None if given is None else self._ids(list(given), f"prompt_token_ids{places}")
+        if own is not None and said is not None and own != said:
+            raise RequestError(
+                f"prompt_token_ids{places} differs from {field}.prompt_token_ids", field=f"prompt_token_ids{places}"
+            )
+        ids = own if said is None else said
+        if self._needs_prompt and not ids:
+            raise RequestError(
+                "prompt_token_ids is required: the reply that is asked for repeats or scores the prompt",
+                field=f"prompt_token_ids{places}",
+            )
+        return ids
+
+    def _ids(self, ids: list[int] | bytes, field: str) -> list[int]:
+        if isinstance(ids, bytes):
+            if len(ids) % 4:
+                raise RequestError(f"{field} must be int32 values, 4 bytes each", field=field)
+            ids = array("i", ids).tolist()
+        if ids and not (min(ids) >= 0 and max(ids) < self._limit):
+            place = next(i for i, token in enumerate(ids) if not 0 <= token < self._limit)
+            field = f"{field}[{place}]"
+            raise RequestError(f"{field} must be a token id from 0 to {self._limit - 1}", field=field)
+        return ids
+
+    def _scores(self, reply: Generated, field: str, ids: list[int] | None) -> Logprobs | None:
+        """The prompt's logprobs, if they are to be shown."""
+        if self.params.prompt_logprobs is None:
+            return None
+        if reply.prompt_logprobs is None or ids is None:
+            raise RequestError(f"{field} is required: the request asks for them", field=field)
+        start = max(1, self.params.prompt_logprobs_start)
+        scores = columns.prompt(reply.prompt_logprobs, ids, self.params.prompt_logprobs, field)
+        if scores is not None and num_rows(scores) != len(ids) - start:
+            raise RequestError(f"{field} must have an entry per prompt token", field=field)
+        return scores
+
+    def _logprobs(self, choice: Choice, ids: list[int], field: str) -> Logprobs | None:
+        params = self.params
+        if params.logprobs is None and not params.logprob_token_ids:
+            return None
+        if choice.logprobs is None:
+            raise RequestError(f"{field} is required: the request asks for logprobs", field=field)
+        top = None if not self._known or params.logprobs == -1 else params.logprobs or 0
+        return columns.output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
+
+    def _end(self, choice: Choice, where: str, scores: Logprobs | None) -> Completion:
+        """One choice with its text; a stop string that its generator did not cut at is cut at here."""
+        ids = self._ids(choice.token_ids, f"{where}.token_ids")
+        logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
+        kind = self._kind(choice, ids)
+        end = Completion(
+            choice.index, ids, "", logprobs, scores, 0, choice.finish_reason, choice.stop_reason, kind,
+            choice.stop_detail.message if choice.stop_detail else None,
+        )  # fmt: skip
+        shown = ids[:-1] if kind in TERMINATORS and not self.params.include_stop_str_in_output else ids
+        stops, least = self.params.stop_strings(), self.params.min_tokens
+        if isinstance(choice.stop_reason, str):  # cut already, behind the token that completed the match
+            stops, least = [choice.stop_reason] if choice.stop_reason else [], max(0, len(ids) - 1)
+        end.text, hit = self._detokenizer(stops, least).push(shown, True)
+        if hit is not None:
+            end.token_ids = ids[: hit.index + 1]
+            end.logprobs = logprobs.cut(hit.index + 1) if logprobs else None
+            end.finish_reason, end.stop_reason, end.stop_detail, end.message = "stop", hit.text, "stop_string", None
+        return end
+
+    def _detokenizer(self, stops: Sequence[str], min_tokens: int) -> Detokenizer:
+        params = self.params
+        return Detokenizer(
+            self._tokenizer, stops, include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens, spaces_between_special=params.spaces_between_special_tokens,
+            min_tokens=min_tokens,
+        )  # fmt: skip
+
+    def _kind(self, choice: Choice, ids: list[int]) -> str | None:
+        """Exactly why a choice ended; a reply that does not say is read as far as it can be."""
+        if choice.stop_detail is not None and choice.stop_detail.kind is not None:
+            return choice.stop_detail.kind
+        reason = choice.stop_reason
+        if choice.finish_reason == "stop" and ids:
+            if isinstance(reason, str):
+                return "stop_string"
+            if reason is None and ids[-1] in self._eos:
+                return "eos"
+            if reason == ids[-1]:
+                return "stop_token"
+        return None
+
+
+async def derender_chat(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions/derender: a generate reply as the chat's reply"""
+    given, raw = await _read(serving, request, DerenderChatBody)
+    shown, ignored = given
+    if shown.generate_response is None:
+        raise RequestError("generate_response is required", field="generate_response")
+    asked = _request(serving, ChatBody, shown.chat_request, "chat_request", ignored)
+    params = None if asked is None else _params(lambda: chat.sampling_params(serving, asked), "chat_request")
+
+    def work() -> chat.Reply:
+        reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids))
+        reader.add(shown.generate_response, "generate_response", shown.prompt_token_ids, shown.prompt_tokens, "")
+        landed = reader.landed
+        landed.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
+        return chat.Render(serving, landed, asked or ChatBody(), reader.params).reply(reader.ends)
+
+    return body.reply(request, await chat.off_loop(raw, work), schemas.ignored_header(ignored))
+
+
+async def derender_completions(serving: Serving, request: Request) -> Response:
+    """POST /v1/completions/derender: the generate replies to a request's prompts as its one reply"""
+    given, raw = await _read(serving, request, DerenderCompletionBody)
+    shown, ignored = given
+    replies = shown.generate_responses
+    if not replies:
+        raise RequestError("generate_responses must have a reply per prompt", field="generate_responses")
+    for name in ("prompt_tokens", "prompt_token_ids"):
+        entries = getattr(shown, name)
+        if entries is not None and len(entries) != len(replies):
+            raise RequestError(f"{name} must have an entry per reply: {len(replies)}", field=name)
+    asked = _request(serving, CompletionBody, shown.completion_request, "completion_request", ignored)
+    params = None
+    prompts: list[str | list[int]] = []
+    if asked is not None:
+        params = _params(lambda: completions.sampling_params(serving, asked), "completion_request")
+        prompts = _prompts(asked, len(replies))
+
+    def work() -> completions.Reply:
+        reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids or asked.echo))
+        for i, reply in enumerate(replies):
+            ids = None if shown.prompt_token_ids is None else shown.prompt_token_ids[i]
+            count = None if shown.prompt_tokens is None else shown.prompt_tokens[i]
+            reader.add(reply, f"generate_responses[{i}]", ids, count, f"[{i}]")
+        ends, landed = reader.ends, reader.landed
+        if asked is not None and asked.max_tokens == 0:
+            ends = [completions.drop_output(end) for end in ends]
+        landed.completion_tokens = sum(len(end.token_ids) for end in ends)
+        texts = prompts or list(landed.prompts)
+        return completions.Render(serving, landed, asked or CompletionBody(), reader.params, texts).reply(ends)
+
+    return body.reply(request, await chat.off_loop(raw, work), schemas.ignored_header(ignored))
+
+
+async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[tuple[D, list[str]], int]:
+    """The body with the names of the fields that are ignored, and its size."""
+    packed = body.is_msgpack(request)
+    raw = await body.read(request, serving.max_body)
+    shown, ignored = schemas.parse(kind, body.decode(raw, packed), strict=serving.config.server.strict)
+    serving.check_model(shown.model)
+    if shown.stream:
+        raise RequestError("stream must be false: only whole replies are taken", field="stream")
+    return (shown, ignored), len(raw)
+
+
+def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: list[str]) -> T | None:
+    """The text request that was rendered, if the client says it."""
+    if value is None:
+        return None
+    try:
+        asked, more = schemas.parse(kind, value, strict=serving.config.server.strict)
+        serving.check_model(asked.model)
+    except RequestError as error:
+        raise _within(error, field) from None
+    ignored += more
+    return asked
+
+
+def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:
+    try:
+        params = make()
+        params.validate()
+    except RequestError as error:
+        raise _within(error, field) from None
+    return params
+
+
+def _prompts(asked: CompletionBody, count: int) -> list[str | list[int]]:
+    """The request's prompts, as texts or ids; none if it does not say them."""
+    if asked.prompt is None:
+        return []
+    try:
+        prompts = completions.parse_prompts(asked.prompt)
+    except RequestError as error:
+        raise _within(error, "completion_request") from None
+    if len(prompts) != count:
+        raise RequestError(
+            f"generate_responses must have a reply per prompt: {len(prompts)}, got {count}", field="generate_responses"
+        )
+    return prompts
+
+
+def _agreed(reply: Generated, ids: list[int] | None, count: int | None, places: str) -> int:
+    """The length of the prompt, which may be said in three ways; 0 if nobody says it."""
+    said = reply.usage.prompt_tokens if reply.usage else None
+    lengths = [length for length in (count, len(ids) if ids else None, said) if length is not None]
+    if len(set(lengths)) > 1:
+        field = f"prompt_tokens{places}"
+        raise RequestError(
+            f"{field}, prompt_token_ids and the reply's usage differ in the prompt's length", field=field
+        )
+    if lengths and not 0 <= lengths[0] < 1 << 31:
+        raise RequestError(f"prompt_tokens{places} must be from 0 to {(1 << 31) - 1}", field=f"prompt_tokens{places}")
+    return lengths[0] if lengths else 0
+
+
+def _converted(value: Any, kind: type[S], field: str) -> S:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, kind.__struct_fields__, field) from None
+
+
+def _within(error: RequestError, field: str) -> RequestError:
+    """The error of a request that is part of this body."""
+    if error.field is None:
+        error.field = field
+        error.message = error.message.replace("the body", field)
+    else:
+        if error.message.startswith(error.field):
+            error.message = f"{field}.{error.message}"
+        error.field = f"{field}.{error.field}"
+    return error

@@ -1,0 +1,126 @@
+"""Every failure as the one JSON shape {"error": {message, type, param, code}}, whatever library found it.
+
+Turns the complaints of msgspec and pydantic into `RequestError`s that name the field as a client writes it
+(`messages[0].content`, `sampling_params.top_p`).  Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from tokserve.errors import Overloaded, RequestError
+
+SHOWN = 200  # characters of a client's own text that an error repeats
+
+_MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_NAMED = re.compile(r"(?:unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
+
+
+class WrongMethod(RequestError):
+    """405: the route exists, the method does not."""
+
+    status = 405
+
+
+class Detail(msgspec.Struct):
+    """The inside of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """An error as clients see it."""
+
+    error: Detail
+
+
+def body(error: RequestError) -> bytes:
+    """The error as JSON."""
+    return msgspec.json.encode(ErrorBody(Detail(error.message, error.type, error.field, error.code)))
+
+
+def response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The error as an HTTP response, with `Retry-After` where trying again makes sense."""
+    extra = dict(headers or {})
+    if isinstance(error, Overloaded):
+        extra["Retry-After"] = str(error.retry_after)
+    return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
+
+
+def malformed(error: Exception, kind: str) -> RequestError:
+    """A body that is not JSON (or msgpack) at all; the message says where it breaks."""
+    if isinstance(error, RecursionError):
+        return RequestError(f"the body is nested too deeply for {kind}", code="invalid_body")
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError("the body holds a string that is not UTF-8", code="invalid_body")
+    why = str(error).partition(" is malformed: ")[2] or str(error)
+    return RequestError(f"the body is not valid {kind}: {why}", code="invalid_body")
+
+
+def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: str = "") -> RequestError:
+    """A well-formed body with a wrong value: the error with the value's path.
+
+    `known` are the field names of the struct, to suggest one for a name that is not; `prefix` is the path of
+    the struct inside the body.
+    """
+    match = _MSGSPEC.match(str(error))
+    what, path = (match["what"], match["path"] or "") if match else (str(error), "")
+    parts = [prefix, path.lstrip(".")]
+    named = _NAMED.search(what)
+    if named:
+        parts.append(named["name"])
+    field = ".".join(part for part in parts if part).replace(".[", "[")[:SHOWN]
+    if named and "unknown" in what:
+        return unknown_field(field, named["name"], known)
+    what = f"{field} is required" if named else f"{field or 'the body'}: {what[0].lower()}{what[1 : 2 * SHOWN]}"
+    return RequestError(what, field=field or None)
+
+
+def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
+    """Refuse a name that no field has; the message names the nearest one that exists."""
+    close = difflib.get_close_matches(name[:SHOWN], list(known), 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
+
+
+def unsupported(field: str) -> RequestError:
+    """Refuse a field that other servers know and that would change the result here."""
+    return RequestError(f"{field} is not supported by this server", field=field, code="unsupported")
+
+
+def from_pydantic(error: ValidationError, value: Any) -> RequestError:
+    """The first complaint that goes deepest into `value`, with its path."""
+    first = max(error.errors(include_url=False, include_context=False, include_input=False), key=_depth)
+    field = _path(first["loc"], value)[:SHOWN]
+    if first["type"] == "missing":
+        return RequestError(f"{field} is required", field=field)
+    if not field:
+        return RequestError("the body must be an object")
+    return RequestError(f"{field}: {first['msg'][0].lower()}{first['msg'][1:]}", field=field)
+
+
+def _depth(complaint: Any) -> int:
+    return len(complaint["loc"])
+
+
+def _path(location: tuple[int | str, ...], value: Any) -> str:
+    """`location` as `a.b[0].c`, without the names of union branches that pydantic puts in between."""
+    path = ""
+    for position, part in enumerate(location):
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):  # a branch's name, or (at the end) a field that is missing
+            if not (position == len(location) - 1 and isinstance(value, dict)):
+                continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path

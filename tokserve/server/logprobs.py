@@ -1,0 +1,260 @@
+"""Columns of logprobs as the JSON shapes that clients read.
+
+The engine's columns (`Logprobs`) stay columns in the "arrays" and "base64" formats.  The "objects" of the
+token route and of OpenAI's routes are a small struct per token and alternative, which is why they are dearer.
+In them and in "arrays" as JSON no value is below `FLOOR`: JSON has no -inf, and clients of these shapes
+know that number.  Packed columns are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tokserve.client.outputs import Logprobs
+from tokserve.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0  # what a probability of zero becomes in JSON
+T = TypeVar("T")
+Named = Callable[[int], str]
+Row = tuple[float, int, Sequence[int], Sequence[float]]  # logprob, rank, alternatives' ids and logprobs
+
+
+class Top(msgspec.Struct):
+    """An alternative, as chat shows it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Entry(msgspec.Struct):
+    """A token, as chat shows it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Top]
+
+
+class Content(msgspec.Struct):
+    """The logprobs of a chat choice."""
+
+    content: list[Entry]
+
+
+class Spelling:
+    """How a text route writes tokens: their text, or `token_id:<id>` on request."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """The token's name."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
+
+    def bytes(self, token_id: int) -> list[int]:
+        """The token's bytes."""
+        return list(self._tokenizer.token_bytes(token_id))
+
+
+class IdAlternative(msgspec.Struct, gc=False):
+    """An alternative, as the token route shows it; `token` and `token_id` for clients of both generations."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: None = None
+
+
+class IdEntry(msgspec.Struct, gc=False):
+    """A token, as the token route shows it."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int
+    bytes: None
+    top_logprobs: list[IdAlternative]
+
+
+class Objects(msgspec.Struct, gc=False):
+    """Format "objects"."""
+
+    content: list[IdEntry]
+
+
+class Score(msgspec.Struct, gc=False):
+    """The logprob of a prompt token, or of an alternative to it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class Columns(msgspec.Struct):
+    """Format "arrays" as JSON numbers."""
+
+    token_logprobs: list[float]
+    ranks: list[int]
+    top_token_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    mode: str
+    start: int | UnsetType = UNSET
+
+
+class Packed(msgspec.Struct):
+    """Little-endian float32 and int32 columns: base64 in JSON, byte strings in msgpack."""
+
+    token_logprobs: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    shape: tuple[int, int]  # rows, alternatives per row
+    mode: str
+    start: int | UnsetType = UNSET
+
+
+def num_rows(columns: Logprobs) -> int:
+    """How many tokens the columns speak of."""
+    return len(columns.token_logprobs) // 4
+
+
+def rows(columns: Logprobs) -> Iterator[Row]:
+    """The columns token by token, with nothing below `FLOOR`."""
+    width = columns.width
+    ids = memoryview(columns.top_ids).cast("i").tolist()
+    values = _floored(columns.top_logprobs)
+    own = _floored(columns.token_logprobs)
+    ranks = memoryview(columns.ranks).cast("i").tolist()
+    ends = range(width, width * len(own) + width, width) if width else [0] * len(own)
+    for logprob, rank, end in zip(own, ranks, ends, strict=True):
+        yield logprob, rank, ids[end - width : end], values[end - width : end]
+
+
+def others(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
+    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those asked for by name.
+
+    Equal logprobs share a rank; the rank of a token that is only here by name is unknown.
+    """
+    _, _, ids, values = row
+    rank, last = 0, 1.0
+    for place, (other, value) in enumerate(zip(ids, values, strict=True)):
+        if place < top:
+            if value != last:
+                rank, last = place + 1, value
+            if other != token_id:
+                yield other, value, rank
+        elif other != token_id and other not in ids[:place]:
+            yield other, value, None
+
+
+def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> Packed:
+    """The columns as they are."""
+    shape = (num_rows(columns), columns.width)
+    c = columns
+    return Packed(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
+
+
+def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> Columns:
+    """The columns as lists."""
+    ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
+    return Columns(
+        _floored(columns.token_logprobs),
+        memoryview(columns.ranks).cast("i").tolist(),
+        _table(ids, columns),
+        _table(_floored(columns.top_logprobs), columns),
+        columns.mode,
+        start,
+    )
+
+
+def _table(values: list[T], columns: Logprobs) -> list[list[T]]:
+    """A column of all alternatives, cut into the tokens' rows."""
+    width, count = columns.width, num_rows(columns)
+    return [values[i * width : (i + 1) * width] for i in range(count)] if width else [[]] * count
+
+
+def _floored(column: bytes) -> list[float]:
+    """A float32 column as numbers that JSON can say."""
+    values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
+    return values if min(values, default=0.0) >= FLOOR else [max(FLOOR, value) for value in values]
+
+
+def objects(columns: Logprobs, token_ids: Sequence[int], top: int) -> Objects:
+    """An entry per token; tokens are named by their ids.  The token itself is the first of its alternatives."""
+    entries = []
+    for token_id, row in zip(token_ids, rows(columns), strict=True):
+        logprob, rank, name = row[0], row[1], f"token_id:{token_id}"
+        tops = [IdAlternative(name, token_id, logprob, rank)]
+        if row[2]:
+            tops += [IdAlternative(f"token_id:{i}", i, value, place) for i, value, place in others(row, token_id, top)]
+        entries.append(IdEntry(name, token_id, logprob, rank, None, tops))
+    return Objects(entries)
+
+
+def prompt_objects(
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+) -> list[dict[str, Score] | None]:
+    """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
+
+    The first token, and those before `start`, have none, nor has any of a request that ended before its prompt
+    was read.  `name` decodes a token.
+    """
+    first = max(1, start) if columns.ranks else len(prompt_ids)
+    entries: list[dict[str, Score] | None] = [None] * min(first, len(prompt_ids))
+    for token_id, row in zip(islice(prompt_ids, first, None), rows(columns), strict=True):
+        entry = {str(token_id): Score(row[0], row[1], name(token_id) if name else None)}
+        for other, value, rank in others(row, token_id, top):
+            entry[str(other)] = Score(value, rank, name(other) if name else None)
+        entries.append(entry)
+    return entries
+
+
+def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> Content:
+    """The logprobs of a chat choice: the top alternatives (the token itself only if it is one), then those by name."""
+    entries = []
+    for token_id, (logprob, _, ids, values) in zip(token_ids, rows(columns), strict=True):
+        tops = [
+            Top(spelling.text(other), value, spelling.bytes(other)) for other, value in zip(ids, values, strict=True)
+        ]
+        entries.append(Entry(spelling.text(token_id), logprob, spelling.bytes(token_id), tops))
+    return Content(entries)
+
+
+class TextLogprobs(msgspec.Struct):
+    """The logprobs of a completions choice, a column per kind."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+    def add(self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: int, top: int) -> int:
+        """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
+
+        `offset`: where in the choice's text they begin; returns where they end.
+        """
+        table = [None] * len(token_ids) if columns is None else rows(columns)
+        for token_id, row in zip(token_ids, table, strict=True):
+            name = spelling.text(token_id)
+            self.tokens.append(name)
+            self.text_offset.append(offset)
+            offset += len(name)
+            if row is None:
+                self.token_logprobs.append(None)
+                self.top_logprobs.append(None)
+                continue
+            own, _, ids, values = row
+            self.token_logprobs.append(own)
+            named = {name: own}  # the token's own value wins over an alternative that reads the same
+            for other, value in zip(ids[:top], values[:top], strict=True):
+                named.setdefault(spelling.text(other), value)
+            self.top_logprobs.append(named)
+        return offset

@@ -1,0 +1,113 @@
+"""Text requests as token requests: what chat or completions would generate, for somebody else to generate.
+
+A rendered request is a body for /inference/v1/generate that draws the same tokens as the text route would,
+here or on a tokens-only server of the same model (stop strings aside, which need a tokenizer).  Nothing is
+generated here; `derender` is the way back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.params import SamplingParams
+from tokserve.server import body, chat, completions, schemas
+from tokserve.server.serving import Serving, Terms
+from tokserve.server.tokens import StreamOptions
+
+
+class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A body for /inference/v1/generate; what is at its default there is left out."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    model: str
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+    group_id: str | None = None
+
+
+class TokenizerDescription(msgspec.Struct):
+    """What a client needs to know of the tokenizer; no paths."""
+
+    tokenizer_class: str | None
+    vocab_size: int
+    special_tokens: dict[str, str]
+    special_token_ids: list[int]
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    eos_token_ids: list[int]
+    model_max_length: int
+    chat_template: str | dict[str, str] | None
+
+
+async def render_chat(serving: Serving, request: Request) -> Response:
+    """POST /v1/chat/completions/render: the token request that this chat is"""
+    call = await chat.read(serving, request, with_tokens=False, replies=False)
+    forbidden = serving.check([call.prompt], call.params, call.terms, call.fields)
+    echo = bool(call.asked.return_token_ids) or call.params.prompt_logprobs is not None
+    given = body.request_id(request, call.asked.request_id)
+    made = _rendered(serving, call.asked, _portable(call.params, forbidden), call.terms, call.prompt, echo, given)
+    return body.reply(request, made, _headers(given, call.ignored))
+
+
+async def render_completions(serving: Serving, request: Request) -> Response:
+    """POST /v1/completions/render: the token requests that these prompts are, one for each"""
+    call = await completions.read(serving, request, replies=False)
+    forbidden = serving.check(call.ids, call.params, call.terms, call.fields)
+    asked = call.asked
+    params = _portable(call.params, forbidden)
+    echo = bool(asked.return_token_ids or asked.echo) or params.prompt_logprobs is not None
+    given = body.request_id(request, asked.request_id)
+    several = given is not None and len(call.ids) > 1
+    made = [
+        _rendered(serving, asked, params, call.terms, ids, echo, f"{given}-{place}" if several else given)
+        for place, ids in enumerate(call.ids)
+    ]
+    return body.reply(request, made, _headers(given, call.ignored))
+
+
+def _headers(given: str | None, ignored: list[str]) -> dict[str, str]:
+    return ({"X-Request-Id": given} if given else {}) | schemas.ignored_header(ignored)
+
+
+def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:
+    """The parameters with the forbidden words as the ids they are."""
+    return msgspec.structs.replace(params, bad_words=[], bad_token_sequences=forbidden)
+
+
+def _rendered(
+    serving: Serving, asked: schemas.TextBody, params: SamplingParams, terms: Terms, ids: list[int],
+    echo: bool, request_id: str | None,
+) -> Rendered:  # fmt: skip
+    """`echo`: the reply is to repeat the prompt, which is needed on the way back."""
+    options = None
+    if asked.stream_options is not None:
+        options = StreamOptions(*schemas.usage_options(asked))
+    return Rendered(
+        token_ids=ids, sampling_params=params, model=asked.model or serving.name, request_id=request_id,
+        stream=bool(asked.stream), stream_options=options, return_token_ids=echo, cache_salt=terms.cache_salt,
+        priority=terms.priority, deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
+        group_id=terms.group_id,
+    )  # fmt: skip
+
+
+async def describe(serving: Serving, request: Request) -> Response:
+    """GET /tokenizer_info: the tokenizer's kind, special tokens and chat template"""
+    tokenizer, ready = serving.tokenizer, serving.llm.ready
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    described = TokenizerDescription(
+        tokenizer.class_name, tokenizer.vocab_size, tokenizer.special_tokens, sorted(tokenizer.special_ids),
+        bos, None if bos is None else tokenizer.id_of(bos), eos, None if eos is None else tokenizer.id_of(eos),
+        list(ready.eos_token_ids), ready.max_model_len, serving.template.sources,
+    )  # fmt: skip
+    return body.reply(request, described)

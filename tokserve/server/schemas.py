@@ -1,0 +1,210 @@
+"""The bodies of the text routes: OpenAI's fields, the extensions clients of other servers use, and what is refused.
+
+pydantic reads them in strict mode (a string is no number); null is the same as absent.  A field that no
+model declares is ignored and named to the client, unless it would change the answer: those are refused.
+What the values mean is decided in `params` and by the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tokserve.errors import RequestError
+from tokserve.params import LogprobsMode, SamplingParams
+from tokserve.server import errors
+
+# Fields this server does not have, with the values that ask for nothing (null always does).
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "reasoning_effort": ("none",), "reasoning": ({},), "verbosity": ("medium",),
+    "structured_outputs": (), "structural_tag": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "guided_json_object": (False,), "logits_processors": ([],), "repetition_detection": (),
+    "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (), "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
+}  # fmt: skip
+# Fields that change nothing here and that everybody sends.
+ACCEPTED = frozenset({
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "prediction",
+})  # fmt: skip
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+          "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
+          "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
+          "logprob_token_ids", "prompt_logprobs_start", "logprobs_mode", "n", "include_stop_str_in_output",
+          "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides deltas."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextBody(BaseModel):
+    """What chat and completions share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_token_sequences: list[list[int]] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_token_ids: list[int] | None = None
+    bad_token_sequences: list[list[int]] | None = None
+    logprob_token_ids: list[int] | None = None
+    logprobs_mode: LogprobsMode | None = None
+    prompt_logprobs: bool | int | None = None
+    prompt_logprobs_start: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+    group_id: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class ChatBody(TextBody):
+    """The body of /v1/chat/completions; `tokens` only on the route that takes the prompt as ids."""
+
+    messages: list[Any] | None = None
+    tokens: list[int] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+
+
+class CompletionBody(TextBody):
+    """The body of /v1/completions.  `prompt` is checked by the route: its four forms need better errors."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: bool | int | None = None
+
+
+class TokenizeBody(BaseModel):
+    """The body of /tokenize: text or messages."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """The body of /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
+    """The body and the names of the fields that are ignored.  Raises `RequestError` naming the field."""
+    try:
+        body = kind.model_validate(value)
+    except ValidationError as error:
+        raise errors.from_pydantic(error, value) from None
+    ignored = []
+    for name, extra in (body.model_extra or {}).items():
+        if name in REFUSED:
+            if extra is not None and extra not in REFUSED[name]:
+                raise errors.unsupported(name)
+        elif name not in ACCEPTED:
+            ignored.append(name)
+    if strict and ignored:
+        raise errors.unknown_field(ignored[0], ignored[0], kind.model_fields)
+    return body, ignored
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """`X-Ignored-Fields`, if there are any; names that no header can carry are left out."""
+    shown = [name for name in names if name.isascii() and name.isidentifier()]
+    return {"X-Ignored-Fields": ", ".join(shown)[:1000]} if shown else {}
+
+
+def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> SamplingParams:
+    """The sampling parameters: the client's, or else the model's defaults.  `computed` are set by the route."""
+    values = dict(defaults)
+    for name in SAMPLING:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    if body.logit_bias is not None:
+        values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    values["prompt_logprobs"] = count(body.prompt_logprobs)
+    values["extra_args"] = body.vllm_xargs
+    return SamplingParams(**(values | computed))
+
+
+def count(value: bool | int | None) -> int | None:
+    """A number of logprobs, which some clients write as true or false."""
+    if isinstance(value, bool):
+        return 1 if value else None
+    return value
+
+
+def _token(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 9:
+        raise RequestError(f"logit_bias must have token ids as keys, got {key[:20]!r}", field="logit_bias")
+    return int(key)
+
+
+def check_stream(body: TextBody, packed: bool) -> None:
+    """Refuse stream options without a stream, and a stream in msgpack."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    if body.stream and packed:
+        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+
+
+def usage_options(body: TextBody) -> tuple[bool, bool]:
+    """Whether a stream reports usage at its end, and in every chunk."""
+    options = body.stream_options or StreamOptions()
+    return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)

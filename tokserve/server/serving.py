@@ -1,0 +1,199 @@
+"""What every route needs: the engine's client, the options, and the one way to start a request.
+
+`start` is where admission, ids, groups and the naming of errors happen, for tokens, chat and completions
+alike; routes differ only in how they come to token ids and what they make of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from starlette.datastructures import State
+from starlette.requests import Request
+
+from tokserve.client.async_llm import AsyncLLM, Stream
+from tokserve.client.inputs import RECOMMENDED, Inputs, Order, generation_defaults
+from tokserve.config import Config
+from tokserve.errors import NotFound, Overloaded, RequestError
+from tokserve.params import SamplingParams
+from tokserve.server import body
+from tokserve.server.flights import Flight, Flights
+from tokserve.server.metrics import Metrics
+from tokserve.text.chat import ChatTemplate
+from tokserve.text.tokenizer import Tokenizer
+
+MAX_SALT = 128
+MAX_CHOICES = 1024
+_INT32 = 1 << 31
+_COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
+_PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks for besides tokens."""
+
+    request_id: str
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+    group_id: str | None = None
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """How a route's clients write the fields that errors name."""
+
+    prompt: str
+    prefix: str = ""
+    others: Mapping[str, str] = {}
+
+    def rename(self, error: RequestError, place: int | None = None) -> RequestError:
+        """The error with the field as the client wrote it; `place`: which of several prompts it is about."""
+        field = error.field
+        if field is None:
+            return error
+        head = re.split(r"[.[]", field, maxsplit=1)[0]
+        if head in self.others:
+            error.field = self.others[head]
+        elif head == "token_ids":
+            error.field = self.prompt if place is None else f"{self.prompt}[{place}]"
+        elif head in _PARAM_NAMES:
+            error.field = self.prefix + field
+        if error.message.startswith(field):
+            error.message = f"{error.field}{error.message[len(field) :]}"
+        return error
+
+
+class Serving:
+    """The state shared by the routes of one app."""
+
+    def __init__(self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0) -> None:
+        self.llm = llm
+        self.config = config
+        self.state = state
+        self.keep_alive = keep_alive
+        self.names = config.server.served_model_name or [config.model.model]
+        self.name = self.names[0]
+        self.max_body = config.server.max_body_mb << 20
+        self.text = not config.server.tokens_only
+        self.defaults: dict[str, Any] = {}
+        if self.text:
+            recommended = generation_defaults(config.model)
+            self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
+        self.created = int(time.time())
+        self.flights = Flights()
+        self.metrics = Metrics(llm, self.name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; there is none on a tokens-only server."""
+        if self.llm.tokenizer is None:
+            raise RequestError("this server has no tokenizer", code="tokens_only")
+        return self.llm.tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, the operator's or the model's own."""
+        return ChatTemplate(self.tokenizer, self.config.server.chat_template)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `NotFound` unless `name` is absent or one this server answers to."""
+        if name is not None and name not in self.names:
+            raise NotFound(
+                f"the model {name[:200]!r} does not exist; this server serves {', '.join(self.names)}",
+                field="model", code="model_not_found",
+            )  # fmt: skip
+
+    def terms(self, request: Request, asked: Any) -> Terms:
+        """The terms in a body of any generating route."""
+        salt = asked.cache_salt
+        if salt is not None and not 0 < len(salt) <= MAX_SALT:
+            raise RequestError(f"cache_salt must have 1 to {MAX_SALT} characters", field="cache_salt")
+        group = asked.group_id
+        if group is not None and not 0 < len(group) <= body.MAX_ID:
+            raise RequestError(f"group_id must have 1 to {body.MAX_ID} characters", field="group_id")
+        priority = asked.priority or 0
+        for name, value in (
+            ("priority", priority), ("deadline_ms", asked.deadline_ms), ("queue_timeout_ms", asked.queue_timeout_ms)
+        ):  # fmt: skip
+            if value is not None and not -_INT32 <= value < _INT32:
+                raise RequestError(f"{name} must fit in 32 bits", field=name)
+        return Terms(
+            request_id=body.request_id(request, asked.request_id) or secrets.token_hex(16),
+            cache_salt=salt, priority=priority, deadline_ms=asked.deadline_ms,
+            queue_timeout_ms=asked.queue_timeout_ms, group_id=group,
+        )  # fmt: skip
+
+    async def start(
+        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: Fields,
+        *, stream: bool, text: bool,
+    ) -> Flight:  # fmt: skip
+        """Send the prompts to the engine.  Everything that can be refused is refused here, before any answer."""
+        if self.state.draining:
+            raise Overloaded("the server is shutting down", retry_after=5, code="draining")
+        try:
+            _check(params)
+        except RequestError as error:
+            raise fields.rename(error) from None
+        flight = Flight(terms.request_id, params.n, self.metrics, lambda: self.flights.remove(flight, terms.group_id))
+        self.flights.add(flight, terms.group_id)
+        several = len(prompts) > 1
+        try:
+            for place, prompt in enumerate(prompts):
+                rid = f"{terms.request_id}-{place}" if several else terms.request_id
+                flight.streams.append(self._generate(rid, prompt, params, terms, stream=stream, text=text))
+        except RequestError as error:
+            raise fields.rename(error, len(flight.streams) if several else None) from None
+        finally:
+            if len(flight.streams) < len(prompts):
+                flight.cause = None
+                await flight.close()
+        self.metrics.started(params)
+        return flight
+
+    def check(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
+    ) -> list[list[int]]:
+        """Refuse what `start` would refuse, without starting.  Returns the token sequences that are forbidden."""
+        inputs = Inputs(self.config, self.llm.ready, lambda: self.llm.tokenizer)
+        forbidden: list[list[int]] = []
+        for place, prompt in enumerate(prompts):
+            order = Order(
+                prompt, params, text=True, priority=terms.priority, cache_salt=terms.cache_salt or "",
+                deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
+            )  # fmt: skip
+            try:
+                _check(params)
+                forbidden = inputs.prepare(order).adds[0].sampling.bad_token_sequences
+            except RequestError as error:
+                raise fields.rename(error, place if len(prompts) > 1 else None) from None
+        return forbidden
+
+    def _generate(
+        self, rid: str, prompt: Sequence[int] | bytes, params: SamplingParams, terms: Terms, *, stream: bool, text: bool
+    ) -> Stream:
+        return self.llm.generate(
+            prompt, params, request_id=rid, stream=stream, text=text, priority=terms.priority,
+            cache_salt=terms.cache_salt or "", deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
+        )  # fmt: skip
+
+
+def _check(params: SamplingParams) -> None:
+    """What would be too large for a message to the engine, or for anybody."""
+    if params.n > MAX_CHOICES:
+        raise RequestError(f"n must be at most {MAX_CHOICES}, got {params.n}", field="n")
+    for name in _COUNTS:
+        value = getattr(params, name)
+        if value is not None and value >= _INT32:
+            raise RequestError(f"{name} must fit in 32 bits", field=name)
+    if params.extra_args is not None:
+        try:
+            body.encode_msgpack(params.extra_args)
+        except (OverflowError, TypeError):
+            raise RequestError("extra_args holds a number that does not fit in 64 bits", field="extra_args") from None

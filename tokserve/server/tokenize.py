@@ -1,0 +1,70 @@
+"""Text to ids and back, without generating: /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError
+from tokserve.server import body, schemas
+from tokserve.server.chat import off_loop, rendered
+from tokserve.server.schemas import DetokenizeBody, TokenizeBody
+from tokserve.server.serving import Serving
+
+
+class Tokens(msgspec.Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+async def tokenize(serving: Serving, request: Request) -> Response:
+    """POST /tokenize"""
+    packed = body.is_msgpack(request)
+    raw = await body.read(request, serving.max_body)
+    asked, ignored = schemas.parse(TokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
+    serving.check_model(asked.model)
+    ids = await off_loop(len(raw), lambda: _ids(serving, asked))
+    strings = [serving.tokenizer.token(token) for token in ids] if asked.return_token_strs else None
+    answer = Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
+    return body.reply(request, answer, schemas.ignored_header(ignored))
+
+
+def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
+    if asked.messages is not None:
+        if asked.prompt is not None:
+            raise RequestError("give prompt or messages, not both", field="prompt")
+        return rendered(serving, asked)
+    if asked.prompt is None:
+        raise RequestError("prompt (or messages) is required", field="prompt")
+    try:
+        return serving.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+    except RequestError as error:
+        error.field = "prompt"
+        raise
+
+
+async def detokenize(serving: Serving, request: Request) -> Response:
+    """POST /detokenize"""
+    packed = body.is_msgpack(request)
+    raw = await body.read(request, serving.max_body)
+    asked, ignored = schemas.parse(DetokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
+    serving.check_model(asked.model)
+    limit = max(serving.llm.ready.vocab_size, serving.tokenizer.vocab_size)
+    for place, token in enumerate(asked.tokens):
+        if not 0 <= token < limit:
+            field = f"tokens[{place}]"
+            raise RequestError(f"{field} must be a token id from 0 to {limit - 1}", field=field)
+    skip = bool(asked.skip_special_tokens)
+    text = await off_loop(len(raw), lambda: serving.tokenizer.decode(asked.tokens, skip))
+    return body.reply(request, Text(text), schemas.ignored_header(ignored))

@@ -1,0 +1,308 @@
+"""The token routes: ids in, ids and logprobs out, and their abort.  No text library is needed here.
+
+msgspec both ways on the raw body; a streamed token costs one small struct and one encode.  Unknown fields
+are refused with the nearest known name; fields that other servers' clients send out of habit and that mean
+nothing here are listed below by name.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.client.outputs import Completion, Logprobs
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server import body, errors, logprobs, sse
+from tokserve.server.flights import Flight, Usage
+from tokserve.server.serving import Fields, Serving
+
+ID_PREFIX = "generate-tokens-"
+SAMPLING = "sampling_params."
+NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who asked for logprobs gets empty lists
+Format = Literal["objects", "arrays", "base64"]
+
+# sampling parameters of other servers: without effect on the result, whatever the value
+HARMLESS = frozenset({
+    "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
+    "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+})  # fmt: skip
+# and those whose absence is all this server can offer
+UNSUPPORTED = frozenset({"structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors"})
+# lists, for which null is another way to say: none
+NULLABLE = frozenset(
+    field.name for field in msgspec.structs.fields(SamplingParams) if field.default_factory is not msgspec.NODEFAULT
+)
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream carries besides deltas."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    token_ids_b64: bytes | None = None
+    sampling_params: Raw | UnsetType = UNSET  # a `SamplingParams`, decoded by itself
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    output_mode: Literal["tokens", "text"] = "tokens"
+    cache_salt: str | None = None
+    priority: int = 0
+    logprobs_format: Format = "objects"
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
+    group_id: Annotated[str, Meta(min_length=1, max_length=body.MAX_ID)] | None = None
+    kv_transfer_params: Any = None
+    features: Any = None
+    content_parts: Any = None
+
+
+class GenerateBody(_Generate, kw_only=True):
+    """The body of /inference/v1/generate."""
+
+    token_ids: list[int] | None = None
+
+
+class PackedGenerateBody(_Generate, kw_only=True):
+    """The same in msgpack, where ids may be a byte string."""
+
+    token_ids: list[int] | bytes | None = None
+
+
+AnyBody = GenerateBody | PackedGenerateBody
+
+
+class WeightVersion(msgspec.Struct):
+    """Output tokens start..end-1 were made by this version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+class StopDetail(msgspec.Struct, omit_defaults=True):
+    """Exactly why a choice ended; `message` comes with errors only."""
+
+    kind: str | None
+    message: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """A choice, or a delta of one."""
+
+    index: int
+    token_ids: list[int] | bytes
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    logprobs: Any
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
+    stop_detail: StopDetail | UnsetType = UNSET
+    text: str | UnsetType | None = UNSET
+
+
+class Reply(msgspec.Struct):
+    """The whole answer."""
+
+    request_id: str
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_logprobs: Any
+    seed: int
+    prompt_token_ids: list[int] | bytes | UnsetType = UNSET
+    kv_transfer_params: None = None
+    exact: bool = True
+    object: str = "inference.generate"
+
+
+class Chunk(msgspec.Struct):
+    """An event of a stream; the first has the fields after `usage`."""
+
+    request_id: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    model: str | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: Any = UNSET
+
+
+_json_body = msgspec.json.Decoder(GenerateBody).decode
+_msgpack_body = msgspec.msgpack.Decoder(PackedGenerateBody).decode
+_json_params = msgspec.json.Decoder(SamplingParams).decode
+_msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
+def decode_body(raw: bytes, packed: bool) -> AnyBody:
+    """The body; raises `RequestError` naming the field."""
+    try:
+        asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, GenerateBody.__struct_fields__ + StreamOptions.__struct_fields__) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+    for name in ("kv_transfer_params", "features", "content_parts"):
+        if getattr(asked, name) is not None:
+            raise errors.unsupported(name)
+    if asked.stream_options is not None and not asked.stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
+    return asked
+
+
+def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
+    """The sampling parameters; raises `RequestError` naming the field."""
+    if raw is UNSET:
+        return SamplingParams()
+    try:
+        return _msgpack_params(raw) if packed else _json_params(raw)
+    except msgspec.ValidationError as error:
+        values = body.decode(bytes(raw), packed)
+        if not isinstance(values, dict):
+            raise errors.from_msgspec(error, (), "sampling_params") from None
+    except UnicodeDecodeError as error:
+        raise errors.malformed(error, "JSON") from None
+    try:
+        return msgspec.convert(_without_habits(values), SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, SamplingParams.__struct_fields__, "sampling_params") from None
+
+
+def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
+    """What is left without the things that other servers' clients send out of habit."""
+    kept = {}
+    for name, value in values.items():
+        if name in UNSUPPORTED and value is not None:
+            raise errors.unsupported(f"sampling_params.{name}")
+        if name == "prompt_logprobs" and isinstance(value, bool):
+            value = 1 if value else None
+        if not (name in HARMLESS or name in UNSUPPORTED or (value is None and name in NULLABLE)):
+            kept[name] = value
+    return kept
+
+
+def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
+    """The prompt, as a list or packed, and how its client names things."""
+    if asked.token_ids_b64 is None:
+        if asked.token_ids is None:
+            raise RequestError("token_ids is required", field="token_ids")
+        return asked.token_ids, Fields("token_ids", SAMPLING)
+    if asked.token_ids is not None:
+        raise RequestError("give token_ids or token_ids_b64, not both", field="token_ids_b64")
+    return asked.token_ids_b64, Fields("token_ids_b64", SAMPLING)
+
+
+async def generate(serving: Serving, request: Request) -> Response:
+    """POST /inference/v1/generate"""
+    packed = body.is_msgpack(request)
+    asked = decode_body(await body.read(request, serving.max_body), packed)
+    params = decode_params(asked.sampling_params, packed)
+    if asked.stream and body.wants_msgpack(request):
+        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    serving.check_model(asked.model)
+    terms = serving.terms(request, asked)
+    prompt, fields = prompt_of(asked)
+    text = asked.output_mode == "text"
+    flight = await serving.start([prompt], params, terms, fields, stream=bool(asked.stream), text=text)
+    render = _Render(serving, flight, asked, params, packed=body.wants_msgpack(request))
+    headers = {"X-Request-Id": terms.request_id}
+    if asked.stream:
+        return sse.EventStream(flight, render, serving.keep_alive, headers)
+    completions = await sse.collect(flight, request)
+    return body.reply(request, render.reply(completions), headers)
+
+
+class _Render:
+    """Completions as this route's JSON."""
+
+    def __init__(
+        self, serving: Serving, flight: Flight, asked: AnyBody, params: SamplingParams, *, packed: bool
+    ) -> None:
+        self._id = ID_PREFIX + flight.key
+        self._serving = serving
+        self._flight = flight
+        self._params = params
+        self._packed = packed
+        self._text = asked.output_mode == "text"
+        self._echo = bool(asked.return_token_ids)
+        self._format = asked.logprobs_format
+        options = asked.stream_options or StreamOptions()
+        self._usage = bool(options.include_usage)
+        self._continuous = self._usage and bool(options.continuous_usage_stats)
+        self._first = True
+        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._scores_due = params.prompt_logprobs is not None
+
+    def _choice(self, c: Completion) -> Choice:
+        return Choice(
+            c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids) if self._wanted else None,
+            UNSET if c.finish_reason is None else [WeightVersion(*span) for span in c.weight_versions],
+            UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
+            c.text or "" if self._text else UNSET,
+        )  # fmt: skip
+
+    def _ids(self, ids: list[int]) -> list[int] | bytes:
+        return array("i", ids).tobytes() if self._packed else ids
+
+    def _logprobs(self, columns: Logprobs, ids: list[int]) -> Any:
+        if self._format == "objects":
+            top = columns.width - len(self._params.logprob_token_ids or ())
+            return logprobs.objects(columns, ids, top)
+        return logprobs.packed(columns) if self._packed or self._format == "base64" else logprobs.arrays(columns)
+
+    def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
+        """What was asked for about the prompt.  A prompt of one token has no logprobs, and no columns."""
+        first = max(1, self._params.prompt_logprobs_start)
+        columns = columns or NO_ROWS
+        if self._format == "objects":
+            name = self._serving.tokenizer.token if self._text else None
+            return logprobs.prompt_objects(columns, self._flight.prompt_ids(), first, columns.width, name)
+        if self._packed or self._format == "base64":
+            return logprobs.packed(columns, first)
+        return logprobs.arrays(columns, first)
+
+    def reply(self, completions: list[Completion]) -> Reply:
+        """The whole answer."""
+        flight = self._flight
+        scores = None
+        if self._scores_due:
+            scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
+        return Reply(
+            self._id, self._id, int(time.time()), self._serving.name, [self._choice(c) for c in completions],
+            flight.usage(), scores, flight.seed, self._ids(flight.prompt_ids()) if self._echo else UNSET,
+        )  # fmt: skip
+
+    def delta(self, delta: Completion) -> bytes:
+        """One event."""
+        chunk = Chunk(self._id, [self._choice(delta)])
+        if self._usage:
+            chunk.usage = self._flight.usage() if self._continuous else None
+        if self._first:
+            self._first = False
+            chunk.model, chunk.created, chunk.seed = self._serving.name, int(time.time()), self._flight.seed
+            if self._echo:
+                chunk.prompt_token_ids = self._flight.prompt_ids()
+        if self._scores_due and (delta.prompt_logprobs or delta.finish_reason):
+            self._scores_due = False
+            chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
+        return sse.event(body.encode_json(chunk))
+
+    def tail(self) -> bytes:
+        """The usage event, if asked for."""
+        if not self._usage:
+            return b""
+        return sse.event(body.encode_json(Chunk(self._id, [], self._flight.usage())))

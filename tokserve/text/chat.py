@@ -1,0 +1,287 @@
+"""A conversation to token ids, by the checkpoint's Jinja chat template.
+
+Templates in the field are written for transformers; the environment here offers what they use (and no
+more: it is a sandbox, a template may come with a request).  Messages are plain dictionaries.  This
+file knows nothing of HTTP bodies, and puts every fault on a field of the request or on the start-up.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokserve.errors import RequestError, StartError
+from tokserve.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+# what a template's own code may raise
+FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
+    MemoryError,
+)  # fmt: skip
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template called raise_exception."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for trainers; here it only prints its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _print(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+class ChatTemplate:
+    """Renders conversations with the tokenizer's template, or with `override`: a template file or a template.
+
+    Raises StartError for an override that cannot be read and for templates that do not compile.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        own = tokenizer.chat_template if override is None else _read(override)
+        self._templates = {"default": own} if isinstance(own, str) else own or {}
+        for name, source in self._templates.items():
+            try:
+                _compile(source)
+            except FAULTS as error:
+                raise StartError(f"the chat template ({name}) is no valid Jinja template: {error}") from error
+
+    @property
+    def sources(self) -> str | dict[str, str] | None:
+        """The template, several by name, or None."""
+        return self._templates["default"] if list(self._templates) == ["default"] else dict(self._templates) or None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the conversation; see `text`."""
+        rendered = self.text(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tools=tools, documents=documents, template=template, kwargs=kwargs,
+        )  # fmt: skip
+        try:
+            return self._tokenizer.encode(rendered, add_special_tokens=False)
+        except RequestError as error:
+            error.field = "messages"
+            raise
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
+
+        `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
+        checkpoint's, or names one of several.  `kwargs` are further variables of the template.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+            )
+        chat = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if not chat:
+            raise RequestError("messages must not be empty", field="messages")
+        variables = self._tokenizer.special_tokens | _checked_kwargs(kwargs)
+        variables["tools"] = _objects("tools", tools)
+        variables["documents"] = _objects("documents", documents)
+        variables["add_generation_prompt"] = (
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        )
+        source = self._source(template, variables["tools"] is not None)
+        mark = ""
+        if continue_final_message:
+            mark = f"END{secrets.token_hex(16)} "
+            content = _marked_content(chat, mark)
+        rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        return _cut_at(rendered, mark, content) if mark else rendered
+
+    def _source(self, template: str | None, with_tools: bool) -> str:
+        if template is not None:
+            return self._templates.get(template, template)
+        if not self._templates:
+            raise RequestError(
+                "this model has no chat template: send prompts or token ids, or start with --chat-template",
+                field="messages",
+            )
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError(
+                f"this model has several chat templates and no default; choose one of {sorted(self._templates)}",
+                field="chat_template",
+            )
+        return self._templates[name]
+
+
+def _read(override: str) -> str:
+    """The template itself, or the file that holds it."""
+    if "{" in override or "\n" in override:
+        return override
+    try:
+        return Path(override).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StartError(f"option chat_template: {override!r} cannot be read: {error}") from error
+
+
+def _run(source: str, variables: dict[str, Any], field: str) -> str:
+    try:
+        return _compile(source).render(variables)
+    except _Refusal as error:
+        raise RequestError(str(error), field="messages") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise RequestError(f"the chat template is no valid Jinja template: {error}", field=field) from None
+    except FAULTS as error:
+        raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """A copy as templates expect it: text content, no nulls, tool arguments as objects, reasoning under its names."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object", field=where)
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}.role must be a string", field=f"{where}.role")
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(_part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content))
+    elif not isinstance(content, str):
+        raise RequestError(f"{where}.content must be a string or a list of parts", field=f"{where}.content")
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
+    reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _part_text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise RequestError(f"{where} must be an object", field=where)
+    if part.get("type") not in TEXT_PARTS:
+        raise RequestError(f"{where}.type must be 'text', got {part.get('type')!r}", field=f"{where}.type")
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text must be a string", field=f"{where}.text")
+    text: str = part["text"]
+    return text
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call whose arguments are an object: clients send JSON text, templates want to walk it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name in OWN_VARIABLES:
+        if kwargs and name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs must not hold {name!r}: it is a field of the request",
+                field=f"chat_template_kwargs.{name}",
+            )
+    return dict(kwargs or {})
+
+
+def _objects(field: str, values: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    for i, value in enumerate(values or ()):
+        if not isinstance(value, dict):
+            raise RequestError(f"{field}[{i}] must be an object", field=f"{field}[{i}]")
+    return list(values) if values else None
+
+
+def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
+    """Put `mark` behind the final message's content; returns the content."""
+    field = f"messages[{len(chat) - 1}].content"
+    content = chat[-1].get("content")
+    if not isinstance(content, str):
+        raise RequestError("continue_final_message needs a final message with content", field=field)
+    chat[-1]["content"] = content + mark
+    return content
+
+
+def _cut_at(rendered: str, mark: str, content: str) -> str:
+    """`rendered` up to the mark.  A mark that lost its trailing space tells that the template strips the content."""
+    at = rendered.rfind(mark.strip())
+    if at < 0 or content.strip() not in rendered:
+        raise RequestError(
+            "continue_final_message: the chat template does not print the final message's content as it is",
+            field="continue_final_message",
+        )
+    return rendered[:at] if rendered.startswith(mark, at) else rendered[:at].rstrip()

@@ -1,0 +1,223 @@
+"""Token ids to text while they arrive, without ever taking back what was said.
+
+Three things are held back until they are settled: the bytes of an unfinished character, a run of
+byte-fallback tokens (one wrong byte changes how the whole run reads), and text that may turn out to be
+the beginning of a stop string.  The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does
+not depend on how the ids were cut into pushes.  This file knows nothing of requests or their ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokserve.text.tokenizer import Tokenizer
+
+_MAX_UNSETTLED = 16  # tokens that may wait for a character's end in a decoder of unknown kind
+
+
+@dataclass(frozen=True, slots=True)
+class StopHit:
+    """A stop string was found; `index` is the output token (from 0) whose text completed it."""
+
+    text: str
+    index: int
+
+
+class _TextStream(Protocol):
+    """Settled text of ids that arrive in any portions; `rewind` goes back to a `mark`."""
+
+    def feed(self, ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+    def mark(self) -> Any: ...
+    def rewind(self, mark: Any) -> None: ...
+
+
+class _ByteStream:
+    """For byte-level vocabularies: bytes of the tokens, through an incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._piece = tokenizer.pieces(skip_special).__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._piece, ids)))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def mark(self) -> Any:
+        return self._utf8.getstate()
+
+    def rewind(self, mark: Any) -> None:
+        self._utf8.setstate(mark)
+
+
+class _WindowStream:
+    """For any other decoder: decode the new tokens behind the last settled one, and subtract that one's text.
+
+    How a token reads depends on whether one stands before it (leading space), not on which.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._spaces = spaces
+        self._anchor: list[int] = []  # settled tokens whose text is not empty
+        self._anchor_len = 0
+        self._pending: list[int] = []
+
+    def feed(self, ids: Sequence[int]) -> str:
+        known = self._tokenizer.spelling
+        kept = [token for token in ids if token not in self._skip and known(token) is not None]
+        if self._spaces:
+            return self._extend(kept)
+        return "".join(map(self._join_special, kept))
+
+    def _extend(self, ids: list[int]) -> str:
+        self._pending += ids
+        ready = len(self._pending)
+        while ready and self._pending[ready - 1] in self._tokenizer.byte_ids:
+            ready -= 1
+        return self._settle(ready, final=False) if ready else ""
+
+    def _join_special(self, token: int) -> str:
+        """One token; added tokens in a row are written as they are, with nothing between them."""
+        added = self._tokenizer.added_ids
+        if token in added and not self._pending and self._anchor and self._anchor[-1] in added:
+            text = self._tokenizer.spelling(token) or ""
+            self._anchor, self._anchor_len = [token], len(self._decode([token]))
+            return text
+        return self._extend([token])
+
+    def _settle(self, ready: int, final: bool) -> str:
+        window = self._anchor + self._pending[:ready]
+        text = self._decode(window)
+        unfinished = not final and text.endswith("\ufffd") and not self._tokenizer.byte_ids
+        if unfinished and ready <= _MAX_UNSETTLED:
+            return ""
+        delta = text[self._anchor_len :]
+        del self._pending[:ready]
+        for count in range(1, len(window) + 1):
+            text = self._decode(window[-count:])
+            if text:
+                window = window[-count:]
+                break
+        self._anchor, self._anchor_len = window, len(text)
+        return delta
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def finish(self) -> str:
+        return self._settle(len(self._pending), final=True) if self._pending else ""
+
+    def mark(self) -> Any:
+        return self._anchor, self._anchor_len, list(self._pending)
+
+    def rewind(self, mark: Any) -> None:
+        self._anchor, self._anchor_len, self._pending = mark
+
+
+class Detokenizer:
+    """The text of one output, and where a stop string ends it.
+
+    The match that ends first wins; of those that end together, the longest.  A match that is complete within the
+    first `min_tokens` tokens does not count.  `include_stop`: the stop string belongs to the text.
+    `spaces_between_special` False: special tokens in a row are written without the spaces some decoders put there.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+        spaces_between_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        if tokenizer.is_byte_level:
+            self._stream: _TextStream = _ByteStream(tokenizer, skip_special)
+        else:
+            self._stream = _WindowStream(tokenizer, skip_special, skip_special or spaces_between_special)
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._first_chars = frozenset(text[0] for text in self._stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._count = 0  # tokens pushed
+        self._held = ""
+        self._floor = 0  # a match must end after this many characters of what is held
+        self.hit: StopHit | None = None
+
+    def push(self, ids: Sequence[int], final: bool = False) -> tuple[str, StopHit | None]:
+        """Text that is settled now, and the stop match if this push completed one (later pushes give nothing).
+
+        `final`: these are the last ids; nothing stays held.
+        """
+        if not self._stop:
+            text = self._stream.feed(ids)
+            return (text + self._stream.finish() if final else text), None
+        if self.hit:
+            return "", None
+        early = self._min_tokens - self._count
+        if 0 < early < len(ids):
+            before, _ = self._advance(ids[:early], False)
+            after, hit = self._advance(ids[early:], final)
+            return before + after, hit
+        return self._advance(ids, final)
+
+    def flush(self) -> tuple[str, StopHit | None]:
+        """What is still held, read as it stands: the output has ended."""
+        return self.push((), final=True)
+
+    def _advance(self, ids: Sequence[int], final: bool) -> tuple[str, StopHit | None]:
+        start = self._stream.mark()
+        settled = self._stream.feed(ids)
+        text = self._held + settled
+        first, self._count = self._count, self._count + len(ids)
+        if 0 < self._count <= self._min_tokens:
+            self._floor = len(text)
+        if final:
+            text += self._stream.finish()
+        found = self._search(text)
+        if found is None:
+            cut = len(text) if final else self._safe_length(text)
+            self._held = text[cut:]
+            self._floor = max(0, self._floor - cut)
+            return text[:cut], None
+        begin, end = found
+        self._stream.rewind(start)
+        index = first + self._completing(ids, end - len(self._held))
+        self.hit = StopHit(text[begin:end], max(index, 0))
+        return text[: end if self._include_stop else begin], self.hit
+
+    def _search(self, text: str) -> tuple[int, int] | None:
+        best: tuple[int, int] | None = None
+        for stop in self._stop:
+            begin = text.find(stop, max(0, self._floor - len(stop) + 1))
+            if begin >= 0:
+                end = begin + len(stop)
+                if best is None or (end, begin) < (best[1], best[0]):
+                    best = begin, end
+        return best
+
+    def _safe_length(self, text: str) -> int:
+        """Characters of `text` that no stop string can begin in and reach beyond."""
+        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[begin] in self._first_chars:
+                tail = text[begin:]
+                if any(stop.startswith(tail) for stop in self._stop):
+                    return begin
+        return len(text)
+
+    def _completing(self, ids: Sequence[int], length: int) -> int:
+        """Which of `ids` is the first after which `length` characters are settled."""
+        for index, token in enumerate(ids):
+            length -= len(self._stream.feed((token,)))
+            if length <= 0:
+                return index
+        return len(ids) - 1

@@ -1,0 +1,261 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json, without torch or transformers.
+
+The `tokenizers` library encodes and decodes; this file adds what a server needs around it: the special
+tokens and chat templates that are spread over several JSON files, and the exact bytes of a single token.
+It must not know of requests, streams or messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tokserve import checkpoint
+from tokserve.errors import RequestError, StartError
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+class Pieces(dict[int, bytes]):
+    """Token id -> the bytes it adds to a text; filled as ids are met, ids outside the vocabulary add nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        super().__init__(dict.fromkeys(skip, b""))
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        piece = self._tokenizer.token_bytes(token)
+        self[token] = piece
+        return piece
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    `special_tokens` maps `bos_token`, `eos_token` ... to their text, `special_ids` are the ids that
+    `skip_special_tokens` leaves out, `chat_template` is a template, or several by name, or None.
+    `class_name` is what the checkpoint names for Hugging Face's loaders.
+    `is_byte_level`: a text's bytes are exactly its tokens' bytes, one after the other.
+    `byte_ids`: the tokens of vocabularies with byte fallback that stand for one byte.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | dict[str, str] | None = None,
+        class_name: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = special_tokens or {}
+        self.chat_template = chat_template
+        self.class_name = class_name
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        self._decoders = _flat_decoders(backend)
+        kinds = [decoder["type"] for decoder in self._decoders]
+        self.is_byte_level = kinds == ["ByteLevel"]
+        self.byte_ids = _byte_tokens(backend) if "ByteFallback" in kinds else frozenset()
+        self._pieces = {skip: Pieces(self, self.special_ids if skip else frozenset()) for skip in (False, True)}
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Tokenizer:
+        """Read the files of a checkpoint directory.  Raises StartError."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise StartError(
+                f"{directory} holds no tokenizer.json; name another tokenizer with --tokenizer, "
+                "or serve token ids without text with --tokens-only"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise StartError(f"{path} cannot be read: {error}") from error
+        config = checkpoint.read_json(directory, "tokenizer_config.json") or {}
+        named = _named_tokens(config)
+        if "added_tokens_decoder" not in config:  # written by a version that kept the names in a file of their own
+            named |= _named_tokens(checkpoint.read_json(directory, "special_tokens_map.json") or {})
+        try:
+            _add_missing(backend, config, named)
+            templates = _chat_templates(directory, config)
+        except (LookupError, TypeError, ValueError) as error:
+            raise StartError(f"tokenizer_config.json of {directory} has an unknown form: {error!r}") from error
+        class_name = config.get("tokenizer_class")
+        return cls(backend, named, templates, class_name if isinstance(class_name, str) else None)
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the beginning-of-sequence token."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        return self.special_tokens.get("eos_token")
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the token spelled `token` in the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.  Raises RequestError for text that is no valid Unicode."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids outside the vocabulary add nothing.  Raises RequestError for negative ids."""
+        try:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise RequestError("token ids must be from 0 to 4294967295") from None
+        return text
+
+    def spelling(self, token: int) -> str | None:
+        """The token as the vocabulary spells it (`Ġthe`), None if there is no such id."""
+        found: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
+        return found
+
+    def token(self, token: int) -> str:
+        """Text of one token as it stands inside a text; a part of a character reads as U+FFFD."""
+        return self._pieces[False][token].decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that this token adds to a text."""
+        spelled = self.spelling(token)
+        if spelled is None:
+            return b""
+        if self.is_byte_level:
+            return _byte_level(spelled)
+        piece = _sentence_piece(spelled, self._decoders)
+        return self.decode([token], False).encode() if piece is None else piece
+
+    def pieces(self, skip_special_tokens: bool) -> Pieces:
+        """All tokens' bytes by id, special tokens as nothing if they are to be skipped."""
+        return self._pieces[skip_special_tokens]
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Ids of the byte-fallback tokens (`<0xE2>`): a character may end only in a later token."""
+    ids = (backend.token_to_id(f"<0x{byte:{form}}>") for byte in range(256) for form in ("02X", "02x"))
+    return frozenset(token for token in ids if token is not None)
+
+
+def _flat_decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The steps of the decoder, as tokenizer.json describes them, sequences unrolled."""
+    if backend.decoder is None:
+        return []
+    described = json.loads(backend.decoder.__getstate__())
+    steps = [described]
+    while any(step["type"] == "Sequence" for step in steps):
+        steps = [inner for step in steps for inner in step.get("decoders", [step])]
+    return steps
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable characters that byte-level vocabularies write bytes with (GPT-2's table)."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(spelled: str) -> bytes:
+    """Bytes of a byte-level token; one with a character outside the alphabet (an added token) is literal text."""
+    try:
+        return bytes([_ALPHABET[char] for char in spelled])
+    except KeyError:
+        return spelled.encode()
+
+
+def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | None:
+    """Bytes of a SentencePiece-style token inside a text; None if a decoder step is of another kind."""
+    fused = False
+    byte: bytes | None = None
+    for step in decoders:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+                spelled = spelled.replace(pattern, content)
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                spelled = spelled.replace(mark, " ")
+            case {"type": "ByteFallback"}:
+                found = _BYTE_TOKEN.fullmatch(spelled)
+                byte = bytes.fromhex(found[1]) if found else None
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "stop": 0} if fused:
+                pass  # concerns the beginning of the whole text only
+            case _:
+                return None
+    return None if not decoders else byte or spelled.encode()
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and its like: plain strings or objects with a content."""
+    found = {}
+    for name in NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json knows and tokenizer.json does not, in the order of their ids."""
+    known = {entry.content for entry in backend.get_added_tokens_decoder().values()}
+    added = config.get("added_tokens_decoder")
+    entries = sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: int(item[0]))
+    missing = [
+        tokenizers.AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in _ADDED_FLAGS})
+        for _, entry in entries
+        if entry["content"] not in known
+    ]
+    known |= {entry.content for entry in missing}
+    unnamed = [*_texts(config.get("additional_special_tokens")), *_texts(config.get("extra_special_tokens"))]
+    for text in dict.fromkeys([*named.values(), *unnamed]):
+        if text not in known:
+            missing.append(tokenizers.AddedToken(text, special=True, normalized=False))
+    if missing:
+        backend.add_tokens(missing)
+
+
+def _texts(value: Any) -> list[str]:
+    entries = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """The template files, which win, or tokenizer_config.json's template or list of named templates."""
+    found: dict[str, str] = {}
+    paths = [("default", directory / "chat_template.jinja")]
+    paths += [(path.stem, path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
+    try:
+        found = {name: path.read_text(encoding="utf-8") for name, path in paths if path.is_file()}
+    except (OSError, ValueError) as error:
+        raise StartError(f"a chat template of {directory} cannot be read: {error}") from error
+    value = config.get("chat_template")
+    if not found and isinstance(value, list):
+        found = {str(entry["name"]): str(entry["template"]) for entry in value}
+    elif not found and isinstance(value, str):
+        found = {"default": value}
+    return found["default"] if list(found) == ["default"] else found or None
