@@ -1,10 +1,18 @@
-"""Shared by all tests: one torch thread unless a test says otherwise."""
+"""Shared by all tests: one torch thread unless a test says otherwise, and an end that cannot hang."""
+
+import faulthandler
+import sys
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--base-url", help="the server that tests/conformance asks, instead of one of its own")
+
+
+def pytest_unconfigure() -> None:
+    """A thread or process that a failed test left behind must not keep the run from ending: say where, and end it."""
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,6 +9,7 @@ prefix hit, a stale block, or a write into somebody else's block fails the step.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -197,6 +198,7 @@ class ScriptedExecutor:
         self.spoil: set[tuple[int, int]] = set()
         self.fail_at: int | None = None
         self.start_error: Exception | None = None
+        self.permits: threading.Semaphore | None = None  # if set, each step takes one
         self.closed = False
 
     def start(self) -> DeviceFacts:
@@ -213,6 +215,8 @@ class ScriptedExecutor:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         if plan.step == self.fail_at:
             raise RuntimeError("the device is on fire")
+        if self.permits is not None:
+            demand(self.permits.acquire(timeout=60), "no permit to step")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
         demand(len(self.in_flight) < self.scheduler.depth, "too many steps in flight")
         self.plans.append(plan)

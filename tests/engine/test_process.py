@@ -49,7 +49,7 @@ class Running:
         if change is not None:
             change(self.executor)
         self.code: int | None = None
-        self._thread = threading.Thread(target=self._run, args=(address, config))
+        self._thread = threading.Thread(target=self._run, args=(address, config), daemon=True)  # a failed test ends
         self._thread.start()
 
     def _run(self, address: str, config: Config) -> None:
@@ -76,11 +76,13 @@ def gather(front: Front, *rids: str) -> dict[str, Received]:
     return got
 
 
-def answer(front: Front, kind: type[FromEngine]) -> Any:
-    """The next message of a kind."""
-    while not isinstance(message := front.receive(), kind):
-        pass
-    return message
+def answer(front: Front, kind: type[FromEngine], waiting: Callable[[], None] | None = None) -> Any:
+    """The next message of a kind; `waiting` is called whenever a while passes without any."""
+    while True:
+        while waiting is not None and not front.socket.poll(100):
+            waiting()
+        if isinstance(message := front.receive(), kind):
+            return message
 
 
 @DEPTHS
@@ -94,9 +96,12 @@ def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
         for seed, got in enumerate(gather(front, "a", "b").values(), 1):
             want = solo([3, 4], SamplingParams(**params), seed, 64)
             assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
+        permits = running.executor.permits = threading.Semaphore(0)  # "c" cannot end before its abort arrives
         front.send(add("c", ignore_eos=True))
         front.send(Abort(["c", "a", "x"], "abort_user", 7))
-        assert answer(front, Reply) == Reply(7, {"c": "aborted", "a": "finished", "x": "not_found"})
+        reply = answer(front, Reply, waiting=permits.release)
+        running.executor.permits = None
+        assert reply == Reply(7, {"c": "aborted", "a": "finished", "x": "not_found"})
         front.send(Call(8, "shutdown"))
         assert answer(front, Reply) == Reply(8, {})
     assert running.join() == 0
