@@ -2,6 +2,7 @@
 
 import base64
 import struct
+import uuid
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_two_different_ids_are_refused(api: Api) -> None:
 
 
 def test_a_duplicate_of_an_id_in_flight_is_409(api: Api) -> None:
-    with Long(api, request_id="twin"):
+    with Long(api, "twin"):
         for given in ("twin", "generate-tokens-twin", "chatcmpl-twin"):
             error = api.refused(api.post(GENERATE, {"token_ids": PROMPT, "request_id": given}), 409, "request_id")
             assert error["type"] == "conflict_error"
@@ -211,8 +212,9 @@ def test_headers_of_routers_are_understood(api: Api, name: str) -> None:
 
 def test_cache_salt_separates_the_prefix_cache_and_changes_nothing_else(api: Api) -> None:
     prompt = [5, 6, 7, 8] * 24
+    run = uuid.uuid4().hex  # a server that is asked twice remembers the first time
     seen = []
-    for salt in ("red", "red", "blue", "\U0001f534" * 128):
+    for salt in (run + "red", run + "red", run + "blue", run + "\U0001f534" * 96):
         reply = api.generate({"temperature": 0, "logprobs": 1}, token_ids=prompt, cache_salt=salt)
         seen.append((reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]))
     assert seen[0][0] == seen[2][0] == seen[3][0] == 0 and seen[1][0] > 0

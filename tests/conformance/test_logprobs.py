@@ -3,6 +3,7 @@
 import base64
 import math
 import struct
+import uuid
 from typing import Any
 
 import pytest
@@ -170,10 +171,8 @@ def test_prompt_logprobs_formats_are_equal(api: Api) -> None:
 
 
 def test_prompt_logprobs_cold_equal_warm(api: Api) -> None:
-    prompt = [40 + i % 7 for i in range(100)]
-    cold, warm = (
-        api.generate({"prompt_logprobs": 3, "seed": 1}, token_ids=prompt, cache_salt="cold-or-warm") for _ in range(2)
-    )
+    prompt, salt = [40 + i % 7 for i in range(100)], uuid.uuid4().hex
+    cold, warm = (api.generate({"prompt_logprobs": 3, "seed": 1}, token_ids=prompt, cache_salt=salt) for _ in range(2))
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert cold["prompt_logprobs"] == warm["prompt_logprobs"] and len(warm["prompt_logprobs"]) == 100
     assert cold["choices"] == warm["choices"]
