@@ -35,8 +35,9 @@ REFUSED = [
     ({"return_token_ids": "yes"}, "return_token_ids"), ({"output_mode": "speech"}, "output_mode"),
     ({"output_mode": None}, "output_mode"), ({"logprobs_format": "xml"}, "logprobs_format"),
     ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "s" * 129}, "cache_salt"), ({"cache_salt": 3}, "cache_salt"),
-    ({"priority": 1.0}, "priority"), ({"priority": 2**40}, "priority"), ({"priority": False}, "priority"),
-    ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"features": []}, "features"),
+    ({"priority": 1.0}, "priority"), ({"priority": 2**63}, "priority"), ({"priority": False}, "priority"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"ec_transfer_params": {}}, "ec_transfer_params"),
+    ({"features": []}, "features"),
     ({"content_parts": []}, "content_parts"), ({"deadline_ms": 0}, "deadline_ms"),
     ({"deadline_ms": -1}, "deadline_ms"), ({"deadline_ms": 1.5}, "deadline_ms"),
     ({"queue_timeout_ms": 0}, "queue_timeout_ms"), ({"queue_timeout_ms": 10**12}, "queue_timeout_ms"),
@@ -86,12 +87,32 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(api: Api) -> No
 
 
 def test_internal_names_of_other_servers_are_harmless(api: Api) -> None:
-    harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1}
+    harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1,
+                "skip_reading_prefix_cache": False, "stream_interval": 2, "watermarking": None}  # fmt: skip
     want = api.choice({"temperature": 0})
     assert api.choice({"temperature": 0} | harmless)["token_ids"] == want["token_ids"]
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "repetition_detection"])
+RENDERED_BY_VLLM: dict[str, Any] = {
+    "token_ids": PROMPT, "token_offsets": None, "features": None, "content_parts": None, "reasoning_ended": None,
+    "reasoning_parser_kwargs": None, "return_token_ids": None, "output_mode": "tokens", "stream": False,
+    "stream_options": None, "cache_salt": None, "priority": 0, "kv_transfer_params": None, "ec_transfer_params": None,
+    "sampling_params": {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 0.0, "top_p": 1.0,
+        "min_p": 0.0, "stop": [], "stop_token_ids": [], "max_tokens": 8, "output_kind": 2, "skip_clone": True,
+        "bad_words": [], "skip_reading_prefix_cache": False,
+    },
+}  # fmt: skip
+
+
+def test_what_vllm_rendered_is_generated(api: Api) -> None:
+    choice = api.ok(GENERATE, RENDERED_BY_VLLM | {"model": api.model})["choices"][0]
+    assert choice["token_ids"] == api.choice({"temperature": 0})["token_ids"]
+    offsets = [[0, 1]] * len(PROMPT)
+    assert api.ok(GENERATE, RENDERED_BY_VLLM | {"token_offsets": offsets, "reasoning_ended": False})["choices"]
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "repetition_detection", "trace_decode_token_ids"])
 def test_what_is_not_implemented_is_refused_by_name(api: Api, name: str) -> None:
     body = {"token_ids": PROMPT, "sampling_params": {name: {}}}
     assert api.refused(api.post(GENERATE, body), 400, f"sampling_params.{name}")["code"] == "unsupported"

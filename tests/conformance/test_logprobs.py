@@ -57,6 +57,19 @@ def test_objects_have_both_key_sets_and_one_entry_per_token(api: Api) -> None:
             assert t["rank"] >= 1 and -9999.0 <= t["logprob"] <= 0.0
 
 
+def test_in_text_mode_objects_say_the_tokens_text(text: Api) -> None:
+    params = PARAMS | {"logprob_token_ids": [40]}
+    plain, named = text.choice(params), text.choice(params, output_mode="text")
+    for by_id, by_name in zip(plain["logprobs"]["content"], named["logprobs"]["content"], strict=True):
+        pairs = zip([by_id, *by_id["top_logprobs"]], [by_name, *by_name["top_logprobs"]], strict=True)
+        for e, t in pairs:
+            assert {n: e[n] for n in ("token_id", "logprob", "rank")} == {
+                n: t[n] for n in ("token_id", "logprob", "rank")
+            }
+            assert t["token"] == text.ok("/detokenize", {"tokens": [t["token_id"]]})["prompt"]
+            assert bytes(t["bytes"]).decode(errors="replace") == t["token"]
+
+
 def test_the_four_formats_are_equal(api: Api) -> None:
     objects = as_arrays(api.choice(PARAMS)["logprobs"]["content"], 3)
     arrays = api.choice(PARAMS, logprobs_format="arrays")["logprobs"]
