@@ -14,6 +14,8 @@ EXACT = ("e2e/test_exact.py", "e2e/test_parallel.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--base-url", help="the server that tests/conformance asks, instead of one of its own")
+    parser.addoption("--vocab-size", type=int, help="the vocabulary of a --base-url server that is not tokserve")
+    parser.addoption("--eos-token-id", type=int, help="its end-of-sequence id")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,19 +18,29 @@ PROMPT = [5, 20, 31, 44, 7]
 MESSAGES = [{"role": "user", "content": "What is 47 + 38?"}]
 
 
-class Api:
-    """One server."""
+OTHERS_CONFIG: dict[str, Any] = {  # what is taken to hold for a server without /server_info
+    "model": {"max_logprobs": 20},
+    "scheduler": {"scheduling_policy": "fcfs", "max_num_seqs": 128},
+    "server": {"tokens_only": False, "strict": False, "api_key": 0, "max_body_mb": 64},
+}
 
-    def __init__(self, url: str) -> None:
+
+class Api:
+    """One server; for one without /server_info (vLLM) vocabulary and EOS must be given."""
+
+    def __init__(self, url: str, vocab_size: int | None = None, eos: int | None = None) -> None:
         self.url = url.rstrip("/")
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.get = self.http.get
-        known = self.get("/server_info").json()
-        self.config, engine = known["config"], known["engine"]
+        answer, [model] = self.get("/server_info"), self.get("/v1/models").json()["data"][:1]
+        self.other = answer.status_code != 200
+        known = {"config": OTHERS_CONFIG} if self.other else answer.json()
+        engine = known.get("engine") or model | {"vocab_size": vocab_size, "eos_token_ids": [eos]}
+        self.config: dict[str, Any] = known["config"]
         self.vocab_size: int = engine["vocab_size"]
         self.max_model_len: int = engine["max_model_len"]
         self.eos: int = engine["eos_token_ids"][0]
-        self.model: str = self.get("/v1/models").json()["data"][0]["id"]
+        self.model: str = model["id"]
         self.tokens_only: bool = self.config["server"]["tokens_only"]
 
     def __enter__(self) -> Api:
@@ -88,16 +98,25 @@ class Api:
         return msgspec.msgpack.decode(answer.content)
 
     def metric(self, name: str) -> float:
-        """A metric, summed over labels."""
+        """A metric, named without its prefix, summed over labels."""
+        name = ("vllm:" if self.other else "tokserve:") + name
         lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + " ", name + "{"))]
         assert lines, name
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def load(self) -> dict[str, Any]:
+        """`server_load` (requests in flight), `running`, `waiting`; another server's are read off its metrics."""
+        if not self.other:
+            load: dict[str, Any] = self.get("/load").json()
+            return load
+        running, waiting = self.metric("num_requests_running"), self.metric("num_requests_waiting")
+        return {"server_load": running + waiting, "running": running, "waiting": waiting}
 
     def wait_for(self, requests: int) -> None:
         """Until this many requests are in flight and run; 0: until the engine is idle."""
         end = time.monotonic() + 30
         while time.monotonic() < end:
-            load = self.get("/load").json()
+            load = self.load()
             if (load["server_load"] >= requests and load["running"]) if requests else not any(load.values()):
                 return
             time.sleep(0.01)
@@ -105,16 +124,18 @@ class Api:
 
 
 class Long:
-    """`with Long(api, request_id="x") as call:` a request that ends only when it is aborted; then `call.reply()`."""
+    """`with Long(api, "x") as call:` a request that ends only when it is aborted; then `call.reply()`."""
 
-    def __init__(self, api: Api, path: str = GENERATE, n: int = 8, **fields: Any) -> None:
+    def __init__(self, api: Api, request_id: str, path: str = GENERATE, n: int = 8, **fields: Any) -> None:
         self._api = api
+        prefix = "generate-tokens-" if path == GENERATE else "chatcmpl-"  # vLLM aborts by the reply's id alone
+        self._abort = {"request_ids": [prefix + request_id]} if api.other else {"all": True}
         params = {"ignore_eos": True, "n": n, "temperature": 1.0, "max_tokens": None}
         if path == GENERATE:
             body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": params | fields.pop("params", {})}
         else:
             body = params | {"messages": MESSAGES}
-        self._body = body | fields
+        self._body = body | {"request_id": request_id} | fields
         self._path = path
         self._answers: list[httpx.Response] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -123,13 +144,13 @@ class Long:
         self._answers.append(self._api.post(self._path, self._body))
 
     def __enter__(self) -> Long:
-        before = self._api.get("/load").json()["server_load"]
+        before = self._api.load()["server_load"]
         self._thread.start()
         self._api.wait_for(requests=before + 1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._api.post(ABORTS[0], {"all": True})
+        self._api.post(ABORTS[0], self._abort)
         self._thread.join(60)
         self._api.wait_for(requests=0)
 

@@ -12,7 +12,7 @@ from tests.e2e.server import Server
 def api(pytestconfig: pytest.Config) -> Iterator[Api]:
     given = pytestconfig.getoption("--base-url")
     if given:
-        with Api(given) as asked:
+        with Api(given, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as asked:
             yield asked
     else:
         with Server("demo") as server, Api(server.url) as asked:

@@ -34,10 +34,10 @@ def test_a_bad_abort_is_refused_by_name(api: Api, body: Any, param: str) -> None
 @pytest.mark.parametrize("prefix", ["", "generate-tokens-", "chatcmpl-", "cmpl-"])
 @pytest.mark.parametrize("route", ABORTS)
 def test_abort_by_id_with_any_prefix(api: Api, route: str, prefix: str) -> None:
-    with Long(api, request_id="long", params={"logprobs": 0}) as call:
+    with Long(api, "long", params={"logprobs": 0}) as call:
         answer = api.ok(route, {"request_ids": [prefix + "long", "nobody"]})
         assert answer == {"aborted": 1, "results": {prefix + "long": "aborted", "nobody": "not_found"}}
-        assert api.get("/load").json()["running"] == 0, "freed before the answer"
+        assert api.load()["running"] == 0, "freed before the answer"
         for choice in call.reply()["choices"]:
             assert choice["finish_reason"] == "abort" and choice["stop_reason"] is None
             assert choice["stop_detail"] == {"kind": "abort_user"}
@@ -45,7 +45,7 @@ def test_abort_by_id_with_any_prefix(api: Api, route: str, prefix: str) -> None:
 
 
 def test_what_came_before_an_abort_is_kept_and_exact(api: Api) -> None:
-    with Long(api, request_id="kept", n=1, params={"seed": 5}) as call:
+    with Long(api, "kept", n=1, params={"seed": 5}) as call:
         api.ok(ABORTS[0], {"request_ids": ["kept"]})
         ids = call.reply()["choices"][0]["token_ids"]
     want = api.choice({"seed": 5, "ignore_eos": True, "max_tokens": len(ids) or 1})["token_ids"]
@@ -53,14 +53,14 @@ def test_what_came_before_an_abort_is_kept_and_exact(api: Api) -> None:
 
 
 def test_abort_by_group(api: Api) -> None:
-    with Long(api, request_id="g-1", group_id="team"), Long(api, request_id="g-2", group_id="team"):
+    with Long(api, "g-1", group_id="team"), Long(api, "g-2", group_id="team"):
         assert api.ok(ABORTS[0], {"group_id": "nobody"}) == {"aborted": 0, "results": {}}
         answer = api.ok(ABORTS[0], {"group_id": "team"})
         assert answer == {"aborted": 2, "results": {"g-1": "aborted", "g-2": "aborted"}}
 
 
 def test_abort_all(text: Api) -> None:
-    with Long(text, request_id="a-1") as first, Long(text, CHAT, request_id="a-2") as second:
+    with Long(text, "a-1") as first, Long(text, "a-2", CHAT) as second:
         answer = text.ok(ABORTS[0], {"all": True})
         assert answer == {"aborted": 2, "results": {"a-1": "aborted", "a-2": "aborted"}}
         assert {choice["finish_reason"] for choice in first.reply()["choices"]} == {"abort"}
@@ -71,7 +71,7 @@ def test_an_abort_with_zero_tokens_is_a_200_with_empty_lists(api: Api) -> None:
     slots = api.config["scheduler"]["max_num_seqs"]
     if slots > 1000:
         pytest.skip("nothing would wait")
-    with Long(api, n=slots + 2, request_id="crowd", params={"logprobs": 0}) as call:
+    with Long(api, "crowd", n=slots + 2, params={"logprobs": 0}) as call:
         api.ok(ABORTS[0], {"request_ids": ["crowd"]})
         for choice in call.reply()["choices"][slots:]:
             assert choice["token_ids"] == [] and choice["logprobs"] == {"content": []}
@@ -79,9 +79,9 @@ def test_an_abort_with_zero_tokens_is_a_200_with_empty_lists(api: Api) -> None:
 
 
 def test_an_abort_shows_in_the_metrics(api: Api) -> None:
-    name = "tokserve:request_success_total"
+    name = "request_success_total"
     before = api.metric(name)
-    with Long(api, n=3, request_id="counted") as call:
+    with Long(api, "counted", n=3) as call:
         api.ok(ABORTS[0], {"request_ids": ["counted"]})
         call.reply()
     assert api.metric(name) == before + 3

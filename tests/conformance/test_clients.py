@@ -118,10 +118,11 @@ def test_every_parameter_of_the_sdks_completions_is_taken(text: Api, name: str) 
 
 def test_the_sdks_stream_helper(text: Api) -> None:
     call: Any = sdk(text).chat.completions.stream
-    options = {"model": text.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True}
+    options = {"model": text.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True,
+               "extra_body": {"min_tokens": 4}, "logit_bias": {str(text.eos): 100}}  # fmt: skip
     with call(**options, stream_options={"include_usage": True}) as stream:
         kinds = {event.type for event in stream}
-        final = stream.get_final_completion()
+        final = stream.get_final_completion()  # raises if the reply ended by its length
     create: Any = sdk(text).chat.completions.create
     full = create(**options)
     assert {"chunk", "content.delta", "content.done"} <= kinds

@@ -2,6 +2,7 @@
 
 import base64
 import struct
+import uuid
 from typing import Any
 
 import pytest
@@ -34,8 +35,9 @@ REFUSED = [
     ({"return_token_ids": "yes"}, "return_token_ids"), ({"output_mode": "speech"}, "output_mode"),
     ({"output_mode": None}, "output_mode"), ({"logprobs_format": "xml"}, "logprobs_format"),
     ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "s" * 129}, "cache_salt"), ({"cache_salt": 3}, "cache_salt"),
-    ({"priority": 1.0}, "priority"), ({"priority": 2**40}, "priority"), ({"priority": False}, "priority"),
-    ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"features": []}, "features"),
+    ({"priority": 1.0}, "priority"), ({"priority": 2**63}, "priority"), ({"priority": False}, "priority"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"ec_transfer_params": {}}, "ec_transfer_params"),
+    ({"features": []}, "features"),
     ({"content_parts": []}, "content_parts"), ({"deadline_ms": 0}, "deadline_ms"),
     ({"deadline_ms": -1}, "deadline_ms"), ({"deadline_ms": 1.5}, "deadline_ms"),
     ({"queue_timeout_ms": 0}, "queue_timeout_ms"), ({"queue_timeout_ms": 10**12}, "queue_timeout_ms"),
@@ -85,12 +87,32 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_name(api: Api) -> No
 
 
 def test_internal_names_of_other_servers_are_harmless(api: Api) -> None:
-    harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1}
+    harmless = {"output_kind": 2, "flat_logprobs": True, "skip_clone": None, "routed_experts_prompt_start": 1,
+                "skip_reading_prefix_cache": False, "stream_interval": 2, "watermarking": None}  # fmt: skip
     want = api.choice({"temperature": 0})
     assert api.choice({"temperature": 0} | harmless)["token_ids"] == want["token_ids"]
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "repetition_detection"])
+RENDERED_BY_VLLM: dict[str, Any] = {
+    "token_ids": PROMPT, "token_offsets": None, "features": None, "content_parts": None, "reasoning_ended": None,
+    "reasoning_parser_kwargs": None, "return_token_ids": None, "output_mode": "tokens", "stream": False,
+    "stream_options": None, "cache_salt": None, "priority": 0, "kv_transfer_params": None, "ec_transfer_params": None,
+    "sampling_params": {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 0.0, "top_p": 1.0,
+        "min_p": 0.0, "stop": [], "stop_token_ids": [], "max_tokens": 8, "output_kind": 2, "skip_clone": True,
+        "bad_words": [], "skip_reading_prefix_cache": False,
+    },
+}  # fmt: skip
+
+
+def test_what_vllm_rendered_is_generated(api: Api) -> None:
+    choice = api.ok(GENERATE, RENDERED_BY_VLLM | {"model": api.model})["choices"][0]
+    assert choice["token_ids"] == api.choice({"temperature": 0})["token_ids"]
+    offsets = [[0, 1]] * len(PROMPT)
+    assert api.ok(GENERATE, RENDERED_BY_VLLM | {"token_offsets": offsets, "reasoning_ended": False})["choices"]
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "repetition_detection", "trace_decode_token_ids"])
 def test_what_is_not_implemented_is_refused_by_name(api: Api, name: str) -> None:
     body = {"token_ids": PROMPT, "sampling_params": {name: {}}}
     assert api.refused(api.post(GENERATE, body), 400, f"sampling_params.{name}")["code"] == "unsupported"
@@ -184,7 +206,7 @@ def test_two_different_ids_are_refused(api: Api) -> None:
 
 
 def test_a_duplicate_of_an_id_in_flight_is_409(api: Api) -> None:
-    with Long(api, request_id="twin"):
+    with Long(api, "twin"):
         for given in ("twin", "generate-tokens-twin", "chatcmpl-twin"):
             error = api.refused(api.post(GENERATE, {"token_ids": PROMPT, "request_id": given}), 409, "request_id")
             assert error["type"] == "conflict_error"
@@ -211,8 +233,9 @@ def test_headers_of_routers_are_understood(api: Api, name: str) -> None:
 
 def test_cache_salt_separates_the_prefix_cache_and_changes_nothing_else(api: Api) -> None:
     prompt = [5, 6, 7, 8] * 24
+    run = uuid.uuid4().hex  # a server that is asked twice remembers the first time
     seen = []
-    for salt in ("red", "red", "blue", "\U0001f534" * 128):
+    for salt in (run + "red", run + "red", run + "blue", run + "\U0001f534" * 96):
         reply = api.generate({"temperature": 0, "logprobs": 1}, token_ids=prompt, cache_salt=salt)
         seen.append((reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"]))
     assert seen[0][0] == seen[2][0] == seen[3][0] == 0 and seen[1][0] > 0
@@ -229,19 +252,21 @@ def test_priority_needs_the_priority_policy(api: Api) -> None:
 
 
 def test_past_its_deadline_a_request_ends_with_what_it_has(api: Api) -> None:
-    reply = api.generate({"max_tokens": None, "ignore_eos": True, "n": 16}, deadline_ms=500)
-    for choice in reply["choices"]:
-        assert choice["finish_reason"] == "deadline" and choice["stop_detail"] == {"kind": "deadline"}
-        assert 0 < len(choice["token_ids"]) < api.max_model_len - len(PROMPT)
+    choice = api.choice({"max_tokens": None, "ignore_eos": True, "seed": 5}, deadline_ms=100)
+    assert choice["finish_reason"] == "deadline" and choice["stop_detail"] == {"kind": "deadline"}
+    ids = choice["token_ids"]
+    assert ids == api.choice({"max_tokens": len(ids) or 1, "ignore_eos": True, "seed": 5})["token_ids"][: len(ids)]
 
 
 def test_past_its_time_in_the_queue_a_request_ends_without_tokens(api: Api) -> None:
     slots = api.config["scheduler"]["max_num_seqs"]
     if slots > 1000:
         pytest.skip("nothing would wait")
-    params = {"max_tokens": None, "ignore_eos": True, "n": slots + 4, "logprobs": 0}
-    choices = api.generate(params, deadline_ms=1500, queue_timeout_ms=300)["choices"]
-    assert all(choice["finish_reason"] == "deadline" for choice in choices)
-    for choice in choices[slots:]:
+    params = {"max_tokens": 8, "ignore_eos": True, "n": slots + 4, "logprobs": 0}
+    choices = api.generate(params, queue_timeout_ms=1)["choices"]
+    waited = [choice for choice in choices if choice["stop_detail"] == {"kind": "queue_timeout"}]
+    assert len(waited) >= 4
+    for choice in waited:
+        assert choice["finish_reason"] == "deadline"
         assert choice["token_ids"] == [] and choice["logprobs"] == {"content": []}
-    assert choices[0]["token_ids"]
+    assert all(len(choice["token_ids"]) == 8 for choice in choices if choice not in waited)

@@ -3,6 +3,7 @@
 import base64
 import math
 import struct
+import uuid
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ def test_objects_have_both_key_sets_and_one_entry_per_token(api: Api) -> None:
         for t in tops:
             assert set(t) == ENTRY and t["token"] == f"token_id:{t['token_id']}" and t["bytes"] is None
             assert t["rank"] >= 1 and -9999.0 <= t["logprob"] <= 0.0
+
+
+def test_in_text_mode_objects_say_the_tokens_text(text: Api) -> None:
+    params = PARAMS | {"logprob_token_ids": [40]}
+    plain, named = text.choice(params), text.choice(params, output_mode="text")
+    for by_id, by_name in zip(plain["logprobs"]["content"], named["logprobs"]["content"], strict=True):
+        pairs = zip([by_id, *by_id["top_logprobs"]], [by_name, *by_name["top_logprobs"]], strict=True)
+        for e, t in pairs:
+            assert {n: e[n] for n in ("token_id", "logprob", "rank")} == {
+                n: t[n] for n in ("token_id", "logprob", "rank")
+            }
+            assert t["token"] == text.ok("/detokenize", {"tokens": [t["token_id"]]})["prompt"]
+            assert bytes(t["bytes"]).decode(errors="replace") == t["token"]
 
 
 def test_the_four_formats_are_equal(api: Api) -> None:
@@ -170,10 +184,8 @@ def test_prompt_logprobs_formats_are_equal(api: Api) -> None:
 
 
 def test_prompt_logprobs_cold_equal_warm(api: Api) -> None:
-    prompt = [40 + i % 7 for i in range(100)]
-    cold, warm = (
-        api.generate({"prompt_logprobs": 3, "seed": 1}, token_ids=prompt, cache_salt="cold-or-warm") for _ in range(2)
-    )
+    prompt, salt = [40 + i % 7 for i in range(100)], uuid.uuid4().hex
+    cold, warm = (api.generate({"prompt_logprobs": 3, "seed": 1}, token_ids=prompt, cache_salt=salt) for _ in range(2))
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert cold["prompt_logprobs"] == warm["prompt_logprobs"] and len(warm["prompt_logprobs"]) == 100
     assert cold["choices"] == warm["choices"]

@@ -153,10 +153,10 @@ def test_echo_streams_the_prompt_first(text: Api) -> None:
 
 
 def test_a_client_that_leaves_aborts_its_request(api: Api) -> None:
-    before = api.metric("tokserve:num_requests_running")
+    before = api.metric("num_requests_running")
     params = {"max_tokens": None, "ignore_eos": True, "n": 8}
     body = {"token_ids": PROMPT, "sampling_params": params, "stream": True}
     with api.http.stream("POST", GENERATE, json=body) as answer:
         next(answer.iter_lines())
     api.wait_for(requests=0)
-    assert api.metric("tokserve:num_requests_running") == before == 0
+    assert api.metric("num_requests_running") == before == 0

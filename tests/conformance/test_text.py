@@ -37,7 +37,7 @@ REFUSED = [
     ("stop_token_ids", 5), ("ignore_eos", 1), ("logit_bias", []), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}),
     ("prompt_logprobs", 1.5), ("prompt_logprobs", -2), ("allowed_token_ids", []), ("bad_words", "x"),
     ("logprob_token_ids", []), ("logprobs_mode", "x"), ("return_token_ids", "yes"), ("cache_salt", ""),
-    ("cache_salt", "s" * 129), ("priority", 1.5), ("priority", 2**40), ("request_id", ""), ("request_id", "x" * 257),
+    ("cache_salt", "s" * 129), ("priority", 1.5), ("priority", 2**63), ("request_id", ""), ("request_id", "x" * 257),
     ("deadline_ms", 0), ("queue_timeout_ms", -1), ("group_id", ""), ("group_id", "g" * 257), ("vllm_xargs", 5),
     ("vllm_xargs", {"a": 10**30}),
 ]  # fmt: skip

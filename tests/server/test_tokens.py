@@ -107,7 +107,7 @@ def test_cached_tokens_are_told() -> None:
 
 def test_scheduling_fields_reach_the_engine() -> None:
     s = site(scheduling_policy="priority")
-    fields = {"cache_salt": "3", "priority": -2, "deadline_ms": 500, "queue_timeout_ms": 100}
+    fields = {"cache_salt": "3", "priority": -(2**63), "deadline_ms": 500, "queue_timeout_ms": 100}
     generate(s, fields=fields)
     options = s.llm.calls[0].options
     assert {name: options[name] for name in fields} == fields
@@ -310,7 +310,11 @@ def test_harmless_sampling_params_are_taken(habit: dict[str, Any]) -> None:
     assert s.llm.calls[0].params.top_p == 0.5
 
 
-@pytest.mark.parametrize("field", ["features", "content_parts", "kv_transfer_params", "model", "stream", "cache_salt"])
+@pytest.mark.parametrize(
+    "field",
+    ["features", "content_parts", "kv_transfer_params", "ec_transfer_params", "token_offsets", "reasoning_ended",
+     "reasoning_parser_kwargs", "model", "stream", "cache_salt"],
+)  # fmt: skip
 def test_harmless_nulls_are_taken(field: str) -> None:
     generate(site(), fields={field: None})
 

@@ -70,7 +70,7 @@ class IdAlternative(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
     rank: int | None
-    bytes: None = None
+    bytes: list[int] | None = None
 
 
 class IdEntry(msgspec.Struct, gc=False):
@@ -80,7 +80,7 @@ class IdEntry(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
     rank: int
-    bytes: None
+    bytes: list[int] | None
     top_logprobs: list[IdAlternative]
 
 
@@ -187,16 +187,22 @@ def _floored(column: bytes) -> list[float]:
     return values if min(values, default=0.0) >= FLOOR else [max(FLOOR, value) for value in values]
 
 
-def objects(columns: Logprobs, token_ids: Sequence[int], top: int) -> Objects:
-    """An entry per token; tokens are named by their ids.  The token itself is the first of its alternatives."""
+def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> Objects:
+    """An entry per token, which is the first of its own alternatives.  Without `spelling` tokens are named by ids."""
     entries = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
-        logprob, rank, name = row[0], row[1], f"token_id:{token_id}"
-        tops = [IdAlternative(name, token_id, logprob, rank)]
+        own = _alternative(token_id, row[0], row[1], spelling)
+        tops = [own]
         if row[2]:
-            tops += [IdAlternative(f"token_id:{i}", i, value, place) for i, value, place in others(row, token_id, top)]
-        entries.append(IdEntry(name, token_id, logprob, rank, None, tops))
+            tops += [_alternative(*other, spelling) for other in others(row, token_id, top)]
+        entries.append(IdEntry(own.token, token_id, own.logprob, row[1], own.bytes, tops))
     return Objects(entries)
+
+
+def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spelling | None) -> IdAlternative:
+    if spelling is None:
+        return IdAlternative(f"token_id:{token_id}", token_id, logprob, rank)
+    return IdAlternative(spelling.text(token_id), token_id, logprob, rank, spelling.bytes(token_id))
 
 
 def prompt_objects(

@@ -30,7 +30,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 MAX_SALT = 128
 MAX_CHOICES = 1024
-_INT32 = 1 << 31
+_INT32, _INT64 = 1 << 31, 1 << 63
 _COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
@@ -119,11 +119,12 @@ class Serving:
         if group is not None and not 0 < len(group) <= body.MAX_ID:
             raise RequestError(f"group_id must have 1 to {body.MAX_ID} characters", field="group_id")
         priority = asked.priority or 0
-        for name, value in (
-            ("priority", priority), ("deadline_ms", asked.deadline_ms), ("queue_timeout_ms", asked.queue_timeout_ms)
+        for name, value, end in (
+            ("priority", priority, _INT64), ("deadline_ms", asked.deadline_ms, _INT32),
+            ("queue_timeout_ms", asked.queue_timeout_ms, _INT32),
         ):  # fmt: skip
-            if value is not None and not -_INT32 <= value < _INT32:
-                raise RequestError(f"{name} must fit in 32 bits", field=name)
+            if value is not None and not -end <= value < end:
+                raise RequestError(f"{name} must fit in {end.bit_length()} bits", field=name)
         return Terms(
             request_id=body.request_id(request, asked.request_id) or secrets.token_hex(16),
             cache_salt=salt, priority=priority, deadline_ms=asked.deadline_ms,

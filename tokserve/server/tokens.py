@@ -31,10 +31,14 @@ Format = Literal["objects", "arrays", "base64"]
 # sampling parameters of other servers: without effect on the result, whatever the value
 HARMLESS = frozenset({
     "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
-    "_all_stop_token_ids", "_bad_words_token_ids", "_eos_token_id",
+    "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
+    "_eos_token_id", "_watermarking_skipped",
 })  # fmt: skip
 # and those whose absence is all this server can offer
-UNSUPPORTED = frozenset({"structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors"})
+UNSUPPORTED = frozenset({
+    "structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids",
+})  # fmt: skip
 # lists, for which null is another way to say: none
 NULLABLE = frozenset(
     field.name for field in msgspec.structs.fields(SamplingParams) if field.default_factory is not msgspec.NODEFAULT
@@ -64,8 +68,12 @@ class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     queue_timeout_ms: int | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=body.MAX_ID)] | None = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     features: Any = None
     content_parts: Any = None
+    token_offsets: Any = None  # this and the next two: what vLLM's render adds, without effect here
+    reasoning_ended: Any = None
+    reasoning_parser_kwargs: Any = None
 
 
 class GenerateBody(_Generate, kw_only=True):
@@ -155,7 +163,7 @@ def decode_body(raw: bytes, packed: bool) -> AnyBody:
         raise errors.from_msgspec(error, GenerateBody.__struct_fields__ + StreamOptions.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
-    for name in ("kv_transfer_params", "features", "content_parts"):
+    for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
         if getattr(asked, name) is not None:
             raise errors.unsupported(name)
     if asked.stream_options is not None and not asked.stream:
@@ -237,6 +245,7 @@ class _Render:
         self._params = params
         self._packed = packed
         self._text = asked.output_mode == "text"
+        self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
         self._echo = bool(asked.return_token_ids)
         self._format = asked.logprobs_format
         options = asked.stream_options or StreamOptions()
@@ -261,7 +270,7 @@ class _Render:
     def _logprobs(self, columns: Logprobs, ids: list[int]) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
-            return logprobs.objects(columns, ids, top)
+            return logprobs.objects(columns, ids, top, self._spelling)
         return logprobs.packed(columns) if self._packed or self._format == "base64" else logprobs.arrays(columns)
 
     def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
