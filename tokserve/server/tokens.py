@@ -35,10 +35,8 @@ HARMLESS = frozenset({
 })  # fmt: skip
 # and those whose absence is all this server can offer
 UNSUPPORTED = frozenset({"structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors"})
-# lists, for which null is another way to say: none
-NULLABLE = frozenset(
-    field.name for field in msgspec.structs.fields(SamplingParams) if field.default_factory is not msgspec.NODEFAULT
-)
+# every parameter has a default, and null is another way to ask for it
+NULLABLE = frozenset(SamplingParams.__struct_fields__)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,10 +54,10 @@ class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    output_mode: Literal["tokens", "text"] = "tokens"
+    output_mode: Literal["tokens", "text"] | None = "tokens"
     cache_salt: str | None = None
-    priority: int = 0
-    logprobs_format: Format = "objects"
+    priority: int | None = 0
+    logprobs_format: Format | None = "objects"
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=body.MAX_ID)] | None = None
@@ -170,7 +168,11 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     try:
         return _msgpack_params(raw) if packed else _json_params(raw)
     except msgspec.ValidationError as error:
+        if "out of range" in str(error):  # a number that no float holds
+            raise errors.from_msgspec(error, (), "sampling_params") from None
         values = body.decode(bytes(raw), packed)
+        if values is None:
+            return SamplingParams()
         if not isinstance(values, dict):
             raise errors.from_msgspec(error, (), "sampling_params") from None
     except UnicodeDecodeError as error:
@@ -238,7 +240,7 @@ class _Render:
         self._packed = packed
         self._text = asked.output_mode == "text"
         self._echo = bool(asked.return_token_ids)
-        self._format = asked.logprobs_format
+        self._format = asked.logprobs_format or "objects"
         options = asked.stream_options or StreamOptions()
         self._usage = bool(options.include_usage)
         self._continuous = self._usage and bool(options.continuous_usage_stats)
