@@ -16,6 +16,7 @@ from tokserve.errors import RequestError
 
 LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
+MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less is no float32
 _INT64 = 1 << 63
@@ -84,6 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, math.inf)
         _at_least("top_k", self.top_k, -1)
         _at_least("n", self.n, 1)
+        if self.n > MAX_CHOICES:
+            _refuse("n", f"must be at most {MAX_CHOICES}, got {self.n}")
         _at_least("min_tokens", self.min_tokens, 0)
         _at_least("prompt_logprobs_start", self.prompt_logprobs_start, 0)
         for name in ("logprobs", "prompt_logprobs"):

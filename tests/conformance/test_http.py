@@ -90,6 +90,18 @@ def test_msgpack_by_any_of_its_names_has_the_same_fields(api: Api, kind: str) ->
     assert set(msgspec.msgpack.decode(answer.content)) == set(want)
 
 
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [("application/msgpack;q=0", JSON), ("application/msgpack; q=0.000, */*", JSON),
+     ("application/msgpack;q=1", MSGPACK),
+     ("application/json, application/msgpack;q=0.5", JSON), ("application/json;q=0.5, application/MsgPack", MSGPACK),
+     ("application/x-msgpack, */*;q=0.1", MSGPACK), ("text/html, application/msgpack;q=x", MSGPACK), (";,;q=,=", JSON)],
+)  # fmt: skip
+def test_accept_is_weighed(api: Api, accept: str, kind: str) -> None:
+    answer = api.post(GENERATE, BODY, headers={"Accept": accept})
+    assert answer.status_code == 200 and answer.headers["content-type"] == kind
+
+
 def test_an_error_is_json_also_for_a_msgpack_client(api: Api) -> None:
     body = msgspec.msgpack.encode({"token_ids": []})
     answer = api.post(GENERATE, content=body, headers={"Content-Type": MSGPACK, "Accept": MSGPACK})
@@ -154,6 +166,34 @@ def test_pipelined_requests_are_answered_in_order(api: Api) -> None:
         while part := sock.recv(65536):
             answer += part
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"]
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+
+
+def test_an_offer_of_another_protocol_is_declined(api: Api) -> None:
+    body = json.dumps(BODY).encode()
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: a\r\nContent-Type: {JSON}\r\n".encode()
+    want = api.ok(GENERATE, BODY)["choices"]
+    length = f"Content-Length: {len(body)}\r\n\r\n".encode()
+    chunked = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    expect = b"Expect: 100-continue\r\n"
+    for raw, then in (
+        (head + OFFER + length + body, b""), (head + OFFER + chunked, b""), (head + expect + OFFER + length, body)
+    ):  # fmt: skip
+        status, reply = exchange(api, raw, then)
+        assert status == 200 and json.loads(reply)["choices"] == want
+    status, _ = exchange(api, b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    "raw", [b"GARBAGE\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /health HTTP/1.1\r\n\x00: 1\r\n\r\n",
+            b"POST /ping HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+)  # fmt: skip
+def test_what_is_not_http_is_refused_in_the_one_shape(api: Api, raw: bytes) -> None:
+    status, reply = exchange(api, raw)
+    assert status == 400 and json.loads(reply)["error"]["code"] == "invalid_http"
 
 
 def test_a_chunked_body(api: Api) -> None:

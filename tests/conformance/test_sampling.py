@@ -23,7 +23,7 @@ OUT_OF_RANGE = [
     ("logprob_token_ids", []), ("logprob_token_ids", [1] * 129), ("allowed_token_ids", []), ("bad_words", [""]),
     ("bad_words", "x"), ("stop_token_sequences", [[]]), ("bad_token_sequences", [[]]), ("logit_bias", []),
     ("logit_bias", {"x": 1}), ("logit_bias", {"5.0": 1}), ("logprobs_mode", "fancy"), ("extra_args", []),
-    ("extra_args", {"a": 10**30}), ("detokenize", 0), ("skip_special_tokens", None),
+    ("extra_args", {"a": 10**30}), ("detokenize", 0), ("n", 1025),
 ]  # fmt: skip
 
 
@@ -188,6 +188,37 @@ def test_top_k_one_and_a_tiny_top_p_are_greedy(api: Api) -> None:
     greedy = api.choice({"temperature": 0})["token_ids"]
     for params in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1}, {"temperature": 1e-300}):
         assert api.choice({"temperature": 1, "seed": 5} | params)["token_ids"] == greedy, params
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-31, 1e-30, 1e-20])
+@pytest.mark.parametrize("mode", ["temperature", "processed"])
+def test_near_zero_all_the_probability_is_on_one_token(api: Api, temperature: float, mode: str) -> None:
+    choice = api.choice({"temperature": temperature, "logprobs": 3, "logprobs_mode": mode}, logprobs_format="arrays")
+    columns = choice["logprobs"]
+    assert choice["token_ids"] == api.choice({"temperature": 0})["token_ids"]
+    assert columns["token_logprobs"] == [0.0] * len(choice["token_ids"]) and set(columns["ranks"]) == {1}
+    assert {value for row in columns["top_logprobs"] for value in row[1:]} == {-9999.0}
+
+
+EXTREME = [
+    {"repetition_penalty": repetition, "temperature": temperature, "logit_bias": bias, **more}
+    for repetition in (1e-30, 1e-20, 1e300)
+    for temperature in (5e-324, 1e-20, 2.0)
+    for bias in ({str(A): 1e38, str(B): 1e300}, {str(A): -1e300}, None)
+    for more in ({"frequency_penalty": -2.0, "presence_penalty": 2.0, "top_p": 0.5}, {"allowed_token_ids": [A]})
+]
+
+
+def test_extreme_parameters_together_still_draw(api: Api) -> None:
+    for i, params in enumerate(EXTREME):
+        mode = ("raw", "temperature", "processed")[i % 3]
+        asked = params | {"max_tokens": 4, "seed": i, "logprobs": 2, "prompt_logprobs": 1, "logprobs_mode": mode}
+        reply = api.generate(asked)
+        [choice] = reply["choices"]
+        assert choice["finish_reason"] in ("stop", "length"), (params, choice)
+        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        values += [score["logprob"] for entry in reply["prompt_logprobs"][1:] for score in entry.values()]
+        assert all(-9999.0 <= value <= 0.0 for value in values), (params, values)
 
 
 def test_no_defaults_of_the_model_are_applied(api: Api) -> None:

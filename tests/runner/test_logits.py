@@ -197,6 +197,45 @@ def test_order_of_the_list_shows_in_the_result() -> None:
     assert torch.allclose(after[0], expected, rtol=1e-6)
 
 
+EXTREME: list[dict[str, Any]] = [
+    {"repetition_penalty": repetition, "temperature": temperature, **masks, "logit_bias": bias}
+    for repetition in (1e-30, 1e-20, 1.0, 1e20, 1e300)
+    for temperature in (5e-324, 1e-30, 1e-20, 1.0, 2.0)
+    for bias in ({}, {1: 1e38, 5: 1e38}, {token: -1e300 for token in range(VOCAB)}, {2: 1e300, 3: -1e300})
+    for masks in ({}, {"allowed_token_ids": [1, 2, 3], "frequency_penalty": 2.0, "top_p": 0.9})
+]
+
+
+def test_no_parameters_leave_nothing_to_draw() -> None:
+    """What is possible at the largest numbers is drawn, what is forbidden is not, and the best stays the best."""
+    made, _ = pipeline(*EXTREME, {}, {"temperature": 0.5})
+    count = len(EXTREME)
+    before = some_logits(count + 2)
+    after, drawable = made.run(before, rows_of(list(range(count + 2)), [4] * (count + 2)))
+    assert drawable is None or drawable.all()
+    assert not after.isnan().any() and after.amax(1).isfinite().all()
+    for row, options in enumerate(EXTREME):
+        if "allowed_token_ids" in options:
+            assert set((after[row] > NEVER).nonzero()[:, 0].tolist()) <= {1, 2, 3}
+    assert torch.equal(after[count], before[count]) and torch.equal(after[count + 1], before[count + 1] / 0.5)
+
+
+def test_extreme_rows_are_the_same_bits_alone() -> None:
+    made, _ = pipeline(*EXTREME, {})
+    logits = some_logits(len(EXTREME) + 1)
+    together = made.run(logits, rows_of(list(range(len(EXTREME) + 1)), [4] * (len(EXTREME) + 1)))[0].clone()
+    for row in range(0, len(EXTREME), 7):
+        assert torch.equal(made.run(logits[row : row + 1], rows_of([row], [4]))[0][0], together[row])
+
+
+def test_the_coldest_temperature_keeps_ties_and_nothing_else() -> None:
+    made, _ = pipeline({"temperature": 1e-40}, {"temperature": 5e-324, "logit_bias": {3: 1e38, 8: 1e38}})
+    logits = some_logits(2)
+    logits[0, [4, 9]] = 50.0
+    after = made.run(logits, rows_of([0, 1], [4, 4]))[0]
+    assert torch.softmax(after, 1).gt(0).nonzero().tolist() == [[0, 4], [0, 9], [1, 3], [1, 8]]
+
+
 def test_a_row_with_nothing_left_is_reported() -> None:
     made, _ = pipeline({"allowed_token_ids": [3], "bad_token_ids": [3]}, {"bad_token_ids": [3]}, {})
     _, drawable = made.run(some_logits(3), rows_of([1, 0, 2], [4] * 3))

@@ -5,7 +5,7 @@ import pytest
 
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow, StepPlan
-from tokserve.runner.slots import Slots
+from tokserve.runner.slots import COLDEST, Slots
 
 SEQS, LENGTH, BLOCK = 6, 50, 4
 
@@ -62,13 +62,13 @@ def test_batch_does_not_change_with_the_tables(slots: Slots) -> None:
     assert batch.block_tables.tolist() == [[0, 7], [1000, 1007]]
 
 
-def test_greedy_below_what_a_float_can_divide_by() -> None:
-    made = Slots(4, 8, 4)
-    for slot, temperature in enumerate((0.0, 1e-40, 1e-20, 0.7)):
+def test_only_zero_is_greedy_and_nothing_is_colder_than_a_float_can_divide_by() -> None:
+    made = Slots(5, 8, 4)
+    for slot, temperature in enumerate((0.0, 5e-324, 1e-40, 1e-20, 0.7)):
         row = NewRow(slot, "", np.zeros(1, np.int32), 1, SamplingParams(temperature=temperature), 0, ())
         made.enter(row)
-    assert made.greedy.tolist() == [True, True, False, False]
-    assert made.temperature.tolist() == [1.0, 1.0, np.float32(1e-20), np.float32(0.7)]
+    assert made.greedy.tolist() == [True, False, False, False, False]
+    assert made.temperature.tolist() == [1.0, COLDEST, COLDEST, np.float32(1e-20), np.float32(0.7)]
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(1 << 63), (1 << 63) - 1, 1 << 63, (1 << 64) + 5])

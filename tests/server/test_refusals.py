@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from tests.server.fake_llm import VOCAB, Caller, Site, site
+from tokserve.params import SamplingParams
+from tokserve.server.tokens import GenerateBody
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 PROMPT = {"token_ids": [5, 6]}
@@ -81,7 +83,9 @@ def test_generate_refuses(server: Site, body: dict[str, Any], param: str, messag
         ({"stop_token_ids": [5, 9999]}, "stop_token_ids[1]", "0 to"),
         ({"extra_args": {"a": 10**30}}, "extra_args", "64 bits"),
         ({"temperature": "1"}, "temperature", "float"),
-        ({"temperature": None}, "temperature", "float"),
+        ({"n": 1025}, "n", "at most 1024"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "int"),
+        ({"no_such_name": None}, "no_such_name", "unknown"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"top_k": -2}, "top_k", "at least -1"),
         ({"top_k": 10**20}, "top_k", "32 bits"),
@@ -115,9 +119,52 @@ def test_sampling_params_are_refused_by_their_path(server: Site, params: Any, na
     refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, f"sampling_params.{name}", message)
 
 
-@pytest.mark.parametrize("params", [None, [], "x", 5])
+@pytest.mark.parametrize("params", [[], "x", 5])
 def test_sampling_params_must_be_an_object(server: Site, params: Any) -> None:
     refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, "sampling_params", "object")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_null_is_the_default_of_every_field(server: Site, packed: bool) -> None:
+    params = dict.fromkeys(SamplingParams.__struct_fields__) | {"max_tokens": 2}
+    names = set(GenerateBody.__struct_fields__) - {"token_ids"}
+    for body in (
+        dict.fromkeys(names), {"sampling_params": params}, {"sampling_params": params | {"output_kind": 2}}
+    ):  # fmt: skip
+        if packed:
+            raw = msgspec.msgpack.encode(PROMPT | body)
+            answer = server.post(GENERATE, content=raw, headers={"Content-Type": "application/msgpack"})
+        else:
+            answer = server.post(GENERATE, PROMPT | body)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400"])
+def test_numbers_that_no_float_holds(server: Site, number: str) -> None:
+    raw = '{"token_ids": [5], "sampling_params": {"temperature": ' + number + "}}"
+    headers = {"Content-Type": "application/json"}
+    refused(server.post(GENERATE, content=raw, headers=headers), 400, "sampling_params.temperature", "out of range")
+    raw = '{"messages": [{"role": "user", "content": "x"}], "temperature": ' + number + "}"
+    error = refused(server.post(CHAT, content=raw, headers=headers), 400, None, "out of range")
+    assert error["code"] == "invalid_body" and "$" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("best_of", True), ("best_of", 1.0), ("best_of", 2), ("use_beam_search", 0), ("suffix", [])]
+)
+def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(server: Site, field: str, value: Any) -> None:
+    assert refused(server.post(COMPLETIONS, TEXT | {field: value}), 400, field)["code"] == "unsupported"
+
+
+def test_fields_that_ask_for_nothing(server: Site) -> None:
+    nothing = {"best_of": 1, "use_beam_search": False, "suffix": "", "length_penalty": 1.0, "logits_processors": []}
+    assert server.post(COMPLETIONS, TEXT | nothing).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["05", "00", "-1", "5.0", " 5", "1e1", "", "x", "\u0665"])
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_keys_of_a_bias_are_ids_as_json_writes_numbers(server: Site, route: str, key: str) -> None:
+    refused(server.post(route, MESSAGES | TEXT | {"logit_bias": {key: 1}}), 400, "logit_bias", "keys")
 
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])

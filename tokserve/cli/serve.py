@@ -138,6 +138,7 @@ def _http_server(llm: AsyncLLM, config: Config) -> Any:
     import uvicorn
 
     from tokserve.server.app import build_app
+    from tokserve.server.protocol import Protocol
 
     app = build_app(llm, config)
     s = config.server
@@ -157,6 +158,7 @@ def _http_server(llm: AsyncLLM, config: Config) -> Any:
         app, log_config=None, access_log=False, timeout_keep_alive=s.keep_alive, root_path=s.root_path,
         ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile, ssl_ca_certs=s.ssl_ca_certs,
         ssl_cert_reqs=2 if s.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
+        http=Protocol, ws="none",
     )  # fmt: skip
     try:
         settings.load()

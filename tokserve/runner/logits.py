@@ -3,7 +3,9 @@
 bias -> allowed and bad ids -> bad sequences -> min_tokens -> penalties -> temperature -> top-k, top-p, min-p.
 Each object keeps what requests in its care asked for, by slot, and edits only the rows that need it; a
 batch in which nobody needs anything is not even copied.  What a row becomes depends on its own slot and
-history alone, never on the other rows.  Nothing is drawn here and no logprob is known here.
+history alone, never on the other rows.  Parameters that could take a logit out of float32's range mark their
+row as extreme: its values are clamped after the penalties and reckoned from the largest before the division
+by T, so that something is always left to draw.  Nothing is drawn here and no logprob is known here.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.params import SamplingParams
 from tokserve.plan import Float32, Int32, NewRow
 from tokserve.runner.slots import Int64, Slots
 
 INF = float("inf")
+MOST = float(np.finfo(np.float32).max)
+COLD, LARGE, FACTOR = 2.0**-20, 2.0**60, 2.0**30  # within these, logits up to 2**27 stay far inside the range
 PART = 1 << 18  # token ids in a list that are handled at a time
 WINDOW = 8  # bad sequences are compared in windows of a multiple of this many tokens
 
@@ -147,10 +152,16 @@ class Pipeline:
         return work.logits, np.isfinite(work.logits.amax(1).numpy()) if masked else None
 
 
+def extreme(params: SamplingParams) -> bool:
+    """Whether bias, repetition penalty and temperature together may leave float32's range."""
+    biased = any(abs(bias) > LARGE for bias in (params.logit_bias or {}).values())
+    return biased or not 1 / FACTOR <= params.repetition_penalty <= FACTOR or 0.0 < params.temperature < COLD
+
+
 class Bias(Processor):
     """logit_bias: added to the logits of the ids named."""
 
-    masks = True  # a sum may overflow
+    masks = False  # the largest number and a logit are the largest number
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -158,8 +169,7 @@ class Bias(Processor):
 
     def enter(self, row: NewRow) -> bool:
         bias = {token: value for token, value in (row.params.logit_bias or {}).items() if token < self._vocab_size}
-        limit = float(np.finfo(np.float32).max)
-        values = np.clip(np.array(list(bias.values()), np.float64), -limit, limit).astype(np.float32)
+        values = np.clip(np.array(list(bias.values()), np.float64), -MOST, MOST).astype(np.float32)
         self._asked[row.slot] = (np.array(list(bias), np.int64), values)
         return bool(bias)
 
@@ -268,15 +278,17 @@ class MinTokens(Processor):
 class Penalties(Processor):
     """repetition over prompt and output, presence and frequency over output."""
 
-    masks = True  # a division may overflow
+    masks = False
 
     def __init__(self, slots: Slots) -> None:
         self._tokens = slots.tokens
         self._columns: Float32 = np.zeros((3, len(slots.seeds)), np.float32)  # presence, frequency, repetition
+        self._extreme: NDArray[np.bool_] = np.zeros(len(slots.seeds), np.bool_)
 
     def enter(self, row: NewRow) -> bool:
-        asked = (row.params.presence_penalty, row.params.frequency_penalty, row.params.repetition_penalty)
+        asked = (row.params.presence_penalty, row.params.frequency_penalty, min(row.params.repetition_penalty, MOST))
         self._columns[:, row.slot] = asked
+        self._extreme[row.slot] = extreme(row.params)
         return asked != (0.0, 0.0, 1.0)
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
@@ -290,7 +302,8 @@ class Penalties(Processor):
             work.take(which), torch.from_numpy(history), prompt_lens, torch.from_numpy(lengths.astype(np.int32)),
             presence, frequency, repetition,
         )  # fmt: skip
-        work.put(which, penalized)
+        far = torch.from_numpy(self._extreme[slots])[:, None] & (work.take(which) > -INF)  # what is forbidden stays so
+        work.put(which, penalized.clamp(-MOST, MOST).where(far, penalized) if far.any() else penalized)
 
 
 class Temperature(Processor):
@@ -300,11 +313,17 @@ class Temperature(Processor):
 
     def __init__(self, slots: Slots) -> None:
         self._column = slots.temperature
+        self._extreme: NDArray[np.bool_] = np.zeros(len(slots.seeds), np.bool_)
 
     def enter(self, row: NewRow) -> bool:
+        self._extreme[row.slot] = self._column[row.slot] < 1.0 and extreme(row.params)
         return bool(self._column[row.slot] != 1.0)
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        far = which[self._extreme[rows.slots[which]]]
+        if far.size:
+            logits = work.take(far)
+            work.put(far, logits - logits.amax(1, keepdim=True).clamp(min=-MOST))
         temperature = torch.from_numpy(self._column[rows.slots])[:, None]
         work.logits = torch.div(work.logits, temperature, out=work.buffer)
 

@@ -16,7 +16,7 @@ from tokserve.layers.batch import ForwardBatch
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
-GREEDY_BELOW = 2.0**-100  # below this logits / temperature may overflow; the draw is the arg-max there
+COLDEST = 2.0**-100  # a temperature below is taken as this one, which leaves the best of the logits nothing else either
 
 
 class Slots:
@@ -40,9 +40,8 @@ class Slots:
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.prompt_lens[slot] = row.prompt_len
         self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        temperature = np.float32(row.params.temperature)
-        self.greedy[slot] = temperature < GREEDY_BELOW
-        self.temperature[slot] = 1.0 if self.greedy[slot] else temperature
+        self.greedy[slot] = row.params.temperature == 0.0
+        self.temperature[slot] = 1.0 if self.greedy[slot] else max(row.params.temperature, COLDEST)
 
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
         """Append to the slot's block table, from index `first` on."""

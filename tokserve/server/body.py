@@ -6,6 +6,7 @@ is the routes' business.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from tokserve.server import errors
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
+_Q = re.compile(r"[01](\.[0-9]{0,3})?")
 MAX_ID = 256
 
 encode_json = msgspec.json.Encoder().encode
@@ -63,9 +65,20 @@ def is_msgpack(request: Request) -> bool:
 
 
 def wants_msgpack(request: Request) -> bool:
-    """Whether the client asked for a msgpack reply."""
+    """Whether the client asked for a msgpack reply, and not rather for JSON."""
     accept = request.headers.get("accept", "").lower()
-    return "msgpack" in accept and any(name in accept for name in _MSGPACK_NAMES)
+    if "msgpack" not in accept:
+        return False
+    weights = dict(map(_weight, accept.split(",")))
+    packed = max(weights.get(name, 0.0) for name in _MSGPACK_NAMES)
+    return packed > 0.0 and packed >= weights.get(JSON, 0.0)
+
+
+def _weight(part: str) -> tuple[str, float]:
+    """A media type of an Accept header and its q (RFC 9110, 12.4.2); what is no number counts as 1."""
+    kind, *parameters = (word.strip() for word in part.split(";"))
+    said = next((word[2:].strip() for word in parameters if word.startswith("q=")), "")
+    return kind, float(said) if _Q.fullmatch(said) else 1.0
 
 
 def decode(raw: bytes, packed: bool) -> Any:

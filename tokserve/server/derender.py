@@ -20,12 +20,12 @@ from starlette.responses import Response
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import MAX_CHOICES, SamplingParams
 from tokserve.server import body, chat, columns, completions, errors, schemas
 from tokserve.server.flights import PromptTokensDetails, Usage
 from tokserve.server.logprobs import num_rows
 from tokserve.server.schemas import ChatBody, CompletionBody, TextBody
-from tokserve.server.serving import MAX_CHOICES, Serving
+from tokserve.server.serving import Serving
 from tokserve.text.detokenizer import Detokenizer
 
 D = TypeVar("D", bound="DerenderBody")

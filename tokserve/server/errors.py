@@ -63,7 +63,7 @@ def malformed(error: Exception, kind: str) -> RequestError:
         return RequestError(f"the body is nested too deeply for {kind}", code="invalid_body")
     if isinstance(error, UnicodeDecodeError):
         return RequestError("the body holds a string that is not UTF-8", code="invalid_body")
-    why = str(error).partition(" is malformed: ")[2] or str(error)
+    why = str(error).partition(" is malformed: ")[2] or str(error).partition(" - at ")[0]
     return RequestError(f"the body is not valid {kind}: {why}", code="invalid_body")
 
 

@@ -154,7 +154,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     ignored = []
     for name, extra in (body.model_extra or {}).items():
         if name in REFUSED:
-            if extra is not None and extra not in REFUSED[name]:
+            if extra is not None and (type(extra), extra) not in [(type(each), each) for each in REFUSED[name]]:
                 raise errors.unsupported(name)
         elif name not in ACCEPTED:
             ignored.append(name)
@@ -191,7 +191,7 @@ def count(value: bool | int | None) -> int | None:
 
 
 def _token(key: str) -> int:
-    if not key.isascii() or not key.isdigit() or len(key) > 9:
+    if not key.isascii() or not key.isdigit() or len(key) > 9 or key != str(int(key)):
         raise RequestError(f"logit_bias must have token ids as keys, got {key[:20]!r}", field="logit_bias")
     return int(key)
 

@@ -29,7 +29,6 @@ from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 MAX_SALT = 128
-MAX_CHOICES = 1024
 _INT32, _INT64 = 1 << 31, 1 << 63
 _COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
@@ -187,8 +186,6 @@ class Serving:
 
 def _check(params: SamplingParams) -> None:
     """What would be too large for a message to the engine, or for anybody."""
-    if params.n > MAX_CHOICES:
-        raise RequestError(f"n must be at most {MAX_CHOICES}, got {params.n}", field="n")
     for name in _COUNTS:
         value = getattr(params, name)
         if value is not None and value >= _INT32:

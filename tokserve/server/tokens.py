@@ -39,10 +39,8 @@ UNSUPPORTED = frozenset({
     "structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors",
     "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids",
 })  # fmt: skip
-# lists, for which null is another way to say: none
-NULLABLE = frozenset(
-    field.name for field in msgspec.structs.fields(SamplingParams) if field.default_factory is not msgspec.NODEFAULT
-)
+# every parameter has a default, and null is another way to ask for it
+NULLABLE = frozenset(SamplingParams.__struct_fields__)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,10 +58,10 @@ class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    output_mode: Literal["tokens", "text"] = "tokens"
+    output_mode: Literal["tokens", "text"] | None = "tokens"
     cache_salt: str | None = None
-    priority: int = 0
-    logprobs_format: Format = "objects"
+    priority: int | None = 0
+    logprobs_format: Format | None = "objects"
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=body.MAX_ID)] | None = None
@@ -178,7 +176,11 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     try:
         return _msgpack_params(raw) if packed else _json_params(raw)
     except msgspec.ValidationError as error:
+        if "out of range" in str(error):  # a number that no float holds
+            raise errors.from_msgspec(error, (), "sampling_params") from None
         values = body.decode(bytes(raw), packed)
+        if values is None:
+            return SamplingParams()
         if not isinstance(values, dict):
             raise errors.from_msgspec(error, (), "sampling_params") from None
     except UnicodeDecodeError as error:
@@ -247,7 +249,7 @@ class _Render:
         self._text = asked.output_mode == "text"
         self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
         self._echo = bool(asked.return_token_ids)
-        self._format = asked.logprobs_format
+        self._format = asked.logprobs_format or "objects"
         options = asked.stream_options or StreamOptions()
         self._usage = bool(options.include_usage)
         self._continuous = self._usage and bool(options.continuous_usage_stats)

@@ -1,0 +1,61 @@
+"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded and that every refusal has our shape.
+
+Java's HTTP client, for one, offers h2c with every request in clear; the parser takes such a request's body for the
+other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is read again without it.
+Knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tokserve.errors import RequestError
+from tokserve.server import errors
+
+OFFER = (b"upgrade", b"http2-settings")
+
+
+class Protocol(HttpToolsProtocol):
+    """For `uvicorn.Config(http=Protocol, ws="none")`."""
+
+    def _read(self, received: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(received)
+        except httptools.HttpParserUpgrade as offered:
+            self._decline(received[offered.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.info("not HTTP/1.1")
+            self.send_400_response("the request is not valid HTTP/1.1")
+
+    data_received = _read  # type: ignore[assignment]  # asyncio's name for it; its argument has another
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless it offers an upgrade: then it is read again first."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the request's body."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _decline(self, rest: bytes) -> None:
+        """Read the head again without the offer, and then what follows it."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is for proxies")
+            return
+        lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        lines += [name + b": " + value for name, value in self.headers if name not in OFFER]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._read(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, and hang up."""
+        body = errors.body(RequestError(msg, code="invalid_http"))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()
