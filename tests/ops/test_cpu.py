@@ -18,7 +18,8 @@ from tokserve.ops.registry import OPS
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-NAMES = [name for name in OPS if name != "pack_linear"]
+PACKING = {"linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated"}  # of the second argument
+NAMES = [name for name in OPS if name not in PACKING.values()]
 CALLS: dict[str, Callable[..., Any]] = {name: op.implementations["cpp"].call for name, op in OPS.items()}
 
 
@@ -31,14 +32,17 @@ def as_it_was() -> Iterator[None]:
 
 
 def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Outputs, and for an op that writes into its arguments these."""
+    """Outputs, and the arguments after the call: some ops write into them."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-    if name == "linear":
-        arguments = (arguments[0], CALLS["pack_linear"](arguments[1]), *arguments[2:])
+    if name in PACKING:
+        arguments = (arguments[0], CALLS[PACKING[name]](arguments[1]), *arguments[2:])
     result = CALLS[name](*arguments)
-    if result is None:
-        return [a for a in arguments if isinstance(a, Tensor)]
-    return [result] if isinstance(result, Tensor) else list(result)
+    return outputs(result, arguments)
+
+
+def outputs(result: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    returned = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+    return returned + [a for a in arguments if isinstance(a, Tensor)]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -66,13 +70,10 @@ def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) 
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in op.samples(dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-            if name == "linear":
-                copies = (copies[0], OPS["pack_linear"].reference(copies[1]), *copies[2:])
-            expected = op.reference(*copies)
-            if expected is None:
-                expected = tuple(a for a in copies if isinstance(a, Tensor))
+            if name in PACKING:
+                copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])
+            expected = outputs(op.reference(*copies), copies)
             _C.select(isa)
-            expected = [expected] if isinstance(expected, Tensor) else expected
             for a, e in zip(run(name, arguments), expected, strict=True):
                 torch.testing.assert_close(a, e, atol=absolute, rtol=relative, equal_nan=True)
 

@@ -245,3 +245,30 @@ def _top(logits: Tensor, k: int) -> Tensor:
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)  # integers in the order of the floats
     distinct = order * (1 << 32) + (LOW - torch.arange(logits.shape[1]))
     return distinct.topk(k).indices
+
+
+def _draw_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for number, (logits, seeds, positions, greedy) in enumerate(_sample_samples(dtype)):
+        yield logits, seeds, positions, greedy, -1
+        yield logits, seeds, positions, greedy, min(number, logits.shape[1])
+    broken = torch.tensor([[1.0, float("nan"), 2.0], [0.5, 1.0, -NEVER], [NEVER] * 3, [NEVER, 3.0, NEVER]])
+    yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, 1
+
+
+@op(samples=_draw_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+def draw(
+    logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`sample` from logits [R,V] and, if k >= 0, the drawn ids' `logprobs` with the k most probable, in one go.
+
+    Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns, all of
+    it empty if k < 0.  A row whose largest logit is not finite (NaN if there is any) counts as zeros.  Bit for bit
+    what the two ops give.
+    """
+    finite = logits.amax(-1).isfinite()
+    logits = logits.where(finite[:, None], 0.0)
+    ids = sample.reference(logits, seeds, positions, greedy)
+    if k < 0:
+        floats, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
+    return ids, finite, *logprobs.reference(logits, ids, k, None, None)
