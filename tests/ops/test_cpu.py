@@ -129,6 +129,13 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             randn(1, 4, 64, dtype=bf16), *caches.unbind(), torch.arange(160, dtype=torch.int32)[None],
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
         ),
+        "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
+        "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16)),
+        "norm_rope_store": (
+            randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
+            *randn(2, 40, 2, 16, 64, dtype=bf16).unbind(), torch.randperm(640)[:300],
+        ),
+        "draw": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
@@ -241,6 +248,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     logits, ids = randn(2, 50), torch.zeros(2, dtype=LONG)
     count = torch.full((2,), 3, dtype=INT)
     one = torch.ones(2)
+    qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
     return {
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
@@ -258,6 +266,18 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "linear: short bias": ("linear", (x, packed, torch.ones(9))),
         "linear: bias dtype": ("linear", (x, packed, torch.ones(10).half())),
         "linear: out dtype": ("linear", (x, packed, None, torch.float16)),
+        "gated: odd rows": ("pack_gated", (randn(9, 64),)),
+        "gated: activation": ("gated_linear", (x, CALLS["pack_gated"](randn(10, 64)), None, "relu")),
+        "gated: short bias": ("gated_linear", (x, CALLS["pack_gated"](randn(10, 64)), torch.ones(5), "silu")),
+        "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),
+        "embedding: negative id": ("embedding", (torch.tensor([-1]), packed)),
+        "embedding: int32": ("embedding", (torch.tensor([1], dtype=INT), packed)),
+        "store: one norm": ("norm_rope_store", (qkv, w[:32], None, 1e-6, angles, at, *caches, at)),
+        "store: a slot outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at, *caches, at + 62)),
+        "store: a position outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at + 2, *caches, at)),
+        "store: width": ("norm_rope_store", (qkv[:, :97], None, None, 1e-6, angles, at, *caches, at)),
+        "draw: k over V": ("draw", (logits, ids, ids, ids == 0, None, False, 51)),
+        "draw: short temperature": ("draw", (logits, ids, ids, ids == 0, one[:1], False, -1)),
         "pack: one dimension": ("pack_linear", (w,)),
         "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),
         "store: negative slot": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, -1]))),

@@ -194,7 +194,9 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     ids = torch.randint(0, width, (MOST,), generator=generator)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
-        "draw": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], min(width, 5)),
+        "draw": lambda r: call(
+            logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], False, min(width, 5)
+        ),
         "filter_logits": lambda r: call(logits[r], top_k[r], top_p[r], min_p[r]),
         "penalize": lambda r: call(
             logits[r], history[r], lens[r] // 3, lens[r], strength[r], 1 - strength[r], 0.5 + strength[r]

@@ -213,13 +213,14 @@ def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch
 
 @pytest.mark.parametrize("name", OPS["draw"].available("cpu"))
 def test_draw_has_the_bits_of_sample_and_logprobs(name: str) -> None:
-    for logits, seeds, positions, greedy, k in OPS["draw"].samples(torch.float32):
-        ids, finite, *columns = implementation(name, "draw")(logits, seeds, positions, greedy, k)
+    for logits, seeds, positions, greedy, temperature, scaled, k in OPS["draw"].samples(torch.float32):
+        ids, finite, *columns = implementation(name, "draw")(logits, seeds, positions, greedy, temperature, scaled, k)
         assert finite.tolist() == [math.isfinite(row.max().item()) for row in logits]
         logits = logits.where(finite[:, None], 0.0)
-        assert torch.equal(ids, implementation(name, "sample")(logits, seeds, positions, greedy))
+        divisor = torch.ones(len(logits)) if temperature is None else temperature.where(temperature != 0.0, 1.0)
+        assert torch.equal(ids, implementation(name, "sample")(logits / divisor[:, None], seeds, positions, greedy))
         if k < 0:
             assert [len(column) for column in columns] == [0] * 4
             continue
-        expected = implementation(name, "logprobs")(logits, ids, k, None, None)
+        expected = implementation(name, "logprobs")(logits, ids, k, None, temperature if scaled else None)
         assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True))
