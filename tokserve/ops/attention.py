@@ -86,7 +86,7 @@ def norm_rope_store(
     """
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.shape[1] // dim
-    parts = qkv.view(-1, heads, dim).split([heads - 2 * kv_heads, kv_heads, kv_heads], 1)
+    parts = torch.split(qkv.view(-1, heads, dim), [heads - 2 * kv_heads, kv_heads, kv_heads], 1)
     q, k, v = (part.contiguous() for part in parts)  # [T,Hq,D], [T,Hk,D] twice
     if q_weight is not None and k_weight is not None:
         q = elementwise.rms_norm.reference(q.view(-1, dim), q_weight, eps).view(q.shape)

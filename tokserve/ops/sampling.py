@@ -269,7 +269,7 @@ def draw(
     scaled: bool,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, the drawn ids' `logprobs`, in one go.
+    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the ids drawn.
 
     Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns for the k
     most probable, of the logits as they are or (`scaled`) over temperature, all of it empty if k < 0.  A row whose
