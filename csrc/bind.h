@@ -25,6 +25,18 @@ void over_rows(int64_t rows, double cost, F&& f) {
   parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
 }
 
+// Sizes of a layer's cache.
+struct Caches {
+  int64_t blocks, kv_heads, page, dim;
+};
+
+inline Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind, const char* op) {
+  require(k_cache.ndim() == 4 && k_cache.dense() && k_cache.kind() == kind, op, "k_cache must be contiguous [B,Hk,P,D]");
+  const Caches c{k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)};
+  require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
+  return c;
+}
+
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);

@@ -9,17 +9,6 @@ namespace tokserve {
 
 namespace {
 
-struct Caches {
-  int64_t blocks, kv_heads, page, dim;
-};
-
-Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind, const char* op) {
-  require(k_cache.ndim() == 4 && k_cache.dense() && k_cache.kind() == kind, op, "k_cache must be contiguous [B,Hk,P,D]");
-  const Caches c{k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)};
-  require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
-  return c;
-}
-
 void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
   const char* op = "store_kv";
   float_type(k, op);

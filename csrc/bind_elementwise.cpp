@@ -63,6 +63,36 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
   over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim, [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
 }
 
+void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, float eps,
+                     const Tensor& table, const Tensor& positions, const Tensor& k_cache, const Tensor& v_cache,
+                     const Tensor& slots, const Tensor& q_out) {
+  const char* op = "norm_rope_store";
+  const DType dtype = float_type(qkv, op);
+  const Caches c = caches_of(k_cache, v_cache, qkv.kind(), op);
+  require(q_out.kind() == qkv.kind() && q_out.ndim() == 3 && q_out.dense() && q_out.size(2) == c.dim, op, "q's output must be [T,Hq,D]");
+  const int64_t tokens = q_out.size(0), heads = q_out.size(1), limit = table.ndim() == 2 ? table.size(0) : 0;
+  require(qkv, qkv.kind(), {tokens, (heads + 2 * c.kv_heads) * c.dim}, op, "qkv must be contiguous [T,(Hq+2Hk)*D]");
+  require(q_weight.has_value() == k_weight.has_value(), op, "q's and k's norm come together");
+  const DType weight_dtype = q_weight ? float_type(*q_weight, op) : dtype;
+  require(weight_dtype == dtype || weight_dtype == DType::f32, op, "norm weights must be float32 or have qkv's dtype");
+  if (q_weight) require(*q_weight, q_weight->kind(), {c.dim}, op, "q_weight must be [D]");
+  if (k_weight) require(*k_weight, q_weight->kind(), {c.dim}, op, "k_weight must be [D], like q_weight");
+  require(table, Kind::f32, {-1, -1}, op, "table must be float32 [max_pos,rot_dim]");
+  require(table.size(1) % 2 == 0 && table.size(1) <= c.dim, op, "rot_dim must be even and at most D");
+  require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
+  require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
+  const int64_t *at = positions.data<int64_t>(), *slot = slots.data<int64_t>();
+  for (int64_t t = 0; t < tokens; t++) {
+    require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
+    require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
+  }
+  const QkvArgs a{dtype, weight_dtype, qkv.data<void>(), q_weight ? q_weight->data<void>() : nullptr,
+                  k_weight ? k_weight->data<void>() : nullptr, q_out.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
+                  table.data<float>(), at, slot, heads, c.kv_heads, c.dim, table.size(1), c.page, eps};
+  over_rows(tokens, 20 + (heads + c.kv_heads) * (10 + 0.6 * c.dim),
+            [&](int64_t begin, int64_t end) { kernels().norm_rope_store(a, begin, end); });
+}
+
 }  // namespace
 
 void bind_elementwise(nb::module_& m) {
@@ -71,6 +101,9 @@ void bind_elementwise(nb::module_& m) {
   m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", kernels().silu_mul, x, out); });
   m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", kernels().gelu_mul, x, out); });
   m.def("rope", rope);
+  m.def("norm_rope_store", norm_rope_store, nb::arg("qkv"), nb::arg("q_weight").none(), nb::arg("k_weight").none(),
+        nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slot_mapping"),
+        nb::arg("q_out"));
 }
 
 }  // namespace tokserve

@@ -1,5 +1,6 @@
 // Bindings of the packed matrix product, and the packing itself, which is the same for all instruction sets.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <cstring>
 #if defined(__linux__)
@@ -14,10 +15,14 @@ namespace tokserve {
 
 namespace {
 
-// Elements of a packed weight: N padded to panels of 64; bfloat16 takes K in pairs.
-int64_t packed_size(int64_t n, int64_t k, bool pairs) {
-  return (n + kPanel - 1) / kPanel * kPanel * (pairs ? (k + 1) / 2 * 2 : k);
+// Panels of a weight of n rows; of a gated one, of n outputs.
+int64_t panels_of(int64_t n, bool gated) {
+  const int64_t width = gated ? kGatedPanel : kPanel;
+  return (n + width - 1) / width;
 }
+
+// Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
+int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPanel * (pairs ? (k + 1) / 2 * 2 : k); }
 
 // Reading a weight is what decoding waits for: huge pages spare it most address translations.
 void advise_huge_pages(void* memory, int64_t bytes) {
@@ -31,11 +36,9 @@ void advise_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// One panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
+// Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>
-void pack_panel(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
-  const int64_t padded = (k + depth - 1) / depth * depth;
-  if (rows < kPanel || padded != k) std::memset(static_cast<void*>(panel), 0, padded * kPanel * sizeof(T));
+void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
   constexpr int64_t stretch = 64;  // of K at a time, so that the lines written stay in the cache
   for (int64_t begin = 0; begin < k; begin += stretch) {
     const int64_t end = std::min(begin + stretch, k);
@@ -45,41 +48,88 @@ void pack_panel(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_
   }
 }
 
-void pack(const Tensor& weight, const Tensor& packed) {
-  const char* op = "pack_linear";
+template <class T>
+void pack_panels(const Tensor& weight, const Tensor& packed, bool gated, int64_t depth) {
+  const int64_t k = weight.size(1), n = weight.size(0) / (gated ? 2 : 1), size = packed_size(1, k, depth == 2);
+  const int64_t width = gated ? kGatedPanel : kPanel, stride = weight.stride(0);
+  parallel(panels_of(n, gated), [&](int64_t i) {
+    const int64_t rows = std::min(width, n - i * width);
+    T* panel = packed.data<T>() + i * size;
+    if (rows < width || k % depth != 0) std::memset(static_cast<void*>(panel), 0, size * sizeof(T));
+    const T* from = weight.data<T>() + i * width * stride;
+    pack_rows(from, stride, rows, k, depth, panel);
+    if (gated) pack_rows(from + n * stride, stride, rows, k, depth, panel + width * depth);
+  });
+}
+
+void pack(const Tensor& weight, const Tensor& packed, bool gated) {
+  const char* op = gated ? "pack_gated" : "pack_linear";
   float_type(weight, op);
   require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
-  const int64_t n = weight.size(0), k = weight.size(1);
+  require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
   const bool pairs = weight.kind() == Kind::bf16;
-  require(packed, weight.kind(), {packed_size(n, k, pairs)}, op, "packed has the wrong size or dtype");
+  const int64_t panels = panels_of(weight.size(0) / (gated ? 2 : 1), gated);
+  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op, "packed has the wrong size or dtype");
   nb::gil_scoped_release unlocked;
   advise_huge_pages(packed.data<void>(), packed.elements() * packed.item());
-  const int64_t panel = packed_size(kPanel, k, pairs);
-  parallel((n + kPanel - 1) / kPanel, [&](int64_t i) {
-    const int64_t rows = std::min(kPanel, n - i * kPanel), from = i * kPanel * weight.stride(0);
-    if (weight.item() == 2) {
-      pack_panel(weight.data<uint16_t>() + from, weight.stride(0), rows, k, pairs ? 2 : 1, packed.data<uint16_t>() + i * panel);
-    } else {
-      pack_panel(weight.data<uint32_t>() + from, weight.stride(0), rows, k, 1, packed.data<uint32_t>() + i * panel);
+  if (weight.item() == 2) pack_panels<uint16_t>(weight, packed, gated, pairs ? 2 : 1);
+  else pack_panels<uint32_t>(weight, packed, gated, 1);
+}
+
+// A row of a panel, which is there in steps of `depth` elements 64 * depth apart.
+template <class T>
+void unpack_row(const T* panel, int64_t row, int64_t k, int64_t depth, T* out) {
+  const T* from = panel + row * depth;
+  for (int64_t c = 0; c < k; c += depth, from += kPanel * depth) {
+    for (int64_t i = 0; i < std::min(depth, k - c); i++) out[c + i] = from[i];
+  }
+}
+
+template <class T>
+void unpack_rows(const Tensor& ids, const Tensor& packed, const Tensor& out, int64_t depth) {
+  const int64_t k = out.size(1), size = packed_size(1, k, depth == 2);
+  const int64_t* id = ids.data<int64_t>();
+  over_rows(ids.size(0), 50 + 3.0 * k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      unpack_row(packed.data<T>() + id[t] / kPanel * size, id[t] % kPanel, k, depth, out.data<T>() + t * k);
     }
   });
 }
 
-void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
-  const char* op = "linear";
+void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor& out) {
+  const char* op = "embedding";
+  float_type(packed, op);
+  require(ids, Kind::i64, {-1}, op, "ids must be int64 [T]");
+  require(out, packed.kind(), {ids.size(0), -1}, op, "out must be [T,K] of the weight's dtype");
+  const bool pairs = packed.kind() == Kind::bf16;
+  require(packed, packed.kind(), {packed_size(panels_of(n, false), out.size(1), pairs)}, op, "the weight was packed for another shape");
+  const int64_t* id = ids.data<int64_t>();
+  for (int64_t t = 0; t < ids.size(0); t++) require(id[t] >= 0 && id[t] < n, op, "an id is outside the weight's rows");
+  if (packed.item() == 2) unpack_rows<uint16_t>(ids, packed, out, pairs ? 2 : 1);
+  else unpack_rows<uint32_t>(ids, packed, out, 1);
+}
+
+Gate gate_of(const std::string& activation) {
+  require(activation == "silu" || activation == "gelu_tanh", "gated_linear", "activation must be silu or gelu_tanh");
+  return activation == "silu" ? Gate::silu : Gate::gelu;
+}
+
+void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out, Gate gate) {
+  const bool gated = gate != Gate::none;
+  const char* op = gated ? "gated_linear" : "linear";
   const DType dtype = float_type(x, op);
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
-  require(out.kind() == x.kind() || out.kind() == Kind::f32, op, "out must be float32 or have x's dtype");
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
-  require(packed, x.kind(), {packed_size(n, k, dtype == DType::bf16)}, op, "the weight was packed for another shape or dtype");
-  if (bias) require(*bias, x.kind(), {n}, op, "bias must be [N] of x's dtype");
-  const LinearArgs a{dtype,         float_type(out, op), x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
+  require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), panels = panels_of(n, gated), sums = gated ? 2 * n : n;
+  require(packed, x.kind(), {packed_size(panels, k, dtype == DType::bf16)}, op, "the weight was packed for another shape or dtype");
+  if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
+  const LinearArgs a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
                      out.data<void>(), m, n, k, x.stride(0)};
   if (m == 0 || n == 0) return;
   const Kernels& kernel = kernels();
-  const int64_t scratch = kernel.linear_scratch(a), panels = (n + kPanel - 1) / kPanel;
-  const double cost = static_cast<double>(n) * k * std::max(0.04, 0.005 * m);  // ns of one core, about
+  const int64_t scratch = kernel.linear_scratch(a);
+  const double cost = static_cast<double>(sums) * k * std::max(0.04, 0.005 * m);  // ns of one core, about
   if (cost < 6000.0 || pool().threads() == 1) {
     std::optional<nb::gil_scoped_release> unlocked;
     if (cost > 20000.0) unlocked.emplace();
@@ -100,9 +150,16 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-  m.def("packed_size", packed_size, nb::arg("rows"), nb::arg("columns"), nb::arg("pairs"));
-  m.def("pack_linear", pack);
-  m.def("linear", linear, nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
+  m.def("packed_size", [](int64_t outputs, int64_t k, bool pairs, bool gated) { return packed_size(panels_of(outputs, gated), k, pairs); },
+        nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
+  m.def("pack_linear", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("gated"));
+  m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
+  m.def("linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
+    linear(x, packed, bias, out, Gate::none);
+  }, nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
+  m.def("gated_linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const std::string& activation,
+                           const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
+        nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation"), nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -1,5 +1,6 @@
 // Norms, gated activations, rotary embedding and the write into the KV pages: one row in, one row out.
 // Every row is read in vectors of 16 from its start, so a row's bits depend on the row and its width alone.
+#include "activation.h"
 #include "table.h"
 
 namespace tokserve {
@@ -34,6 +35,14 @@ void add_rows(const T* x, const T* residual, T* out, int64_t n) {
 }
 
 template <class T, class W>
+TOKSERVE_INLINE void norm_row(const T* x, const W* weight, T* out, int64_t n, float eps) {
+  const F scale = fset(norm_scale(x, n, eps));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  if (i < n) store_part(out + i, load_part(x + i, n - i) * scale * load_part(weight + i, n - i), n - i);
+}
+
+template <class T, class W>
 void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   const int64_t n = a.width;
   const W* weight = static_cast<const W*>(a.weight);
@@ -45,10 +54,7 @@ void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
       add_rows(x, static_cast<const T*>(a.residual) + row * n, total, n);
       x = total;
     }
-    const F scale = fset(norm_scale(x, n, a.eps));
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
-    if (i < n) store_part(out + i, load_part(x + i, n - i) * scale * load_part(weight + i, n - i), n - i);
+    norm_row(x, weight, out, n, a.eps);
   }
 }
 
@@ -57,18 +63,6 @@ void rms_norm_typed(const NormArgs& a, int64_t begin, int64_t end) {
   if (a.weight_dtype == DType::f32) rms_norm_rows<T, float>(a, begin, end);
   else rms_norm_rows<T, T>(a, begin, end);
 }
-
-struct Silu {
-  TOKSERVE_INLINE F operator()(F x) const { return x / (fset(1.0f) + exp(fzero() - x)); }
-};
-
-// x (1 + tanh(z)) / 2 = x / (1 + e^-2z): no cancellation where tanh is near -1.
-struct Gelu {
-  TOKSERVE_INLINE F operator()(F x) const {
-    const F z = (x + x * x * x * fset(0.044715f)) * fset(0.7978845608028654f);
-    return x / (fset(1.0f) + exp(z * fset(-2.0f)));
-  }
-};
 
 template <class T, class Activation>
 void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
@@ -84,6 +78,7 @@ void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+// `out` may be x.
 template <class T>
 void rotate(const T* x, T* out, const float* cos, const float* sin, int64_t half, int64_t dim) {
   for (int64_t i = 0; i < half; i += kLanes) {
@@ -93,7 +88,7 @@ void rotate(const T* x, T* out, const float* cos, const float* sin, int64_t half
     store_part(out + i, first_half * c - second_half * s, n);
     store_part(out + half + i, second_half * c + first_half * s, n);
   }
-  std::memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
+  if (out != x) std::memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
 }
 
 template <class T>
@@ -108,6 +103,33 @@ void rope_rows(const RopeArgs& a, int64_t begin, int64_t end) {
     for (int64_t h = 0; h < a.q_heads; h++) rotate(q + h * a.dim, q_out + h * a.dim, cos, cos + half, half, a.dim);
     for (int64_t h = 0; h < a.k_heads; h++) rotate(k + h * a.dim, k_out + h * a.dim, cos, cos + half, half, a.dim);
   }
+}
+
+template <class T, class W>
+void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end) {
+  const int64_t half = a.rot / 2, dim = a.dim;
+  for (int64_t t = begin; t < end; t++) {
+    const float* cos = a.table + a.positions[t] * a.rot;
+    const auto turn = [&](const T* x, const void* weight, T* out) {
+      if (weight) norm_row(x, static_cast<const W*>(weight), out, dim, a.eps);
+      rotate(weight ? out : x, out, cos, cos + half, half, dim);
+    };
+    const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads + 2 * a.k_heads) * dim;
+    T* q_out = static_cast<T*>(a.q_out) + t * a.q_heads * dim;
+    for (int64_t h = 0; h < a.q_heads; h++, x += dim) turn(x, a.q_weight, q_out + h * dim);
+    const int64_t first = a.slots[t] / a.page * a.k_heads * a.page + a.slots[t] % a.page;  // head 0's row of the cache
+    for (int64_t h = 0; h < a.k_heads; h++, x += dim) {
+      const int64_t to = (first + h * a.page) * dim;
+      turn(x, a.k_weight, static_cast<T*>(a.k_cache) + to);
+      std::memcpy(static_cast<T*>(a.v_cache) + to, x + a.k_heads * dim, dim * sizeof(T));
+    }
+  }
+}
+
+template <class T>
+void qkv_typed(const QkvArgs& a, int64_t begin, int64_t end) {
+  if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end);
+  else qkv_rows<T, T>(a, begin, end);
 }
 
 }  // namespace
@@ -141,6 +163,14 @@ void rope(const RopeArgs& a, int64_t begin, int64_t end) {
     case DType::f32: return rope_rows<float>(a, begin, end);
     case DType::bf16: return rope_rows<bf16>(a, begin, end);
     case DType::f16: return rope_rows<f16>(a, begin, end);
+  }
+}
+
+void norm_rope_store(const QkvArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return qkv_typed<float>(a, begin, end);
+    case DType::bf16: return qkv_typed<bf16>(a, begin, end);
+    case DType::f16: return qkv_typed<f16>(a, begin, end);
   }
 }
 

@@ -11,6 +11,8 @@ enum class DType : int { f32, bf16, f16 };
 
 // Columns of one panel of packed weights; N is padded to it.
 constexpr int64_t kPanel = 64;
+// Outputs of one panel of a gated weight: as many columns of the gate, then as many of what is gated.
+constexpr int64_t kGatedPanel = kPanel / 2;
 // Rows of x that one task of linear covers.
 constexpr int64_t kRowBlock = 128;
 // Keys are read in blocks of kKeyBlock absolute positions; a row's softmax is merged over splits of kSplit positions.
@@ -50,6 +52,22 @@ struct RopeArgs {
   const int64_t* positions;
 };
 
+// A projection's row to its queries, and its keys and values into the pages.
+struct QkvArgs {
+  DType dtype, weight_dtype;
+  const void* qkv;       // [T, (q_heads + 2 * k_heads) * dim]
+  const void* q_weight;  // [dim], of the norm over each head; null, both: no norm
+  const void* k_weight;
+  void* q_out;    // [T, q_heads, dim]
+  void* k_cache;  // [B, k_heads, page, dim]
+  void* v_cache;
+  const float* table;  // as in RopeArgs
+  const int64_t* positions;
+  const int64_t* slots;  // as in StoreArgs
+  int64_t q_heads, k_heads, dim, rot, page;
+  float eps;
+};
+
 struct StoreArgs {
   int64_t item;   // bytes of an element
   const char* k;  // [T, heads, dim], rows k_stride bytes apart
@@ -60,8 +78,11 @@ struct StoreArgs {
   int64_t k_stride, v_stride, heads, page, dim;
 };
 
+enum class Gate : int { none, silu, gelu };
+
 struct LinearArgs {
   DType dtype, out_dtype;
+  Gate gate;           // not none: the weight is gated, n counts outputs, bias is [2 * N]
   const void* x;       // [M, K], rows x_stride elements apart
   const void* packed;  // [panels][K][64], bf16: [panels][ceil(K / 2)][64][2]
   const void* bias;    // [N] of dtype, or null
@@ -111,6 +132,14 @@ struct SampleArgs {
   int64_t vocab;
 };
 
+struct DrawArgs {
+  SampleArgs sample;
+  uint8_t* finite;           // [R] bool
+  const float* temperature;  // [R] or null
+  bool scaled;               // logprobs are of logits / temperature
+  LogprobArgs logprobs;      // of sample.ids; token_logprobs null: none are wanted
+};
+
 struct FilterArgs {
   const float* logits;   // [R, V]
   const int32_t* top_k;  // [R], 0: off
@@ -140,6 +169,7 @@ struct Kernels {
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
+  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end);
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
   int64_t (*linear_scratch)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
@@ -152,6 +182,8 @@ struct Kernels {
   int64_t (*sampling_scratch)(int64_t vocab, int64_t k);
   void (*logprobs)(const LogprobArgs&, int64_t row, char* scratch);
   void (*sample)(const SampleArgs&, int64_t row);
+  // False, and nothing written, if the largest of the row's logits is not finite.  `logits`: the row.
+  bool (*draw)(const DrawArgs&, int64_t row, const float* logits, char* scratch);
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
 };

@@ -80,10 +80,8 @@ struct Scaled {
   const float* row;
   int64_t vocab;
   float temperature;  // 1: as it is
-  TOKSERVE_INLINE F operator()(int64_t at) const {
-    const F x = load_logits(row, at, vocab);
-    return temperature == 1.0f ? x : x / fset(temperature);
-  }
+  TOKSERVE_INLINE F scaled(F x) const { return temperature == 1.0f ? x : x / fset(temperature); }
+  TOKSERVE_INLINE F operator()(int64_t at) const { return scaled(load_logits(row, at, vocab)); }
   TOKSERVE_INLINE float at(int64_t id) const { return temperature == 1.0f ? row[id] : row[id] / temperature; }
 };
 
@@ -156,14 +154,15 @@ struct Best {
   }
 };
 
-int64_t draw(const float* row, int64_t vocab, uint64_t seed, uint64_t position) {
+// The id of the largest logit / temperature + noise.  What no noise can lift to the top is told from the logits as they
+// are, so that few of them are divided and few draws are made.
+int64_t draw_noisy(const Scaled& x, uint64_t seed, uint64_t position) {
   Best best;
-  float reached = kNever;
-  for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
-    F x[4];
-    for (int j = 0; j < 4; j++) x[j] = i + j * kLanes < vocab ? load_logits(row, i + j * kLanes, vocab) : fset(kNever);
-    const float most_here = largest(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])));
-    if (most_here == kNever || most_here + kMostGumbel < reached) continue;  // no noise lifts these to the top
+  float limit = kNever;  // of logits: what is not above it cannot win
+  for (int64_t i = 0; i < x.vocab; i += 4 * kLanes) {
+    F raw[4];
+    for (int j = 0; j < 4; j++) raw[j] = i + j * kLanes < x.vocab ? load_logits(x.row, i + j * kLanes, x.vocab) : fset(kNever);
+    if (!bits(fset(limit) < vmax(vmax(raw[0], raw[1]), vmax(raw[2], raw[3])))) continue;
     I random[4];
     uint32_t words[4][kLanes], in_order[4 * kLanes];
     philox(iota() + iset(static_cast<uint32_t>(i / 4)), position, seed, random);
@@ -171,15 +170,17 @@ int64_t draw(const float* row, int64_t vocab, uint64_t seed, uint64_t position) 
     for (int b = 0; b < kLanes; b++) {
       for (int j = 0; j < 4; j++) in_order[4 * b + j] = words[j][b];
     }
-    for (int j = 0; j < 4; j++) best.see(x[j] + gumbel(iload(in_order + j * kLanes)), i + j * kLanes);
-    reached = largest(best.value);
+    for (int j = 0; j < 4; j++) best.see(x.scaled(raw[j]) + gumbel(iload(in_order + j * kLanes)), i + j * kLanes);
+    const float reached = largest(best.value);
+    limit = (reached - kMostGumbel) * x.temperature;
+    limit -= 1.0f + __builtin_fabsf(limit) * 0x1p-20f + __builtin_fabsf(reached) * x.temperature * 0x1p-20f;  // room for rounding
   }
   return best.winner();
 }
 
-int64_t arg_max(const float* row, int64_t vocab) {
+int64_t arg_max(const Scaled& x) {
   Best best;
-  for (int64_t i = 0; i < vocab; i += kLanes) best.see(load_logits(row, i, vocab), i);
+  for (int64_t i = 0; i < x.vocab; i += kLanes) best.see(x(i), i);
   return best.winner();
 }
 
@@ -254,21 +255,18 @@ int64_t sampling_scratch(int64_t vocab, int64_t k) {
   return kBins * static_cast<int64_t>(sizeof(double)) + most(vocab, k) * static_cast<int64_t>(sizeof(Entry));
 }
 
-void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
-  const float* logits = a.logits + row * a.vocab;
-  const float given = a.temperature ? a.temperature[row] : 1.0f;
-  const Scaled x{logits, a.vocab, given == 0.0f ? 1.0f : given};
-  F highest = fset(kNever);
-  for (int64_t i = 0; i < a.vocab; i += kLanes) highest = vmax(highest, x(i));
-  const float top = largest(highest), log_mass = log_of(mass_of(x, top));
-  const int64_t token = a.token_ids[row];
+namespace {
+
+// Logprobs of x, whose largest value is `top`; ranks and the k best are those of the logits.
+void write_logprobs(const LogprobArgs& a, int64_t row, const Scaled& x, float top, int64_t token, char* scratch) {
+  const float log_mass = log_of(mass_of(x, top));
   a.token_logprobs[row] = (x.at(token) - top) - log_mass;
-  a.ranks[row] = rank_of(logits, a.vocab, logits[token]);
+  a.ranks[row] = rank_of(x.row, a.vocab, x.row[token]);
   int32_t* ids = a.top_ids + row * (a.k + a.m);
   float* values = a.top_logprobs + row * (a.k + a.m);
   if (a.k > 0) {
     Entry* best = reinterpret_cast<Entry*>(scratch);
-    select_best(logits, a.vocab, a.k, best);
+    select_best(x.row, a.vocab, a.k, best);
     sort_heap(best, a.k);
     for (int64_t i = 0; i < a.k; i++) ids[i] = best[i].id;
   }
@@ -276,10 +274,54 @@ void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
   for (int64_t i = 0; i < a.k + a.m; i++) values[i] = (x.at(ids[i]) - top) - log_mass;
 }
 
+float largest_of(const Scaled& x) {
+  if (x.temperature == 1.0f) return largest_of(x.row, x.vocab);
+  F highest = fset(kNever);
+  for (int64_t i = 0; i < x.vocab; i += kLanes) highest = vmax(highest, x(i));
+  return largest(highest);
+}
+
+bool any_nan(const float* row, int64_t vocab) {
+  F found[4] = {fzero(), fzero(), fzero(), fzero()};
+  for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
+    for (int j = 0; j < 4 && i + j * kLanes < vocab; j++) {
+      const F x = load_logits(row, i + j * kLanes, vocab);
+      found[j] = select(x == x, found[j], fset(1.0f));
+    }
+  }
+  return largest(vmax(vmax(found[0], found[1]), vmax(found[2], found[3]))) != 0.0f;
+}
+
+float temperature_of(const float* temperatures, int64_t row) {
+  const float given = temperatures ? temperatures[row] : 1.0f;
+  return given == 0.0f ? 1.0f : given;
+}
+
+int64_t sampled(const SampleArgs& a, int64_t row, const Scaled& x) {
+  return a.greedy[row] ? arg_max(x) : draw_noisy(x, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
+}
+
+}  // namespace
+
+void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
+  const Scaled x{a.logits + row * a.vocab, a.vocab, temperature_of(a.temperature, row)};
+  write_logprobs(a, row, x, largest_of(x), a.token_ids[row], scratch);
+}
+
 void sample(const SampleArgs& a, int64_t row) {
-  const float* logits = a.logits + row * a.vocab;
-  a.ids[row] = a.greedy[row] ? arg_max(logits, a.vocab)
-                             : draw(logits, a.vocab, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
+  a.ids[row] = sampled(a, row, Scaled{a.logits + row * a.vocab, a.vocab, 1.0f});
+}
+
+bool draw(const DrawArgs& a, int64_t row, const float* logits, char* scratch) {
+  const Scaled raw{logits, a.sample.vocab, 1.0f}, scaled{logits, a.sample.vocab, temperature_of(a.temperature, row)};
+  const float top = largest_of(raw);
+  if (!(__builtin_fabsf(top) < __builtin_inff()) || any_nan(logits, a.sample.vocab)) return false;
+  const int64_t token = sampled(a.sample, row, scaled);
+  a.sample.ids[row] = token;
+  if (a.logprobs.token_logprobs == nullptr) return true;
+  const bool as_they_are = !a.scaled || scaled.temperature == 1.0f;
+  write_logprobs(a.logprobs, row, as_they_are ? raw : scaled, as_they_are ? top : largest_of(scaled), token, scratch);
+  return true;
 }
 
 void filter_logits(const FilterArgs& a, int64_t row, char* scratch) {

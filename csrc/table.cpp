@@ -14,6 +14,7 @@ const Kernels table = {
     gelu_mul,
     rope,
     store_kv,
+    norm_rope_store,
     linear_scratch,
     linear,
     attention_scratch,
@@ -24,6 +25,7 @@ const Kernels table = {
     sampling_scratch,
     logprobs,
     sample,
+    draw,
     filter_logits,
     penalize,
 };

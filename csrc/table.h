@@ -12,6 +12,7 @@ void silu_mul(const GatedArgs&, int64_t begin, int64_t end);
 void gelu_mul(const GatedArgs&, int64_t begin, int64_t end);
 void rope(const RopeArgs&, int64_t begin, int64_t end);
 void store_kv(const StoreArgs&, int64_t begin, int64_t end);
+void norm_rope_store(const QkvArgs&, int64_t begin, int64_t end);
 int64_t linear_scratch(const LinearArgs&);
 void linear(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
 int64_t attention_scratch(const AttentionArgs&);
@@ -22,6 +23,7 @@ void merge_splits(const AttentionArgs&, const AttentionTile&, float* partials);
 int64_t sampling_scratch(int64_t vocab, int64_t k);
 void logprobs(const LogprobArgs&, int64_t row, char* scratch);
 void sample(const SampleArgs&, int64_t row);
+bool draw(const DrawArgs&, int64_t row, const float* logits, char* scratch);
 void filter_logits(const FilterArgs&, int64_t row, char* scratch);
 void penalize(const PenaltyArgs&, int64_t row, char* scratch);
 

@@ -18,7 +18,8 @@ from tokserve.ops.registry import OPS
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-NAMES = [name for name in OPS if name != "pack_linear"]
+PACKING = {"linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated"}  # of the second argument
+NAMES = [name for name in OPS if name not in PACKING.values()]
 CALLS: dict[str, Callable[..., Any]] = {name: op.implementations["cpp"].call for name, op in OPS.items()}
 
 
@@ -31,14 +32,17 @@ def as_it_was() -> Iterator[None]:
 
 
 def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Outputs, and for an op that writes into its arguments these."""
+    """Outputs, and the arguments after the call: some ops write into them."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-    if name == "linear":
-        arguments = (arguments[0], CALLS["pack_linear"](arguments[1]), *arguments[2:])
+    if name in PACKING:
+        arguments = (arguments[0], CALLS[PACKING[name]](arguments[1]), *arguments[2:])
     result = CALLS[name](*arguments)
-    if result is None:
-        return [a for a in arguments if isinstance(a, Tensor)]
-    return [result] if isinstance(result, Tensor) else list(result)
+    return outputs(result, arguments)
+
+
+def outputs(result: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
+    returned = [] if result is None else [result] if isinstance(result, Tensor) else list(result)
+    return returned + [a for a in arguments if isinstance(a, Tensor)]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -66,13 +70,10 @@ def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) 
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in op.samples(dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-            if name == "linear":
-                copies = (copies[0], OPS["pack_linear"].reference(copies[1]), *copies[2:])
-            expected = op.reference(*copies)
-            if expected is None:
-                expected = tuple(a for a in copies if isinstance(a, Tensor))
+            if name in PACKING:
+                copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])
+            expected = outputs(op.reference(*copies), copies)
             _C.select(isa)
-            expected = [expected] if isinstance(expected, Tensor) else expected
             for a, e in zip(run(name, arguments), expected, strict=True):
                 torch.testing.assert_close(a, e, atol=absolute, rtol=relative, equal_nan=True)
 
@@ -128,6 +129,13 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             randn(1, 4, 64, dtype=bf16), *caches.unbind(), torch.arange(160, dtype=torch.int32)[None],
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
         ),
+        "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
+        "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16)),
+        "norm_rope_store": (
+            randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
+            *randn(2, 40, 2, 16, 64, dtype=bf16).unbind(), torch.randperm(640)[:300],
+        ),
+        "draw": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
@@ -240,6 +248,7 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     logits, ids = randn(2, 50), torch.zeros(2, dtype=LONG)
     count = torch.full((2,), 3, dtype=INT)
     one = torch.ones(2)
+    qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
     return {
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
@@ -257,6 +266,18 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "linear: short bias": ("linear", (x, packed, torch.ones(9))),
         "linear: bias dtype": ("linear", (x, packed, torch.ones(10).half())),
         "linear: out dtype": ("linear", (x, packed, None, torch.float16)),
+        "gated: odd rows": ("pack_gated", (randn(9, 64),)),
+        "gated: activation": ("gated_linear", (x, CALLS["pack_gated"](randn(10, 64)), None, "relu")),
+        "gated: short bias": ("gated_linear", (x, CALLS["pack_gated"](randn(10, 64)), torch.ones(5), "silu")),
+        "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),
+        "embedding: negative id": ("embedding", (torch.tensor([-1]), packed)),
+        "embedding: int32": ("embedding", (torch.tensor([1], dtype=INT), packed)),
+        "store: one norm": ("norm_rope_store", (qkv, w[:32], None, 1e-6, angles, at, *caches, at)),
+        "store: a slot outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at, *caches, at + 62)),
+        "store: a position outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at + 2, *caches, at)),
+        "store: width": ("norm_rope_store", (qkv[:, :97], None, None, 1e-6, angles, at, *caches, at)),
+        "draw: k over V": ("draw", (logits, ids, ids, ids == 0, None, False, 51)),
+        "draw: short temperature": ("draw", (logits, ids, ids, ids == 0, one[:1], False, -1)),
         "pack: one dimension": ("pack_linear", (w,)),
         "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),
         "store: negative slot": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, -1]))),

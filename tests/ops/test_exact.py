@@ -109,6 +109,12 @@ def test_rope_tokens_stand_alone(
     rows_stand_alone(lambda rows: call(q[rows], k[rows], table, positions[rows]))
 
 
+def packing(name: str, of: str, call: Any) -> Any:
+    """The implementation of the packing op `name` that belongs to `call`, which implements the op `of`."""
+    own = next(one for one, i in OPS[of].implementations.items() if i.call is call)
+    return OPS[name].implementations[own].call
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("columns", "rows"), [(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)]
@@ -116,21 +122,56 @@ def test_rope_tokens_stand_alone(
 @every("linear")
 def test_linear_rows_stand_alone(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = randn(dtype, 1, MOST, columns), randn(dtype, 2, rows, columns), randn(dtype, 3, rows)
-    pack = next(
-        OPS["pack_linear"].implementations[one].call for one, i in OPS[name].implementations.items() if i.call is call
-    )
-    packed = pack(weight)
+    packed = packing("pack_linear", name, call)(weight)
     rows_stand_alone(lambda rows: call(x[rows], packed, None, None), trials=8)
     rows_stand_alone(lambda rows: call(x[rows], packed, bias, torch.float32), trials=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "inner"), [(1, 1), (33, 17), (64, 32), (127, 65), (192, 96), (512, 31)])
+@every("gated_linear")
+def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner: int, dtype: torch.dtype) -> None:
+    x, bias = randn(dtype, 1, MOST, columns), randn(dtype, 3, 2 * inner)
+    packed = packing("pack_gated", name, call)(randn(dtype, 2, 2 * inner, columns))
+    rows_stand_alone(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
+    rows_stand_alone(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every("embedding")
+def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) -> None:
+    packed = packing("pack_linear", name, call)(randn(dtype, 2, MOST, 37))
+    rows_stand_alone(lambda rows: call(rows, packed), trials=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot"), [(8, 1, 64, 64), (3, 3, 80, 32), (2, 1, 6, 2), (2, 2, 256, 256)]
+)
+@every("norm_rope_store")
+def test_norm_rope_store_tokens_stand_alone(
+    name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, dtype: torch.dtype
+) -> None:
+    qkv, table = randn(dtype, 1, MOST, (heads + 2 * kv_heads) * dim), randn(torch.float32, 3, 99, rot)
+    q_weight, k_weight = randn(dtype, 4, 2, dim).unbind()
+    positions = torch.randint(0, 99, (MOST,), generator=torch.Generator().manual_seed(0))
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))
+
+    def stored(rows: Tensor, *weights: Tensor | None) -> Outputs:
+        caches = torch.zeros(2, 16, kv_heads, 5, dim, dtype=dtype)
+        where = slots[: len(rows)]
+        q = call(qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where)
+        k, v = (cache[where // 5, :, where % 5] for cache in caches)
+        return q, k, v
+
+    rows_stand_alone(lambda rows: stored(rows, q_weight, k_weight), trials=4)
+    rows_stand_alone(lambda rows: stored(rows, None, None), trials=2)
 
 
 @every("linear")
 def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -> None:
     x, weight = randn(torch.bfloat16, 1, MOST, 192), randn(torch.bfloat16, 2, 256, 192)
-    pack = next(
-        OPS["pack_linear"].implementations[one].call for one, i in OPS[name].implementations.items() if i.call is call
-    )
-    packed = pack(weight)
+    packed = packing("pack_linear", name, call)(weight)
     whole = call(x, packed, None, None)
     for size in range(1, MOST + 1):
         assert torch.equal(call(x[:size], packed, None, None), whole[:size])
@@ -138,7 +179,7 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
 
 
 @pytest.mark.parametrize("width", [1, 17, 1000, 5003])
-@every("sample", "filter_logits", "penalize", "logprobs")
+@every("sample", "filter_logits", "penalize", "logprobs", "draw")
 def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = randn(torch.float32, 1, MOST, width) * 3
@@ -153,6 +194,9 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     ids = torch.randint(0, width, (MOST,), generator=generator)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
+        "draw": lambda r: call(
+            logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], False, min(width, 5)
+        ),
         "filter_logits": lambda r: call(logits[r], top_k[r], top_p[r], min_p[r]),
         "penalize": lambda r: call(
             logits[r], history[r], lens[r] // 3, lens[r], strength[r], 1 - strength[r], 0.5 + strength[r]

@@ -23,14 +23,15 @@ OTHERS = [
     if name != registry.REFERENCE
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PACKING = {"linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated"}  # of the second argument
 
 
 def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the implementation returns, and its arguments after the call (some write into them)."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
     call = op.implementations[name].call
-    if op.name == "linear":
-        pack = OPS["pack_linear"].implementations[name].call
+    if op.name in PACKING:
+        pack = OPS[PACKING[op.name]].implementations[name].call
         return call(arguments[0], pack(arguments[1]), *arguments[2:]), arguments
     return call(*arguments), arguments
 
@@ -165,3 +166,61 @@ def test_attention_survives_large_scores() -> None:
     keys = cache.flatten(0, 2)[:140]
     best = keys[(keys @ q[0, 0]).argmax()]
     assert torch.equal(result[0, 0], best) and math.isfinite(result.sum().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_returns_the_rows_of_the_weight(dtype: torch.dtype) -> None:
+    for ids, weight in OPS["embedding"].samples(dtype):
+        rows = OPS["embedding"].reference(ids, OPS["pack_linear"].reference(weight))
+        assert torch.equal(rows, weight[ids]) and rows.dtype == dtype and rows.is_contiguous()
+
+
+def implementation(name: str, of: str) -> Any:
+    """This op's own implementation of that name, where it has one."""
+    found = OPS[of].implementations
+    return found.get(name, found[registry.REFERENCE]).call
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS["gated_linear"].available("cpu"))
+def test_gated_linear_has_the_bits_of_its_two_parts(name: str, dtype: torch.dtype) -> None:
+    for x, weight, bias, activation in OPS["gated_linear"].samples(dtype):
+        packed, plain = implementation(name, "pack_gated")(weight), implementation(name, "pack_linear")(weight)
+        whole = implementation(name, "gated_linear")(x, packed, bias, activation)
+        both = implementation(name, "linear")(x, plain, bias, None)
+        gate = implementation(name, "silu_mul" if activation == "silu" else "gelu_mul")
+        assert torch.equal(whole, gate(both)) and whole.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS["norm_rope_store"].available("cpu"))
+def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch.dtype) -> None:
+    for qkv, q_weight, k_weight, eps, table, positions, *caches, slots in OPS["norm_rope_store"].samples(dtype):
+        expected = [cache.clone() for cache in caches]
+        kv_heads, dim = caches[0].shape[1], caches[0].shape[3]
+        heads = qkv.shape[1] // dim
+        parts = qkv.view(-1, heads, dim).split([heads - 2 * kv_heads, kv_heads, kv_heads], 1)
+        q, k, v = (part.contiguous() for part in parts)
+        if q_weight is not None:
+            norm = implementation(name, "rms_norm")
+            q, k = (norm(x.view(-1, dim), w, eps).view(x.shape) for x, w in ((q, q_weight), (k, k_weight)))
+        q, k = implementation(name, "rope")(q, k, table, positions)
+        implementation(name, "store_kv")(k, v, *expected, slots)
+        fused = implementation(name, "norm_rope_store")
+        assert torch.equal(fused(qkv, q_weight, k_weight, eps, table, positions, *caches, slots), q)
+        assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", OPS["draw"].available("cpu"))
+def test_draw_has_the_bits_of_sample_and_logprobs(name: str) -> None:
+    for logits, seeds, positions, greedy, temperature, scaled, k in OPS["draw"].samples(torch.float32):
+        ids, finite, *columns = implementation(name, "draw")(logits, seeds, positions, greedy, temperature, scaled, k)
+        assert finite.tolist() == [math.isfinite(row.max().item()) for row in logits]
+        logits = logits.where(finite[:, None], 0.0)
+        divisor = torch.ones(len(logits)) if temperature is None else temperature.where(temperature != 0.0, 1.0)
+        assert torch.equal(ids, implementation(name, "sample")(logits / divisor[:, None], seeds, positions, greedy))
+        if k < 0:
+            assert [len(column) for column in columns] == [0] * 4
+            continue
+        expected = implementation(name, "logprobs")(logits, ids, k, None, temperature if scaled else None)
+        assert all(torch.equal(a, b) for a, b in zip(columns, expected, strict=True))

@@ -42,9 +42,9 @@ class Attention:
         self.scale = dim**-0.5
         self.dtype = dtype
         sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.sizes = list(sizes.values())
         self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias)
         self.out = Linear(heads * dim, {"o_proj": hidden}, dtype, bias=out_bias)
+        self.norm_eps = norm_eps or 0.0
         self.q_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
         self.k_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
 
@@ -61,19 +61,16 @@ class Attention:
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor) -> Tensor:  # [T, hidden] -> same
-        tokens = x.shape[0]
-        q, k, v = torch.split(self.qkv(x), self.sizes, dim=-1)
-        q = self._normed(q.reshape(tokens * self.heads, self.dim), self.q_norm).view(tokens, self.heads, self.dim)
-        k = self._normed(k.reshape(tokens * self.kv_heads, self.dim), self.k_norm).view(tokens, self.kv_heads, self.dim)
-        v = v.reshape(tokens, self.kv_heads, self.dim).contiguous()
-        q, k = ops.rope(q, k, table, batch.positions)
         keys, values = batch.kv[layer]
-        ops.store_kv(k, v, keys, values, batch.slot_mapping)
+        q = ops.norm_rope_store(
+            self.qkv(x), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps, table,
+            batch.positions, keys, values, batch.slot_mapping,
+        )  # [T, heads, dim]  # fmt: skip
         mixed = ops.paged_attention(
             q, keys, values, batch.block_tables, batch.query_start, batch.seq_lens, self.scale, self.window
         )  # [T, heads, dim]
-        return self.out(mixed.view(tokens, self.heads * self.dim))
+        return self.out(mixed.view(x.shape[0], self.heads * self.dim))
 
     @staticmethod
-    def _normed(rows: Tensor, norm: RMSNorm | None) -> Tensor:
-        return rows.contiguous() if norm is None else norm(rows.contiguous())
+    def _weight(norm: RMSNorm | None) -> Tensor | None:
+        return None if norm is None else norm.weight

@@ -1,23 +1,23 @@
 """Token embedding and output head.
 
-Both hold a [vocabulary, hidden] weight, which tied models share: the embedding reads rows of it, the head
-has it packed for the linear op.  Logits leave here as float32 always.
+Both hold a [vocabulary, hidden] weight packed for the linear op, which tied models share: the embedding takes rows
+out of it.  Logits leave here as float32 always.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from tokserve import ops
 from tokserve.layers.linear import Linear
-from tokserve.layers.parameter import Parameter, owned_copy
+from tokserve.layers.parameter import Parameter
 
 
 class Embedding:
     """Row lookup.  `head`: an output head tied to this weight, loaded with it."""
 
-    weight: Tensor  # [vocab, hidden]
+    packed: ops.PackedWeight  # [vocab, hidden]
 
     def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, *, head: Head | None = None) -> None:
         self.vocab = vocab
@@ -31,12 +31,15 @@ class Embedding:
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [vocab, hidden], for the tied head too."""
-        self.weight = owned_copy(tensor, (self.vocab, self.hidden), self.dtype)
+        if tensor.shape != (self.vocab, self.hidden):
+            raise ValueError(f"expected a tensor of shape {[self.vocab, self.hidden]}, found {list(tensor.shape)}")
+        weight = tensor.to(self.dtype)
+        self.packed = ops.pack_linear(weight)
         if self.head is not None:
-            self.head.tie(self.weight)
+            self.head.tie(weight, self.packed)
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
-        return functional.embedding(ids, self.weight)
+        return ops.embedding(ids, self.packed)
 
 
 class Head:
@@ -50,9 +53,9 @@ class Head:
         """`lm_head.weight`."""
         return self.linear.parameters()
 
-    def tie(self, weight: Tensor) -> None:
-        """Use an embedding's weight [vocab, hidden]."""
-        self.linear.adopt(weight.to(self.dtype))
+    def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
+        """Use an embedding's weight [vocab, hidden]: what it packed, if that is of the head's dtype."""
+        self.linear.adopt(packed if weight.dtype == self.dtype else ops.pack_linear(weight.to(self.dtype)))
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         return self.linear(hidden.to(self.dtype), out_dtype=torch.float32)

@@ -1,20 +1,23 @@
 """A linear layer whose rows come from one or several checkpoint tensors.
 
-q, k and v (or gate and up) are *shards* of one weight, so that a layer is one matrix product.  The layer
-fills an unpacked weight shard by shard, packs it for the bound op when the last one is there, and keeps
-only the packed form.  It must not know file formats or what its shards mean.
+q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
+ends in the activation.  The layer fills an unpacked weight shard by shard, packs it for the bound op when the last
+one is there, and keeps only the packed form.  It must not know file formats or what its shards mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parameter import Parameter
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class Linear:
@@ -42,6 +45,9 @@ class Linear:
 
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight [size, inputs]; the last one packs the layer."""
+        if self.shards.keys() == {shard} and tensor.shape == (self.outputs, self.inputs):
+            self.packed = self.pack(tensor.to(self.dtype))
+            return
         if self._weight is None:
             self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
             self._awaited = set(self.shards)
@@ -56,16 +62,21 @@ class Linear:
             raise ValueError(f"{shard} has no bias")
         _fill(self._rows(self.bias, shard), shard, tensor)
 
-    def adopt(self, weight: Tensor) -> None:
-        """Take the whole weight [outputs, inputs], of this layer's dtype, from its owner without a copy."""
-        self.packed = ops.pack_linear(weight)
+    def adopt(self, packed: ops.PackedWeight) -> None:
+        """Share a weight [outputs, inputs] of this layer's dtype with its owner."""
+        self.packed = packed
+
+    @staticmethod
+    def pack(weight: Tensor) -> ops.PackedWeight:
+        """The whole weight for the op of this layer; a copy."""
+        return ops.pack_linear(weight)
 
     def finalize(self) -> None:
         """Pack the weight and drop the unpacked copy; nothing to do if none was loaded since the last time."""
         if self._awaited:
             raise ValueError(f"weight not complete, still missing: {', '.join(sorted(self._awaited))}")
         if self._weight is not None:
-            self.packed = ops.pack_linear(self._weight)
+            self.packed = self.pack(self._weight)
             self._weight = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [T, inputs] -> [T, outputs]
@@ -77,6 +88,24 @@ class Linear:
         names = list(self.shards)
         start = sum(self.shards[name] for name in names[: names.index(shard)])
         return tensor[start : start + self.shards[shard]]
+
+
+class GatedLinear(Linear):
+    """activation(first half) * second half of x W^T + b, for two shards of equal size: a gate and what it gates."""
+
+    def __init__(
+        self, inputs: int, shards: Mapping[str, int], dtype: torch.dtype, activation: Activation, *, bias: bool = False
+    ) -> None:
+        super().__init__(inputs, shards, dtype, bias=bias)
+        self.activation = activation
+
+    @staticmethod
+    def pack(weight: Tensor) -> ops.PackedWeight:
+        """The whole weight for the op of this layer; a copy."""
+        return ops.pack_gated(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]  # [T, inputs] -> [T, outputs / 2] of x's dtype
+        return ops.gated_linear(x, self.packed, self.bias, self.activation)
 
 
 def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:

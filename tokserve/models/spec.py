@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokserve.errors import StartError
-from tokserve.layers.mlp import Activation
+from tokserve.layers.linear import Activation
 from tokserve.layers.rope import RopeSpec
 
 ACTIVATIONS: dict[str, Activation] = {

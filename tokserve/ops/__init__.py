@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Mapping
 
+from tokserve.ops.attention import norm_rope_store as _norm_rope_store
 from tokserve.ops.attention import paged_attention as _paged_attention
 from tokserve.ops.attention import store_kv as _store_kv
 from tokserve.ops.elementwise import add_rms_norm as _add_rms_norm
@@ -18,17 +19,22 @@ from tokserve.ops.elementwise import rms_norm as _rms_norm
 from tokserve.ops.elementwise import rope as _rope
 from tokserve.ops.elementwise import silu_mul as _silu_mul
 from tokserve.ops.linear import PackedWeight
+from tokserve.ops.linear import embedding as _embedding
+from tokserve.ops.linear import gated_linear as _gated_linear
 from tokserve.ops.linear import linear as _linear
+from tokserve.ops.linear import pack_gated as _pack_gated
 from tokserve.ops.linear import pack_linear as _pack_linear
 from tokserve.ops.registry import OPS, choose
+from tokserve.ops.sampling import draw as _draw
 from tokserve.ops.sampling import filter_logits as _filter_logits
 from tokserve.ops.sampling import logprobs as _logprobs
 from tokserve.ops.sampling import penalize as _penalize
 from tokserve.ops.sampling import sample as _sample
 
 __all__ = [
-    "PackedWeight", "add_rms_norm", "bind", "filter_logits", "gelu_mul", "linear", "logprobs", "pack_linear",
-    "paged_attention", "penalize", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
+    "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear", "gelu_mul", "linear",
+    "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "paged_attention", "penalize", "rms_norm", "rope",
+    "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -40,9 +46,14 @@ silu_mul = _silu_mul.reference
 gelu_mul = _gelu_mul.reference
 pack_linear = _pack_linear.reference
 linear = _linear.reference
+pack_gated = _pack_gated.reference
+gated_linear = _gated_linear.reference
+embedding = _embedding.reference
 store_kv = _store_kv.reference
+norm_rope_store = _norm_rope_store.reference
 paged_attention = _paged_attention.reference
 sample = _sample.reference
+draw = _draw.reference
 filter_logits = _filter_logits.reference
 penalize = _penalize.reference
 logprobs = _logprobs.reference

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.ops import elementwise
 from tokserve.ops.registry import op
 
 TILE = 8  # query positions of one product
@@ -43,6 +44,56 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block, offset = slot_mapping // page, slot_mapping % page
     k_cache[block, :, offset] = k
     v_cache[block, :, offset] = v
+
+
+def _norm_rope_store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms
+        (1, 4, 2, 64, 64, 16, True),
+        (9, 3, 1, 32, 16, 5, True),
+        (33, 8, 8, 80, 32, 16, False),
+        (5, 2, 1, 128, 128, 1, True),
+        (2, 1, 1, 6, 2, 4, True),
+        (0, 2, 1, 8, 8, 4, False),
+    )
+    for tokens, heads, kv_heads, dim, rot, page, norms in cases:
+        generator = torch.Generator().manual_seed(tokens)
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
+        q_weight, k_weight = torch.randn(2, dim, generator=generator).to(dtype).unbind() if norms else (None, None)
+        blocks = tokens // page + 2
+        caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
+        slots = torch.randperm(blocks * page, generator=generator)[:tokens]
+        table = torch.randn(97, rot, generator=generator)
+        positions = torch.randint(0, 97, (tokens,), generator=generator)
+        yield qkv, q_weight, k_weight, 1e-6, table, positions, caches[0], caches[1], slots
+
+
+@op(samples=_norm_rope_store_samples, tolerance=elementwise.TOLERANCE)
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    table: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
+
+    q and k heads are normed by `rms_norm` with their weights [D] (None, both: not), then turned by `rope`; k and v
+    are stored by `store_kv`.  Bit for bit what these three do one after the other, roundings between them included.
+    """
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.shape[1] // dim
+    parts = torch.split(qkv.view(-1, heads, dim), [heads - 2 * kv_heads, kv_heads, kv_heads], 1)
+    q, k, v = (part.contiguous() for part in parts)  # [T,Hq,D], [T,Hk,D] twice
+    if q_weight is not None and k_weight is not None:
+        q = elementwise.rms_norm.reference(q.view(-1, dim), q_weight, eps).view(q.shape)
+        k = elementwise.rms_norm.reference(k.view(-1, dim), k_weight, eps).view(k.shape)
+    q, k = elementwise.rope.reference(q, k, table, positions)
+    store_kv.reference(k, v, k_cache, v_cache, slot_mapping)
+    return q
 
 
 def _attention_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

@@ -14,7 +14,10 @@ from torch import Tensor
 from tokserve import _C
 from tokserve.ops import attention, elementwise, sampling
 from tokserve.ops.linear import PackedWeight
+from tokserve.ops.linear import embedding as embedding_op
+from tokserve.ops.linear import gated_linear as gated_linear_op
 from tokserve.ops.linear import linear as linear_op
+from tokserve.ops.linear import pack_gated as pack_gated_op
 from tokserve.ops.linear import pack_linear as pack_linear_op
 
 if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
@@ -68,9 +71,20 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor
 @pack_linear_op.implement("cpp", device="cpu")
 def pack_linear(weight: Tensor) -> PackedWeight:
     """The weight in panels of 64 outputs: [N/64][K][64], or [N/64][K/2][64][2] in bfloat16, padded with zeros."""
+    return _packed(weight, gated=False)
+
+
+@pack_gated_op.implement("cpp", device="cpu")
+def pack_gated(weight: Tensor) -> PackedWeight:
+    """As `pack_linear`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
+    return _packed(weight, gated=True)
+
+
+def _packed(weight: Tensor, gated: bool) -> PackedWeight:
     rows, columns = weight.shape
-    packed = weight.new_empty(_C.packed_size(rows, columns, weight.dtype == torch.bfloat16))
-    _C.pack_linear(weight, packed)
+    outputs = rows // 2 if gated else rows
+    packed = weight.new_empty(_C.packed_size(outputs, columns, weight.dtype == torch.bfloat16, gated))
+    _C.pack_linear(weight, packed, gated)
     return PackedWeight(rows, columns, weight.dtype, packed)
 
 
@@ -82,6 +96,41 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     _C.linear(x, packed.packed, bias, out)
     return out
+
+
+@gated_linear_op.implement("cpp", device="cpu")
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """As the reference; rows of x may lie apart."""
+    if x.shape[-1] != packed.columns:
+        raise ValueError(f"gated_linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
+    out = torch.empty((x.shape[0], packed.rows // 2), dtype=x.dtype)
+    _C.gated_linear(x, packed.packed, bias, activation, out)
+    return out
+
+
+@embedding_op.implement("cpp", device="cpu")
+def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
+    out = torch.empty((ids.shape[0], packed.columns), dtype=packed.dtype)
+    _C.embedding(ids, packed.packed, packed.rows, out)
+    return out
+
+
+@attention.norm_rope_store.implement("cpp", device="cpu")
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    table: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    _, kv_heads, _, dim = k_cache.shape
+    q = torch.empty((qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim), dtype=qkv.dtype)
+    _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
+    return q
 
 
 @attention.store_kv.implement("cpp", device="cpu")
@@ -112,6 +161,29 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     ids = torch.empty(logits.shape[0], dtype=torch.int64)
     _C.sample(logits, seeds, positions, greedy, ids)
     return ids
+
+
+@sampling.draw.implement("cpp", device="cpu")
+def draw(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    temperature: Tensor | None,
+    scaled: bool,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    if k < 0:
+        rows = 0
+    token_logprobs, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
+    top_ids, top_logprobs = torch.empty((rows, max(k, 0)), dtype=torch.int32), torch.empty((rows, max(k, 0)))
+    _C.draw(
+        logits, seeds, positions, greedy, temperature, scaled, k,
+        ids, finite, token_logprobs, ranks, top_ids, top_logprobs,
+    )  # fmt: skip
+    return ids, finite, token_logprobs, ranks, top_ids, top_logprobs
 
 
 @sampling.filter_logits.implement("cpp", device="cpu")

@@ -1,4 +1,6 @@
-"""The matrix product x W^T as fixed row tiles, so that a row's bits do not depend on how many rows there are.
+"""What is done with a packed weight: the product x W^T, the same with a gated activation, the lookup of its rows.
+
+Products run as fixed row tiles, so that a row's bits do not depend on how many rows there are.
 
 A BLAS picks its order of summation by the shape of the call.  So there is one shape per weight: TILE rows (the last
 tile is filled up with zeros) by a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32,
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.ops import elementwise
 from tokserve.ops.registry import op
 
 TILE = 16  # rows of one product
@@ -89,3 +92,43 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     if bias is not None:
         result = result + bias.float()
     return result.to(out_dtype or x.dtype).contiguous()
+
+
+def _embedding_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Weights come unpacked, as for `linear`."""
+    for tokens, rows, columns in ((1, 64, 64), (5, 130, 33), (70, 7, 192), (0, 3, 2), (4, 1, 1)):
+        generator = torch.Generator().manual_seed(tokens)
+        weight = torch.randn(rows, columns, generator=generator).to(dtype)
+        yield torch.randint(0, rows, (tokens,), generator=generator), weight
+
+
+@op(samples=_embedding_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
+def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
+    """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
+
+    So that an embedding tied to the output head is held once.
+    """
+    return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
+
+
+@op(samples=_pack_samples, tolerance=TOLERANCE, follows="gated_linear")
+def pack_gated(weight: Tensor) -> PackedWeight:
+    """The weight [2I,K] of a gate and, below it, what is gated, in the layout of `gated_linear`."""
+    return pack_linear.reference(weight)
+
+
+def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for number, (x, weight, bias, out_dtype) in enumerate(_linear_samples(dtype)):
+        if out_dtype is None and len(weight) % 2 == 0:
+            yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
+
+
+@op(samples=_gated_samples, tolerance=TOLERANCE)
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up for x [T,K] times a gated weight's transpose plus bias [2I] (gate, then up): [T,I].
+
+    `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
+    `silu_mul` or `gelu_mul` of `linear` is.
+    """
+    both = linear.reference(x, packed, bias)
+    return (elementwise.silu_mul if activation == "silu" else elementwise.gelu_mul).reference(both)

@@ -245,3 +245,42 @@ def _top(logits: Tensor, k: int) -> Tensor:
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)  # integers in the order of the floats
     distinct = order * (1 << 32) + (LOW - torch.arange(logits.shape[1]))
     return distinct.topk(k).indices
+
+
+def _draw_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for number, (logits, seeds, positions, greedy) in enumerate(_sample_samples(dtype)):
+        rows, width = logits.shape
+        temperature = torch.arange(rows) % 5 * 0.4
+        yield logits, seeds, positions, greedy, None, False, -1
+        yield logits, seeds, positions, greedy, None, False, min(number, width)
+        yield logits, seeds, positions, greedy, temperature, False, min(number, width)
+        yield logits, seeds, positions, greedy, temperature, True, 0
+    broken = torch.tensor([[1.0, float("nan"), 2.0], [0.5, 1.0, -NEVER], [NEVER] * 3, [NEVER, 3.0, NEVER]])
+    yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, None, False, 1
+
+
+@op(samples=_draw_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+def draw(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    temperature: Tensor | None,
+    scaled: bool,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the ids drawn.
+
+    Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns for the k
+    most probable, of the logits as they are or (`scaled`) over temperature, all of it empty if k < 0.  A row whose
+    largest logit is not finite (NaN if there is any) counts as zeros.  Bit for bit what the two ops give.
+    """
+    finite = logits.amax(-1).isfinite()
+    logits = work = logits.where(finite[:, None], 0.0)
+    if temperature is not None:
+        work = logits / temperature.where(temperature != 0.0, 1.0)[:, None]
+    ids = sample.reference(work, seeds, positions, greedy)
+    if k < 0:
+        floats, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
+        return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
+    return ids, finite, *logprobs.reference(logits, ids, k, None, temperature if scaled else None)

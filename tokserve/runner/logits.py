@@ -106,15 +106,17 @@ class Pipeline:
     """The processors in order, and which of them each slot needs."""
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
+        temperature = Temperature(slots)
         self.processors: list[Processor] = [
             Bias(vocab_size),
             TokenIds(vocab_size),
             BadSequences(slots, vocab_size),
             MinTokens(slots, vocab_size),
             Penalties(slots),
-            Temperature(slots),
+            temperature,
             Filter(slots, vocab_size),
         ]
+        self.scaling = 1 << self.processors.index(temperature)  # the bit of the temperature in `needs`
         self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
         self._needy: set[int] = set()  # slots that need any
         self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
@@ -130,16 +132,18 @@ class Pipeline:
         self._needs[slot] = 0
         self._needy.discard(slot)
 
+    def needs(self, rows: Rows) -> int:
+        """Bit i: some row needs processor i; 0 if all are to be drawn from as they are."""
+        return int(np.bitwise_or.reduce(self._needs[rows.slots])) if self._needy else 0
+
     def run(self, logits: Tensor, rows: Rows) -> tuple[Tensor, NDArray[np.bool_] | None]:
         """Processed logits [n, V], good until the next call (`logits` itself if no row needs anything), and
         which rows still have something to draw (None: all).
         """
-        if not self._needy:
-            return logits, None
-        needs = self._needs[rows.slots]
-        union = int(np.bitwise_or.reduce(needs))
+        union = self.needs(rows)
         if union == 0:
             return logits, None
+        needs = self._needs[rows.slots]
         if self._buffer.shape[0] < logits.shape[0]:
             self._buffer = torch.empty_like(logits)
         work, masked = Work(logits, self._buffer[: logits.shape[0]]), False

@@ -81,6 +81,11 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: Rows) -> Drawn:
         """New tokens from the model's logits [n, V] float32, which are the sampler's to change."""
+        form, needs = self._shared_form(rows), self._pipeline.needs(rows)
+        if form is not None and needs in (0, self._pipeline.scaling):
+            mode = LOGPROBS_MODES[form % _KINDS]
+            if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
+                return self._draw_at_once(logits, rows, form, scaling=needs != 0)
         finite = np.isfinite(logits.amax(1).numpy())
         if np.count_nonzero(finite) < len(finite):
             logits[torch.from_numpy(~finite)] = 0.0
@@ -94,6 +99,30 @@ class Sampler:
         )  # [n] int64
         logprobs = self._drawn_logprobs(logits, work, rows, token_ids) if self._asking else None
         return Drawn(token_ids.numpy().astype(np.int32), finite, logprobs)
+
+    def _shared_form(self, rows: Rows) -> int | None:
+        """What logprobs all rows ask for, if it is the same for all and no ids are named."""
+        if not self._asking:
+            return _NONE
+        forms = self._form[rows.slots]
+        first = int(forms[0])
+        return first if first <= self._vocab_size * _KINDS + _KINDS - 1 and (forms == first).all() else None
+
+    def _draw_at_once(self, logits: Tensor, rows: Rows, form: int, *, scaling: bool) -> Drawn:
+        """For rows that need a temperature at most, and logprobs of one form."""
+        k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
+        slots = self._slots
+        ids, finite, *columns = ops.draw(
+            logits,
+            torch.from_numpy(slots.seeds[rows.slots]),
+            torch.from_numpy(rows.lengths),
+            torch.from_numpy(slots.greedy[rows.slots]),
+            torch.from_numpy(slots.temperature[rows.slots]) if scaling else None,
+            LOGPROBS_MODES[kind] == "temperature",
+            k,
+        )
+        logprobs = LogprobRows(*(column.numpy() for column in columns)) if k >= 0 else None
+        return Drawn(ids.numpy().astype(np.int32), finite.numpy(), logprobs)
 
     def _drawn_logprobs(self, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows | None:
         """Rows that ask for the same form go through the op together, each form by itself."""
