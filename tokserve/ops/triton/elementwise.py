@@ -144,7 +144,8 @@ def gate_kernel(x_ptr, out_ptr, inner, x_stride, GELU: tl.constexpr, BLOCK: tl.c
     tl.store(out_ptr + row * inner + column, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _gated(x: Tensor, gelu: bool) -> Tensor:
+def gated(x: Tensor, gelu: bool) -> Tensor:
+    """act(first half) * second half of each row of x [T,2I]; SiLU, or GELU in its tanh approximation."""
     rows, inner = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, inner)
     if rows:
@@ -157,10 +158,10 @@ def _gated(x: Tensor, gelu: bool) -> Tensor:
 @elementwise.silu_mul.implement("triton", device="cuda")
 def silu_mul(x: Tensor) -> Tensor:
     """As the reference."""
-    return _gated(x, False)
+    return gated(x, False)
 
 
 @elementwise.gelu_mul.implement("triton", device="cuda")
 def gelu_mul(x: Tensor) -> Tensor:
     """As the reference."""
-    return _gated(x, True)
+    return gated(x, True)
