@@ -1,0 +1,11 @@
+"""The Triton implementations, named "triton", for NVIDIA GPUs from sm_80 on.
+
+Importing this package registers them; it fails with ImportError where Triton is not installed.  The launchers check
+no shapes: what reaches them was checked when the request came in.  This file must not know layers.
+"""
+
+from __future__ import annotations
+
+from tokserve.ops.triton import attention, elementwise, linear, sampling
+
+__all__ = ["attention", "elementwise", "linear", "sampling"]

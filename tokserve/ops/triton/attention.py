@@ -1,0 +1,287 @@
+"""Paged attention on the GPU: one row arithmetic, two ways to spread it over programs, and the store into the cache.
+
+A query's keys come in splits by absolute position, a split in tiles of KEYS keys with an online softmax; splits merge
+in ascending order.  Both ways run the same `attend_split` and `merge` on tiles of one shape, so a token has the
+same bits in decode, in a chunk and in a whole prompt: where a tile reaches past what a query sees, keys weigh
+exactly zero and change nothing.
+
+- decode (rows with one query): a program has a (row, KV head, split) at a time and writes what it found to scratch; a
+  second launch merges.  The query heads that share a KV head lie in one tile.
+- prefill (the others): a program has a tile of queries and walks its splits.
+
+Lengths are read on the device, so that a captured graph serves any.  Flash-decoding: Dao et al., 2023.  This file
+must not know layers, requests or who owns a page.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import attention
+from tokserve.ops.triton.launch import EXACT, programs, warps
+
+SPLIT = 256  # keys of one partial softmax; part of the arithmetic
+KEYS = 64  # keys of one tile; part of the arithmetic
+TILE = 64  # query heads of one tile: the least that the matrix unit of sm_90 takes
+WARPS = 4
+LOG2_E = 1.4426950408889634
+NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def finite(top):
+    """-inf (no key seen) becomes 0, so that exp2(-inf - top) is 0 and not NaN."""
+    return tl.where(top == NEVER, 0.0, top)
+
+
+@triton.jit
+def merge(result, top, mass, part, part_top, part_mass):
+    """Two partial softmaxes as one.  One that saw no key changes no bit of the other."""
+    new_top = tl.maximum(top, part_top)
+    share, part_share = tl.exp2(top - finite(new_top)), tl.exp2(part_top - finite(new_top))
+    return (
+        result * tl.expand_dims(share, -1) + part * tl.expand_dims(part_share, -1),
+        new_top,
+        mass * share + part_mass * part_share,
+    )
+
+
+@triton.jit
+def attend_split(
+    q, position, k_ptr, v_ptr, table_ptr, split, first_key, end, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Queries q [M,D] at `position` [M] over the keys of a split that lie in first_key..end-1.
+
+    k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two.  Returns the weighted values [M,D], not divided,
+    the largest score [M] and the sum of the weights [M], all float32.
+    """
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    top = tl.full([q.shape[0]], NEVER, tl.float32)
+    mass = tl.zeros([q.shape[0]], tl.float32)
+    result = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
+    start = tl.maximum(split * SPLIT, first_key // KEYS * KEYS)
+    for tile in range(start, tl.minimum((split + 1) * SPLIT, end), KEYS):
+        key = tile + tl.arange(0, KEYS)
+        there = (key < end)[:, None] & (column < DIM)
+        if PAGE % KEYS == 0:
+            block = tl.load(table_ptr + tile // PAGE).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
+        place = (block * (KV_HEADS * PAGE) + key % PAGE)[:, None] * DIM + column
+        k = tl.load(k_ptr + place, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, NEVER)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - finite(new_top)[:, None])
+        share = tl.exp2(top - finite(new_top))
+        mass = mass * share + tl.sum(weights, 1)
+        v = tl.load(v_ptr + place, mask=there, other=0.0)
+        result = tl.dot(weights.to(v.dtype), v, result * share[:, None], input_precision="ieee")
+        top = new_top
+    return result, top, mass
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, top_ptr, mass_ptr,
+    rows, scale, q_stride, table_stride, max_splits, page_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every (row with one query, split, KV head): partial results [R,splits,Hq,D], tops and masses [R,splits,Hq]."""
+    each = tl.arange(0, ROWS_BLOCK)
+    length = tl.load(len_ptr + each, mask=each < rows, other=0)
+    start = tl.load(start_ptr + each, mask=each < rows, other=0)
+    queries = tl.load(start_ptr + each + 1, mask=each < rows, other=0) - start
+    first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
+    count = tl.where((queries == 1) & (length > 0), (length + SPLIT - 1) // SPLIT - first, 0)
+    up_to = tl.cumsum(count, 0)
+    items = tl.sum(count, 0) * KV_HEADS
+    slot = tl.arange(0, TILE)
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        pair = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        row = tl.sum((up_to <= pair).to(tl.int32), 0)
+        mine = each == row
+        split = pair - tl.sum(tl.where(each < row, count, 0), 0) + tl.sum(tl.where(mine, first, 0), 0)
+        end = tl.sum(tl.where(mine, length, 0), 0)
+        token = tl.sum(tl.where(mine, start, 0), 0).to(tl.int64)
+        head = kv_head * GROUP + slot
+        own = slot < GROUP
+        inside = own[:, None] & (column < DIM)
+        q = tl.load(q_ptr + token * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+        first_key = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
+        position = tl.full([TILE], 0, tl.int32) + (end - 1)
+        part, top, mass = attend_split(
+            q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
+            table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
+            KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
+        )  # fmt: skip
+        place = (row.to(tl.int64) * max_splits + split) * (GROUP * KV_HEADS) + head
+        tl.store(part_ptr + place[:, None] * DIM + column, part, mask=inside)
+        tl.store(top_ptr + place, top, mask=own)
+        tl.store(mass_ptr + place, mass, mask=own)
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, top_ptr, mass_ptr, start_ptr, len_ptr, out_ptr, max_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One query head of one row with one query: its splits in ascending order."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(start_ptr + row)
+    length = tl.load(len_ptr + row)
+    if (tl.load(start_ptr + row + 1) - start == 1) & (length > 0):
+        column = tl.arange(0, DIM_BLOCK)
+        result = tl.zeros([1, DIM_BLOCK], tl.float32)
+        top = tl.full([1], NEVER, tl.float32)
+        mass = tl.zeros([1], tl.float32)
+        first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
+        for split in range(first, (length + SPLIT - 1) // SPLIT):
+            place = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(part_ptr + place[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
+            result, top, mass = merge(result, top, mass, part, tl.load(top_ptr + place), tl.load(mass_ptr + place))
+        out = result / mass[:, None]
+        place = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
+        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
+
+
+@triton.jit
+def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
+    """The row whose queries `tile` holds, when row r's tiles begin at query_start[r] // QUERIES + r."""
+    low, high = 0, rows
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(start_ptr + middle) // QUERIES + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, rows, scale, q_stride, table_stride, page_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries (of a row with several) that share a KV head, over all their splits."""
+    QUERIES: tl.constexpr = TILE // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long ones, which are late in their rows, first
+    kv_head = tl.program_id(1)
+    row = row_of_tile(start_ptr, rows, tile, QUERIES)
+    start = tl.load(start_ptr + row)
+    queries = tl.load(start_ptr + row + 1) - start
+    length = tl.load(len_ptr + row)
+    first_query = (tile - (start // QUERIES + row)) * QUERIES
+    if (queries > 1) & (first_query < queries):
+        slot = tl.arange(0, TILE)
+        query = first_query + slot // GROUP
+        own = (slot < QUERIES * GROUP) & (query < queries)
+        column = tl.arange(0, DIM_BLOCK)[None, :]
+        inside = own[:, None] & (column < DIM)
+        head = kv_head * GROUP + slot % GROUP
+        token = (start + query).to(tl.int64)
+        q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
+        position = length - queries + query
+        end = length - queries + tl.minimum(first_query + QUERIES, queries)  # no query of the tile sees further
+        first_key = tl.maximum(length - queries + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
+        result = tl.zeros([TILE, DIM_BLOCK], tl.float32)
+        top = tl.full([TILE], NEVER, tl.float32)
+        mass = tl.zeros([TILE], tl.float32)
+        for split in range(first_key // SPLIT, (end + SPLIT - 1) // SPLIT):
+            part, part_top, part_mass = attend_split(
+                q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
+                table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
+                KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
+            )  # fmt: skip
+            result, top, mass = merge(result, top, mass, part, part_top, part_mass)
+        out = result / tl.where(own, mass, 1.0)[:, None]
+        place = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
+        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@attention.paged_attention.implement("triton", device="cuda")
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """As the reference; q may be a slice of a tensor [T, ...].  A row of length 0 is padding: its output is not made."""
+    tokens, heads, dim = q.shape
+    rows, width = block_tables.shape
+    kv_heads, page = k_cache.shape[1:3]
+    out = q.new_empty(q.shape)
+    if tokens == 0:
+        return out
+    group = heads // kv_heads
+    tile = max(TILE, triton.next_power_of_2(group))
+    dim_block = max(16, triton.next_power_of_2(dim))
+    shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, tile)
+    scale *= LOG2_E
+    strides = (q.stride(0), block_tables.stride(0))
+    if tokens > rows:
+        queries = tile // group
+        prefill_kernel[(tokens // queries + rows, kv_heads)](
+            q, k_cache, v_cache, block_tables, query_start, seq_lens, out, rows, scale, *strides, page * dim, *shape,
+            num_warps=WARPS, num_stages=2, **EXACT,
+        )  # fmt: skip
+    max_splits = triton.cdiv(width * page, SPLIT)
+    parts = q.new_empty((rows, max_splits, heads, dim), dtype=torch.float32)
+    tops, masses = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
+    decode_kernel[(min(programs(q.device.index), rows * kv_heads * max_splits),)](
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, tops, masses,
+        rows, scale, *strides, max_splits, page * dim, *shape, triton.next_power_of_2(rows),
+        num_warps=WARPS, num_stages=3, **EXACT,
+    )  # fmt: skip
+    merge_kernel[(rows, heads)](
+        parts, tops, masses, query_start, seq_lens, out, max_splits, heads, dim, window, SPLIT, dim_block,
+        num_warps=1, **EXACT,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def store_kernel(
+    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one token into its slot; a negative slot takes nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot >= 0:
+        head = tl.arange(0, HEADS_BLOCK)[:, None]
+        column = tl.arange(0, DIM_BLOCK)[None, :]
+        inside = (head < HEADS) & (column < DIM)
+        place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
+        k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
+        v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
+        tl.store(k_cache + place, k, mask=inside)
+        tl.store(v_cache + place, v, mask=inside)
+
+
+@attention.store_kv.implement("triton", device="cuda")
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As the reference; k and v may be slices of one tensor [T, ...].  A negative slot is padding and is skipped."""
+    tokens, heads, dim = k.shape
+    if tokens:
+        heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        store_kernel[(tokens,)](
+            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
+        )  # fmt: skip

@@ -1,0 +1,143 @@
+"""Matrix products on the GPU: an invariant one for exact serving, cuBLAS for fast serving.
+
+The invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never split
+over programs; tiles over M and N are chosen by M, which changes no output's chain.  cuBLAS picks its order of
+summation by the shape of the call, so a row's bits follow the size of the batch there.  Weights stay as checkpoints
+have them, so an embedding tied to the head is the same memory.  This file must not know what a weight is for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from tokserve.ops.linear import PackedWeight
+from tokserve.ops.linear import embedding as embedding_op
+from tokserve.ops.linear import gated_linear as gated_linear_op
+from tokserve.ops.linear import linear as linear_op
+from tokserve.ops.linear import pack_gated as pack_gated_op
+from tokserve.ops.linear import pack_linear as pack_linear_op
+from tokserve.ops.triton import elementwise
+from tokserve.ops.triton.launch import EXACT
+
+BLOCK_K = 64  # inputs of one step; part of the arithmetic
+# rows up to which the tile serves -> (rows, outputs) of a tile, warps, stages of the pipeline
+TILES = ((64, (64, 32, 4, 5)), (128, (64, 64, 4, 4)), (1 << 62, (128, 128, 8, 3)))
+BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, outputs, inputs, x_stride,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    band = tl.program_id(0) // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    within = tl.program_id(0) % (BAND * tiles_n)
+    row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_K)
+    x_place = x_ptr + row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_place = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
+    x_there, weight_there = (row < rows)[:, None], (output < outputs)[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        if EVEN:
+            x = tl.load(x_place + start, mask=x_there, other=0.0)
+            weight = tl.load(weight_place + start, mask=weight_there, other=0.0)
+        else:
+            left = (step < inputs - start)[None, :]
+            x = tl.load(x_place + start, mask=x_there & left, other=0.0)
+            weight = tl.load(weight_place + start, mask=weight_there & left, other=0.0)
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    there = (row < rows)[:, None] & (output < outputs)[None, :]
+    tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def _packed(weight: Tensor) -> PackedWeight:
+    rows, columns = weight.shape
+    return PackedWeight(rows, columns, weight.dtype, weight.contiguous())
+
+
+@pack_linear_op.implement("triton", device="cuda")
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """The weight as it is."""
+    return _packed(weight)
+
+
+@pack_gated_op.implement("triton", device="cuda")
+def pack_gated(weight: Tensor) -> PackedWeight:
+    """The weight as it is."""
+    return _packed(weight)
+
+
+@embedding_op.implement("triton", device="cuda")
+def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
+    """As the reference."""
+    return functional.embedding(ids, packed.packed)
+
+
+@linear_op.implement("triton", device="cuda")
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As the reference; rows of x may lie apart."""
+    rows, outputs, inputs = x.shape[0], packed.rows, packed.columns
+    out = x.new_empty((rows, outputs), dtype=out_dtype or x.dtype)
+    if rows:
+        block_m, block_n, warps, stages = next(tile for most, tile in TILES if rows <= most)
+        grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
+        linear_kernel[grid](
+            x, packed.packed, packed.packed if bias is None else bias, out, rows, outputs, inputs, x.stride(0),
+            bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
+            num_warps=warps, num_stages=stages, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+@gated_linear_op.implement("triton", device="cuda")
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """As the reference."""
+    return elementwise.gated(linear(x, packed, bias), activation == "gelu_tanh")
+
+
+@pack_linear_op.implement("cublas", device="cuda")
+def pack_for_cublas(weight: Tensor) -> PackedWeight:
+    """The weight as it is."""
+    return _packed(weight)
+
+
+@pack_gated_op.implement("cublas", device="cuda")
+def pack_gated_for_cublas(weight: Tensor) -> PackedWeight:
+    """The weight as it is."""
+    return _packed(weight)
+
+
+@embedding_op.implement("cublas", device="cuda")
+def embedding_beside_cublas(ids: Tensor, packed: PackedWeight) -> Tensor:
+    """As the reference."""
+    return functional.embedding(ids, packed.packed)
+
+
+@linear_op.implement("cublas", device="cuda")
+def linear_by_cublas(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """As the reference, but a row's bits may depend on how many rows there are."""
+    if out_dtype is None or out_dtype == x.dtype:
+        return functional.linear(x, packed.packed, bias)
+    sums = torch.mm(x, packed.packed.t(), out_dtype=out_dtype)
+    return sums if bias is None else sums.add_(bias)
+
+
+@gated_linear_op.implement("cublas", device="cuda")
+def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """As `linear_by_cublas`, gated."""
+    return elementwise.gated(linear_by_cublas(x, packed, bias), activation == "gelu_tanh")

@@ -1,0 +1,428 @@
+"""From logits to a token on the GPU: the vocabulary is cut into slices that programs share, then merged per row.
+
+Slices are fixed and merge in order; counts and the masses of top-p are integers, whose sums have no order; a tie goes
+to the lower id.  Thresholds are found digit by digit in the order of the floats, so nothing is sorted, and log softmax
+is never written out: a logprob is made from a row's maximum and sum.  This file must not know requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import sampling
+from tokserve.ops.triton.launch import EXACT, warps
+
+SLICE = 4096  # vocabulary entries of one program
+MOST_TOP = 64  # up to this many most probable ids are found by the kernels here, more by torch
+SWEEP = 512  # entries that a threshold search looks at at a time
+CHUNK = 1024  # tokens of a history that one program counts
+NEVER = tl.constexpr(float("-inf"))
+UNIT = tl.constexpr(float(1 << 40))  # masses are counted in 2^-40 of the most probable entry's
+LEAST = tl.constexpr(-(1 << 63))
+DIGIT_BITS = tl.constexpr(4)
+DIGITS = tl.constexpr(16)
+
+
+@triton.jit
+def gumbel(seed, position, block, COUNT: tl.constexpr):
+    """Noise for the ids of `block` [COUNT / 4], four of a Philox block each: [COUNT] float32."""
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    none = tl.zeros_like(block)
+    a, b, c, d = tl.philox(seed, block, none + low.to(tl.int32, bitcast=True), none + high.to(tl.int32, bitcast=True), none)
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [COUNT])
+    uniform = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+    rest = 1.0 - uniform
+    small = tl.where(rest == 1.0, 1.0, 1.0 - rest)
+    log1p = tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, small))  # -log1p(-uniform)
+    return -tl.log(log1p)
+
+
+@triton.jit
+def draw_slice_kernel(
+    logits_ptr, seed_ptr, position_ptr, greedy_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr, width, slices,
+    SLICE: tl.constexpr,
+):  # fmt: skip
+    """Of one slice of one row: the largest perturbed logit and its id, the same for logits of zero, the largest logit."""
+    row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id = slice * SLICE + tl.arange(0, SLICE)
+    there = id < width
+    x = tl.load(logits_ptr + row * width + id, mask=there, other=NEVER)
+    place = row * slices + slice
+    noise = tl.zeros([SLICE], tl.float32)
+    if tl.load(greedy_ptr + row) == 0:
+        block = slice * (SLICE // 4) + tl.arange(0, SLICE // 4)
+        noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, SLICE)
+    best, at = tl.max(x + noise, 0, return_indices=True)
+    tl.store(best_ptr + place, best)
+    tl.store(id_ptr + place, slice * SLICE + at)
+    best, at = tl.max(tl.where(there, noise, NEVER), 0, return_indices=True)
+    tl.store(blank_ptr + place, best)
+    tl.store(blank_id_ptr + place, slice * SLICE + at)
+    broken = tl.sum((x != x).to(tl.int32), 0) > 0
+    tl.store(top_ptr + place, tl.where(broken, float("nan"), tl.max(x, 0)))
+
+
+@triton.jit
+def draw_merge_kernel(
+    best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr, out_ptr, finite_ptr, slices, SLICES: tl.constexpr
+):
+    """One row: its id, and whether its largest logit is finite.  Where it is not, logits count as zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    slice = tl.arange(0, SLICES)
+    there = slice < slices
+    place = row * slices + slice
+    top = tl.load(top_ptr + place, mask=there, other=NEVER)
+    broken = tl.sum((top != top).to(tl.int32), 0) > 0
+    top = tl.max(top, 0)
+    finite = (top > NEVER) & (top < float("inf")) & (broken == 0)
+    best = tl.load(best_ptr + place, mask=there, other=NEVER)
+    blank = tl.load(blank_ptr + place, mask=there, other=NEVER)
+    id = tl.load(id_ptr + place, mask=there, other=0)
+    blank_id = tl.load(blank_id_ptr + place, mask=there, other=0)
+    value = tl.where(finite, best, blank)
+    id = tl.where(finite, id, blank_id)
+    id = tl.min(tl.where(there & (value == tl.max(value, 0)), id, 0x7FFFFFFF), 0)
+    tl.store(out_ptr + row, id.to(tl.int64))
+    tl.store(finite_ptr + row, finite.to(tl.int8))
+
+
+def _draw(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids int64 [R], and whether each row's largest logit is finite, bool [R]."""
+    rows, width = logits.shape
+    ids, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.int8)
+    slices = triton.cdiv(width, SLICE)
+    floats = logits.new_empty((3, rows, slices))
+    whole = logits.new_empty((2, rows, slices), dtype=torch.int32)
+    if rows:
+        size = min(SLICE, max(4, triton.next_power_of_2(width)))
+        draw_slice_kernel[(rows, slices)](
+            logits, seeds, positions, greedy.view(torch.int8), floats[0], whole[0], floats[1], floats[2], whole[1],
+            width, slices, size, num_warps=warps(size), **EXACT,
+        )  # fmt: skip
+        draw_merge_kernel[(rows,)](
+            floats[0], whole[0], floats[1], floats[2], whole[1], ids, finite, slices,
+            triton.next_power_of_2(slices), num_warps=1, **EXACT,
+        )  # fmt: skip
+    return ids, finite.view(torch.bool)
+
+
+@sampling.sample.implement("triton", device="cuda")
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+    """As the reference."""
+    return _draw(logits.contiguous(), seeds, positions, greedy)[0]
+
+
+@triton.jit
+def ordered(x):
+    """uint32 numbers in the order of the floats x; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def read(logits_ptr, place, there, finite, temperature):
+    """Logits over the temperature; zeros in a row that is not finite."""
+    x = tl.load(logits_ptr + place, mask=there, other=NEVER)
+    x = tl.where(finite, x, tl.where(there, 0.0, NEVER))
+    return x, tl.div_rn(x, temperature + tl.zeros_like(x))
+
+
+@triton.jit
+def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr):
+    """The row's divisor (1 for a temperature of 0), and whether its logits are to be believed."""
+    temperature = 1.0
+    finite = True
+    if TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    if FINITE:
+        finite = tl.load(finite_ptr + row) != 0
+    return temperature, finite
+
+
+@triton.jit
+def logprobs_slice_kernel(
+    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices,
+    K: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """Of one slice of one row: maximum, sum of exp(x - maximum), entries above the token's, and the K largest as keys."""
+    row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    id = slice * SLICE + tl.arange(0, SLICE)
+    there = id < width
+    temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
+    raw, x = read(logits_ptr, row * width + id, there, finite, temperature)
+    token, _ = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite, temperature)
+    place = row * slices + slice
+    top = tl.max(x, 0)
+    tl.store(top_ptr + place, top)
+    tl.store(sum_ptr + place, tl.sum(tl.where(x == NEVER, 0.0, tl.exp(x - top)), 0))
+    tl.store(greater_ptr + place, tl.sum((there & (raw > token)).to(tl.int32), 0))
+    if K > 0:
+        key = (ordered(raw).to(tl.int64) - 2147483648) * 4294967296 + (4294967295 - id.to(tl.int64))
+        key = tl.where(there, key, LEAST)
+        for i in range(K):
+            best = tl.max(key, 0)
+            tl.store(candidate_ptr + place * K + i, best)
+            key = tl.where(key == best, LEAST, key)
+
+
+@triton.jit
+def logprobs_merge_kernel(
+    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, named_ptr,
+    logprob_ptr, rank_ptr, id_ptr, value_ptr, width, slices, num_named,
+    K: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICES: tl.constexpr, CANDIDATES: tl.constexpr,
+    NAMED: tl.constexpr,
+):  # fmt: skip
+    """One row: logprob and rank of its token, then ids and logprobs of its K most probable and of the named ids."""
+    row = tl.program_id(0).to(tl.int64)
+    slice = tl.arange(0, SLICES)
+    place = row * slices + slice
+    tops = tl.load(top_ptr + place, mask=slice < slices, other=NEVER)
+    top = tl.max(tops, 0)
+    sums = tl.load(sum_ptr + place, mask=slice < slices, other=0.0)
+    mass = tl.log(tl.sum(tl.where(tops == NEVER, 0.0, sums * tl.exp(tops - top)), 0))
+    greater = tl.sum(tl.load(greater_ptr + place, mask=slice < slices, other=0), 0)
+    temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
+    _, x = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite, temperature)
+    tl.store(logprob_ptr + row, (x - top) - mass)
+    tl.store(rank_ptr + row, greater + 1)
+    out = row * (K + num_named)
+    if K > 0:
+        candidate = tl.arange(0, CANDIDATES)
+        key = tl.load(candidate_ptr + row * slices * K + candidate, mask=candidate < slices * K, other=LEAST)
+        for i in range(K):
+            best = tl.max(key, 0)
+            id = 4294967295 - (best & 4294967295)
+            _, x = read(logits_ptr, row * width + id, True, finite, temperature)
+            tl.store(id_ptr + out + i, id.to(tl.int32))
+            tl.store(value_ptr + out + i, (x - top) - mass)
+            key = tl.where(key == best, LEAST, key)
+    for start in range(0, num_named, NAMED):
+        column = start + tl.arange(0, NAMED)
+        there = column < num_named
+        id = tl.load(named_ptr + row * num_named + column, mask=there, other=0)
+        _, x = read(logits_ptr, row * width + id, there, finite, temperature)
+        tl.store(id_ptr + out + K + column, id.to(tl.int32), mask=there)
+        tl.store(value_ptr + out + K + column, (x - top) - mass, mask=there)
+
+
+def _logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None, finite: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the reference; rows that are not `finite` count as zeros."""
+    rows, width = logits.shape
+    if k > MOST_TOP:
+        top = _many_largest(logits if finite is None else logits.where(finite[:, None], 0.0), k)
+        named, k = top if named is None else torch.cat((top, named), -1), 0
+    num_named = 0 if named is None else named.shape[1]
+    token_logprobs, ranks = logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int32)
+    ids, values = logits.new_empty((rows, k + num_named), dtype=torch.int32), logits.new_empty((rows, k + num_named))
+    if rows == 0:
+        return token_logprobs, ranks, ids, values
+    size = min(SLICE, max(16, triton.next_power_of_2(width)))
+    slices = triton.cdiv(width, size)
+    tops, sums = logits.new_empty((2, rows, slices)).unbind()
+    greater = ranks.new_empty((rows, slices))
+    candidates = logits.new_empty((rows, slices, k), dtype=torch.int64)
+    columns = logits if temperature is None else temperature
+    flags = greater if finite is None else finite.view(torch.int8)
+    switches = (k, temperature is not None, finite is not None)
+    logprobs_slice_kernel[(rows, slices)](
+        logits, token_ids, columns, flags, tops, sums, greater, candidates, width, slices, *switches, size,
+        num_warps=warps(size), **EXACT,
+    )  # fmt: skip
+    logprobs_merge_kernel[(rows,)](
+        logits, token_ids, columns, flags, tops, sums, greater, candidates,
+        token_ids if named is None else named.contiguous(), token_logprobs, ranks, ids, values,
+        width, slices, num_named, *switches, triton.next_power_of_2(slices),
+        triton.next_power_of_2(max(1, slices * k)), 256, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return token_logprobs, ranks, ids, values
+
+
+def _many_largest(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k largest logits of each row, descending, lower ids first among equals: [R,k]."""
+    order = (logits + 0.0).view(torch.int32).long()
+    order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (order * (1 << 32) + (0xFFFFFFFF - ids)).topk(k).indices
+
+
+@sampling.logprobs.implement("triton", device="cuda")
+def logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the reference."""
+    return _logprobs(logits.contiguous(), token_ids, k, named, temperature, None)
+
+
+@sampling.draw.implement("triton", device="cuda")
+def draw(
+    logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the reference."""
+    logits = logits.contiguous()
+    ids, finite = _draw(logits, seeds, positions, greedy)
+    if k < 0:
+        floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
+        return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
+    return ids, finite, *_logprobs(logits, ids, k, None, None, finite)
+
+
+@triton.jit
+def masses(x, top):
+    """Probability of x relative to that of `top`, in units: int64."""
+    return (tl.exp(x - top) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def threshold(logits_ptr, row, width, top, wanted, MASS: tl.constexpr, SWEEP: tl.constexpr):
+    """The largest number t such that entries whose order is t or more are `wanted` in count, or in mass: uint32."""
+    found = tl.zeros([1], tl.uint32)
+    shift = tl.zeros([1], tl.uint32) + (32 - DIGIT_BITS)
+    digit = tl.arange(0, DIGITS).to(tl.uint32)[None, :]
+    for _ in range(32 // DIGIT_BITS):
+        pivot = found[:, None] + (digit << shift[:, None])
+        count = tl.zeros([SWEEP, DIGITS], tl.int64)
+        for start in range(0, width, SWEEP):
+            id = start + tl.arange(0, SWEEP)
+            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
+            one = masses(x, top) if MASS else (id < width).to(tl.int64)
+            count += tl.where(ordered(x)[:, None] >= pivot, one[:, None], 0)
+        enough = (tl.sum(count, 0) >= wanted).to(tl.int32)  # ones, then zeros; the first is one
+        found += (tl.sum(enough, 0) - 1).to(tl.uint32) << shift
+        shift -= DIGIT_BITS
+    return found
+
+
+@triton.jit
+def beyond(logits_ptr, row, width, top, limit, MASS: tl.constexpr, SWEEP: tl.constexpr):
+    """Count, or mass, of the entries whose order is above `limit`: int64."""
+    count = tl.zeros([SWEEP], tl.int64)
+    for start in range(0, width, SWEEP):
+        id = start + tl.arange(0, SWEEP)
+        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
+        one = masses(x, top) if MASS else (id < width).to(tl.int64)
+        count += tl.where((ordered(x) > limit) & (id < width), one, 0)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def value_of(order):
+    """The float whose order this is."""
+    bits = order.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def filter_kernel(
+    logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, width, SWEEP: tl.constexpr
+):
+    """One row: entries above a limit stay, and the first `room` of those at it."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    tops = tl.full([SWEEP], NEVER, tl.float32)
+    for start in range(0, width, SWEEP):
+        id = start + tl.arange(0, SWEEP)
+        tops = tl.maximum(tops, tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER))
+    top = tl.max(tops, 0)
+    limit = tl.zeros([1], tl.uint32)
+    room = tl.zeros([1], tl.int64) + width
+    if (top_k > 0) & (top_k < width):
+        limit = threshold(logits_ptr, row, width, top, top_k, False, SWEEP)
+        room = top_k - beyond(logits_ptr, row, width, top, limit, False, SWEEP) + tl.zeros([1], tl.int64)
+    if top_p < 1.0:
+        if (top_k > 0) & (top_k < width):
+            total = beyond(logits_ptr, row, width, top, limit, True, SWEEP) + room * masses(value_of(limit), top)
+        else:
+            total = beyond(logits_ptr, row, width, top, limit, True, SWEEP) + tl.zeros([1], tl.int64)
+        wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        wanted = tl.maximum(tl.minimum(wanted, total), 1)
+        limit = threshold(logits_ptr, row, width, top, wanted, True, SWEEP)
+        one = tl.maximum(masses(value_of(limit), top), 1)
+        room = (wanted - beyond(logits_ptr, row, width, top, limit, True, SWEEP) + one - 1) // one
+    passed = tl.zeros([1], tl.int64)
+    for start in range(0, width, SWEEP):
+        id = start + tl.arange(0, SWEEP)
+        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
+        order = ordered(x)
+        at = (order == limit).to(tl.int64)
+        stays = (order > limit) | ((at > 0) & (passed + tl.cumsum(at, 0) <= room))
+        if min_p > 0.0:
+            stays = stays & (tl.exp(x - top) >= min_p)
+        tl.store(out_ptr + row * width + id, tl.where(stays, x, NEVER), mask=id < width)
+        passed += tl.sum(at, 0)
+
+
+@sampling.filter_logits.implement("triton", device="cuda")
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """As the reference."""
+    logits = logits.contiguous()
+    rows, width = logits.shape
+    out = torch.empty_like(logits)
+    if rows:
+        filter_kernel[(rows,)](logits, top_k, top_p, min_p, out, width, SWEEP, num_warps=8, **EXACT)
+    return out
+
+
+@triton.jit
+def count_kernel(history_ptr, prompt_len_ptr, len_ptr, seen_ptr, length, width, CHUNK: tl.constexpr):
+    """A chunk of one row's history: 2 is added to a token's number for each output, 1 says it was in the prompt."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    present = (at < length) & (at < tl.load(len_ptr + row))
+    token = tl.load(history_ptr + row * length + at, mask=present, other=0)
+    output = at >= tl.load(prompt_len_ptr + row)
+    tl.atomic_add(seen_ptr + row * width + token, 2, mask=present & output, sem="relaxed")
+    tl.atomic_or(seen_ptr + row * width + token, 1, mask=present & (at < tl.load(prompt_len_ptr + row)), sem="relaxed")
+
+
+@triton.jit
+def penalize_kernel(
+    logits_ptr, seen_ptr, presence_ptr, frequency_ptr, repetition_ptr, out_ptr, width, SLICE: tl.constexpr
+):
+    """A slice of one row: repetition, then frequency, then presence."""
+    row = tl.program_id(0).to(tl.int64)
+    id = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    there = id < width
+    x = tl.load(logits_ptr + row * width + id, mask=there, other=0.0)
+    seen = tl.load(seen_ptr + row * width + id, mask=there, other=0)
+    factor = tl.load(repetition_ptr + row) + tl.zeros_like(x)
+    count = (seen >> 1).to(tl.float32)
+    x = tl.where(seen > 0, tl.where(x > 0.0, tl.div_rn(x, factor), x * factor), x)
+    x = x - count * tl.load(frequency_ptr + row)
+    x = x - tl.where(count > 0.0, tl.load(presence_ptr + row), 0.0)
+    tl.store(out_ptr + row * width + id, x, mask=there)
+
+
+@sampling.penalize.implement("triton", device="cuda")
+def penalize(
+    logits: Tensor,
+    history: Tensor,
+    prompt_lens: Tensor,
+    lens: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    """As the reference."""
+    logits = logits.contiguous()
+    rows, width = logits.shape
+    length = history.shape[1]
+    out = torch.empty_like(logits)
+    seen = torch.zeros(rows, width, dtype=torch.int32, device=logits.device)
+    if rows and length:
+        count_kernel[(rows, triton.cdiv(length, CHUNK))](
+            history.contiguous(), prompt_lens, lens, seen, length, width, CHUNK, num_warps=4, **EXACT
+        )
+    if rows:
+        size = min(SLICE, max(16, triton.next_power_of_2(width)))
+        penalize_kernel[(rows, triton.cdiv(width, size))](
+            logits, seen, presence, frequency, repetition, out, width, size, num_warps=warps(size), **EXACT
+        )
+    return out
