@@ -414,7 +414,6 @@ def main() -> None:
     add("--window", type=int, default=1, help="steps the engine may be ahead of the client")
     add("--json", type=Path, help="write the rows there too")
     add("--port", type=int, default=18_431)
-    add("--profile", help="run the server under this command, such as 'perf record -g -o FILE'")
     add("--role", choices=("all", "engine", "server"), default="all", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "engine":
@@ -427,7 +426,7 @@ def main() -> None:
         pipe = os.open(acks, os.O_RDWR)
         environment = os.environ | {"FRONTEND_ACKS": acks, "FRONTEND_WINDOW": str(args.window)}
         command = [sys.executable, __file__, "--role", "server", "--port", str(args.port)]
-        server = subprocess.Popen([*(args.profile or "").split(), *command], env=environment)
+        server = subprocess.Popen(command, env=environment)
         try:
             args.server_pid = server.pid
             _wait(args.port, server)
