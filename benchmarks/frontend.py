@@ -39,23 +39,22 @@ import psutil
 import uvloop
 import zmq
 
+from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import (
     Abort,
     Add,
     Call,
     Finish,
-    Logprobs,
-    Output,
     Ready,
     Reply,
-    Step,
     StepStats,
     decode_to_engine,
     encode,
 )
+from tokserve.plan import LogprobRows
 
 VOCAB = 151_936
-PERIOD = 4096  # the script repeats after this many tokens
+PERIOD = 4096  # tokens of the script
 ACK = struct.Struct("<q")
 ROUTE = "/inference/v1/generate"
 
@@ -81,18 +80,12 @@ CASES = {
 
 # --- the script: what the token at a position is, for everybody ---
 
-IDS = (np.arange(2 * PERIOD) % PERIOD * 37_199 % VOCAB).astype("<i4")
-OWN = -(np.arange(2 * PERIOD) % PERIOD / 997).astype("<f4")
-RANKS = (1 + np.arange(2 * PERIOD) % PERIOD % 5).astype("<i4")
-PACKED = [column.tobytes() for column in (IDS, OWN, RANKS)]
-
-
-def scripted(first: int, last: int, width: int | None) -> tuple[bytes, Logprobs | None]:
-    """Ids first..last-1 and their logprobs."""
-    start = 4 * (first % PERIOD)
-    ids, own, ranks = (column[start : start + 4 * (last - first)] for column in PACKED)
-    return ids, None if width is None else Logprobs(own, ranks, ids * width, own * width, width)
-
+NUMBERS = np.arange(PERIOD)
+IDS = array("i", (NUMBERS * 37_199 % VOCAB).astype("<i4").tobytes())
+OWN = -(NUMBERS / 997).astype("<f4")
+TOPS = np.tile(NUMBERS.astype("<i4")[:, None], 20)
+ROWS = LogprobRows(OWN, (1 + NUMBERS % 5).astype("<i4"), TOPS, -(TOPS / 997).astype("<f4"))
+SCORES = PackedRows(ROWS)
 
 # --- the engine ---
 
@@ -107,19 +100,22 @@ class Row:
         self.width = add.sampling.logprobs
         self.sent = 0
 
-    def take(self, count: int) -> Output:
+    def take(self, count: int, step: StepColumns) -> None:
         """The next `count` tokens."""
         first, self.sent = self.sent, self.sent + count
-        ids, logprobs = scripted(first, self.sent, self.width)
-        if self.sent < self.limit:
-            return Output(self.rid, ids, logprobs)
-        finish = Finish("length", "max_tokens", queued=0.001, first_token=0.002, total=0.5)
-        return Output(self.rid, ids, logprobs, finish=finish, spans=[("0", 0, self.sent)])
+        step.add(self.rid, IDS[first : self.sent], None if self.width is None else self.scored(first))
+        if self.sent == self.limit:
+            times = {"queued": 0.001, "first_token": 0.002, "total": 0.5}
+            step.describe(Finish("length", "max_tokens", **times), spans=[("0", 0, self.sent)])
 
-
-def step(outputs: list[Output]) -> Step:
-    """The message for these outputs."""
-    return Step(outputs, StepStats(running=len(outputs)))
+    def scored(self, first: int) -> LogprobColumns:
+        """The logprobs of the tokens from `first` to the last."""
+        columns = LogprobColumns(self.width or 0, "raw")
+        if self.sent == first + 1:
+            columns.append(SCORES, first)
+        else:
+            columns.add(ROWS, first, self.sent)
+        return columns
 
 
 class Engine:
@@ -152,7 +148,7 @@ class Engine:
             if self._socket in ready:
                 self._receive()
             if busy:
-                self._send([row.take(1) for row in self._rows.values()])
+                self._send(list(self._rows.values()), 1)
 
     def _receive(self) -> None:
         whole = []
@@ -162,7 +158,7 @@ class Engine:
             if isinstance(message, Add):
                 row = Row(message)
                 if message.hold:
-                    whole.append(row.take(row.limit))
+                    whole.append(row)
                 else:
                     self._rows[row.rid] = row
             elif isinstance(message, Abort):
@@ -173,7 +169,7 @@ class Engine:
             else:
                 self._answer(message)
         if whole:
-            self._send(whole)
+            self._send(whole, None)
 
     def _answer(self, call: Call) -> None:
         if call.method == "hello":
@@ -181,12 +177,15 @@ class Engine:
         else:
             self._say(Reply(call.call_id, {}))
 
-    def _send(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            if output.finish is not None:
-                self._rows.pop(output.rid, None)
-            self._unread += len(output.token_ids) // 4
-        self._say(step(outputs))
+    def _send(self, rows: list[Row], count: int | None) -> None:
+        """A step with so many tokens of each row, or all."""
+        step = StepColumns()
+        for row in rows:
+            self._unread += count or row.limit
+            row.take(count or row.limit, step)
+            if row.sent == row.limit:
+                self._rows.pop(row.rid, None)
+        self._say(step.step(StepStats(running=len(self._rows))))
 
     def _say(self, message: Any) -> None:
         self._socket.send_multipart((self._identity, encode(message)))
