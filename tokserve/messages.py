@@ -2,12 +2,13 @@
 
 To the engine: `Add`, `Abort`, `Call`.  From it: `Step`, `Reply`, `Ready`, `Dead`.  Arrays travel as
 packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
-deltas are joined by joining bytes.  Text never appears here, nor does anything about HTTP.
+deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
+part in it.  Text never appears here, nor does anything about HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -108,19 +109,41 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     total: float = 0.0
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of one request.  `prompt_logprobs` (rows for prompt tokens start.. in order, the very
-    first token of a prompt has none) comes once, with the first output.  `spans`: (weight version,
-    start, end) of output positions, with the last output.
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Logprobs of rows of a step that have the same width and mode: `columns` holds their new tokens one after
+    the other.  `rows`: int32 indexes, ascending; empty: all rows of the step.
     """
 
-    rid: str
-    token_ids: bytes = b""
-    logprobs: Logprobs | None = None
+    columns: Logprobs
+    rows: bytes = b""
+
+    def spread(self, counts: list[int], to: list[Logprobs | None]) -> None:
+        """Put each row's logprobs to its place; `counts`: tokens of every row of the step."""
+        own, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
+        end = 0
+        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
+            start, end = end, end + 4 * counts[row]
+            if width:
+                wide = slice(start * width, end * width)
+                to[row] = Logprobs(own[start:end], ranks[start:end], top_ids[wide], top_logprobs[wide], width, mode)
+            else:
+                to[row] = Logprobs(own[start:end], ranks[start:end], b"", b"", 0, mode)
+
+
+class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a row of a step has seldom.  With a request's first output: `prompt_logprobs` (rows for prompt tokens
+    start.. in order, the very first token of a prompt has none) and `cached`, its prompt tokens found in the cache.
+    With its last: `finish`, and `spans`, (weight version, start, end) of output positions.
+    """
+
+    row: int
+    finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
     cached: int = 0
-    finish: Finish | None = None
     spans: list[tuple[str, int, int]] = []
+
+
+Row = tuple[str, list[int], Logprobs | None, Extra | None]  # a row of a step: request, new tokens, and the rest
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -141,10 +164,37 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
-    """All outputs of one step for one front end."""
+    """All new output of one step for one front end, in columns: row i belongs to the request `rids[i]`.
 
-    outputs: list[Output]
+    `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
+    every row has one.  A row is in at most one of `logprobs`, and has at most one of `extras`, which are in order.
+    """
+
     stats: StepStats
+    rids: list[str] = []
+    token_ids: bytes = b""
+    counts: bytes = b""
+    logprobs: list[RowLogprobs] = []
+    extras: list[Extra] = []
+
+    def rows(self) -> Iterator[Row]:
+        """The rows one by one."""
+        ids = unpack_ids(self.token_ids)
+        if not (self.counts or self.logprobs or self.extras):
+            for rid, token in zip(self.rids, ids, strict=True):
+                yield rid, [token], None, None
+            return
+        counts = unpack_ids(self.counts) if self.counts else [1] * len(self.rids)
+        logprobs: list[Logprobs | None] = [None] * len(counts)
+        for part in self.logprobs:
+            part.spread(counts, logprobs)
+        extras: list[Extra | None] = [None] * len(counts)
+        for extra in self.extras:
+            extras[extra.row] = extra
+        end = 0
+        for rid, count, scores, rare in zip(self.rids, counts, logprobs, extras, strict=True):
+            start, end = end, end + count
+            yield rid, ids[start:end], scores, rare
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
+from tests.outputs import Output, pack
 from tokserve.config import CacheConfig, Config, ModelConfig, RuntimeConfig, SchedulerConfig, ServerConfig
 from tokserve.messages import (
     Abort,
@@ -21,7 +22,6 @@ from tokserve.messages import (
     Finish,
     FromEngine,
     Logprobs,
-    Output,
     Ready,
     Reply,
     Step,
@@ -29,7 +29,6 @@ from tokserve.messages import (
     ToEngine,
     decode_to_engine,
     encode,
-    pack_ids,
 )
 
 T = TypeVar("T")
@@ -62,7 +61,7 @@ def logprobs_for(ids: Sequence[int], width: int = 2) -> Logprobs:
 
 def tokens(rid: str, ids: Sequence[int], finish: Finish | None = None, **fields: Any) -> Output:
     """An output with these new tokens."""
-    return Output(rid, pack_ids(ids), finish=finish, **fields)
+    return Output(rid, list(ids), finish=finish, **fields)
 
 
 def stop(detail: str = "max_tokens", reason: str = "length", **fields: Any) -> Finish:
@@ -125,7 +124,7 @@ class FakeEngine:
 
     def step(self, *outputs: Output, **stats: int) -> None:
         """One step with these outputs."""
-        self.send(Step(list(outputs), StepStats(**stats)))
+        self.send(pack(outputs, StepStats(**stats)))
 
     def wait(self, kind: type[T], count: int = 1, seconds: float = 10.0) -> list[T]:
         """All messages of a kind, once there are `count`."""
@@ -158,10 +157,10 @@ class FakeEngine:
             while self._outbox:
                 message_out = self._outbox.popleft()
                 if isinstance(message_out, Step):
-                    for output in message_out.outputs:
-                        if output.finish:
-                            self.live.pop(output.rid, None)
-                            self.ended.add(output.rid)
+                    for rid, _, _, extra in message_out.rows():
+                        if extra and extra.finish:
+                            self.live.pop(rid, None)
+                            self.ended.add(rid)
                 socket.send_multipart((identity, encode(message_out)))
         socket.close(linger=500)
         context.term()
@@ -169,7 +168,7 @@ class FakeEngine:
     def _answers(self, message: ToEngine) -> list[FromEngine]:
         if isinstance(message, Add):
             self.live[message.rid] = message
-            return [Step([output], StepStats(steps=1)) for output in self._script(message)] if self._script else []
+            return [pack([output], StepStats(steps=1)) for output in self._script(message)] if self._script else []
         if isinstance(message, Abort):
             return self._abort(message.rids, message.reason, message.call_id)
         return self._call(message)
@@ -181,7 +180,7 @@ class FakeEngine:
             for rid, outcome in result.items()
             if outcome == "aborted"
         ]
-        answers: list[FromEngine] = [Step(outputs, StepStats())] if outputs else []
+        answers: list[FromEngine] = [pack(outputs, StepStats())] if outputs else []
         return [*answers, Reply(call_id, result)] if call_id is not None else answers
 
     def _call(self, call: Call) -> list[FromEngine]:

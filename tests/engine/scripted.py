@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.messages import (
@@ -28,7 +29,6 @@ from tokserve.messages import (
     Finish,
     FromEngine,
     Logprobs,
-    Output,
     Reply,
     Step,
     StepStats,
@@ -348,8 +348,10 @@ class Received:
         assert self.finish is None, f"{output.rid}: output after its finish"
         assert output.token_ids or output.finish, f"{output.rid}: an output that says nothing"
         self.outputs.append(output)
-        self.tokens += unpack_ids(output.token_ids)
-        self.cached = output.cached
+        self.tokens += output.token_ids
+        if output.cached:
+            assert len(self.outputs) == 1, "cached tokens are told with the first output"
+            self.cached = output.cached
         if output.logprobs is not None:
             self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.join(output.logprobs)
         if output.prompt_logprobs is not None:
@@ -387,7 +389,7 @@ class Engine:
         message = decode_from_engine(encode(message))
         self.messages.append((identity, message))
         if isinstance(message, Step):
-            for output in message.outputs:
+            for output in unpack(message):
                 assert self.owners[output.rid] == identity, "sent to somebody else"
                 self.received.setdefault(output.rid, Received()).take(output)
 

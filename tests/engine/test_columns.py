@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
-from tokserve.engine.columns import LogprobColumns
+from tests.outputs import unpack
+from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.messages import Finish, StepStats, pack_ids
 from tokserve.plan import LogprobRows
 
 
@@ -23,7 +27,7 @@ def test_rows_are_cut_to_the_width_and_packed_in_order(width: int) -> None:
     one, two = rows(4, 5), rows(3, 6)
     columns.add(one, 1, 3)
     columns.add(two, 2, 3)
-    packed = columns.take()
+    packed = columns.packed()
     assert (packed.width, packed.mode) == (width, "temperature")
     token_logprobs = np.concatenate([one.token_logprobs[1:3], two.token_logprobs[2:]])
     assert np.array_equal(np.frombuffer(packed.token_logprobs, "<f4"), token_logprobs)
@@ -34,12 +38,58 @@ def test_rows_are_cut_to_the_width_and_packed_in_order(width: int) -> None:
     assert np.array_equal(np.frombuffer(packed.top_logprobs, "<f4").reshape(3, width), values)
 
 
-def test_taken_rows_are_gone() -> None:
-    columns = LogprobColumns(1, "raw")
+@pytest.mark.parametrize("width", [0, 2])
+def test_a_single_row_is_the_same_from_packed_rows(width: int) -> None:
+    step = rows(5, 3)
+    one, other = LogprobColumns(width, "raw"), LogprobColumns(width, "raw")
+    for row in (3, 0):
+        one.add(step, row, row + 1)
+        other.append(PackedRows(step), row)
+    assert one.packed() == other.packed() and len(one.packed().ranks) == 8
+
+
+def test_moved_rows_are_gone() -> None:
+    columns, all_of_them = LogprobColumns(1, "raw"), LogprobColumns(1, "raw")
     columns.add(rows(2, 1), 0, 2)
-    first = columns.take()
+    columns.move(all_of_them)
+    assert columns.packed().ranks == b""
     columns.add(rows(3, 1), 0, 1)
-    second = columns.take()
-    assert len(first.ranks) == 8 and len(second.ranks) == 4
-    assert first.join(second).cut(2) == first
-    assert columns.take().ranks == b""
+    columns.move(all_of_them)
+    alone = LogprobColumns(1, "raw")
+    alone.add(rows(2, 1), 0, 2)
+    alone.add(rows(3, 1), 0, 1)
+    assert all_of_them.packed() == alone.packed()
+
+
+def test_a_step_of_single_tokens_has_no_counts() -> None:
+    step = StepColumns()
+    for token in (5, 6):
+        step.add(f"r{token}", array("i", [token]))
+    made = step.step(StepStats(running=2))
+    assert (made.rids, made.token_ids, made.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
+    assert made.stats.running == 2 and not made.logprobs and not made.extras
+
+
+def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:
+    def scored(width: int, mode: str, count: int) -> LogprobColumns:
+        columns = LogprobColumns(width, mode)
+        columns.add(rows(6, 4), 0, count)
+        return columns
+
+    kinds = [(0, "raw", 2), (3, "raw", 1), (0, "raw", 1), (0, "processed", 1)]
+    step = StepColumns()
+    step.add("plain", array("i", [1]))
+    for number, kind in enumerate(kinds):
+        step.add(f"r{number}", array("i", range(kind[2])), scored(*kind))
+    step.describe(Finish("stop", "eos"), scored(2, "raw", 5), 16, [("v", 0, 1)])
+    step.add("refused", array("i"))
+    step.describe(Finish("error", "error"))
+    outputs = unpack(step.step(StepStats()))
+    assert [output.rid for output in outputs] == ["plain", "r0", "r1", "r2", "r3", "refused"]
+    assert [output.token_ids for output in outputs] == [[1], [0, 1], [0], [0], [0], []]
+    assert [output.logprobs for output in outputs[1:5]] == [scored(*kind).packed() for kind in kinds]
+    assert outputs[0].logprobs is outputs[5].logprobs is None
+    last = outputs[4]
+    assert (last.finish, last.cached, last.spans) == (Finish("stop", "eos"), 16, [("v", 0, 1)])
+    assert last.prompt_logprobs == scored(2, "raw", 5).packed()
+    assert outputs[5].finish == Finish("error", "error")

@@ -37,7 +37,7 @@ def test_one_output_per_token_and_one_message_per_step_and_front_end(depth: int)
     for name in "abc":
         engine.check_complete(name)
         assert len(engine.received[name].outputs) == 4
-    steps = [(identity, [o.rid for o in m.outputs]) for identity, m in engine.messages if isinstance(m, Step)]
+    steps = [(identity, m.rids) for identity, m in engine.messages if isinstance(m, Step)]
     assert [rids for identity, rids in steps if identity == b"A" and rids] == [["a", "b"]] * 4
     assert [rids for identity, rids in steps if identity == b"B" and rids] == [["c"]] * 4
 
@@ -76,7 +76,7 @@ def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
         engine.step()
     for identity in (b"A", b"B"):
         told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
-        assert 9 <= len(told) <= 12 and not any(m.outputs for m in told)
+        assert 9 <= len(told) <= 12 and not any(m.rids for m in told)
         assert told[-1].stats.running == 1
 
 

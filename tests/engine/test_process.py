@@ -19,6 +19,7 @@ import pytest
 
 from tests.engine.front import Front
 from tests.engine.scripted import EOS, Received, ScriptedExecutor, solo
+from tests.outputs import unpack
 from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
@@ -71,7 +72,7 @@ def gather(front: Front, *rids: str) -> dict[str, Received]:
     while any(each.finish is None for each in got.values()):
         message = front.receive()
         assert isinstance(message, Step), message
-        for output in message.outputs:
+        for output in unpack(message):
             got[output.rid].take(output)
     return got
 

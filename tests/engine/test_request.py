@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tests.engine.scripted import rows_of
+from tests.outputs import Output, unpack
+from tokserve.engine.columns import PackedRows, StepColumns
 from tokserve.engine.request import Limits, Request
 from tokserve.errors import RequestError
-from tokserve.messages import Add, Finish, pack_ids, unpack_ids
+from tokserve.messages import Add, Finish, StepStats, pack_ids
 from tokserve.params import SamplingParams
 
 LIMITS = Limits(32, 50, (1, 2), "raw")
@@ -19,6 +21,13 @@ LIMITS = Limits(32, 50, (1, 2), "raw")
 def make(prompt: list[int] | bytes = b"", *, hold: bool = False, limits: Limits = LIMITS, **params: Any) -> Request:
     packed = prompt if isinstance(prompt, bytes) and prompt else pack_ids(prompt or [10, 11, 12, 13, 14, 15])
     return Request(Add("r", packed, SamplingParams(**params), 7, hold), b"A", 3, 100.0, limits)
+
+
+def told(request: Request) -> Output:
+    step = StepColumns()
+    request.tell(step)
+    [output] = unpack(step.step(StepStats()))
+    return output
 
 
 def feed(request: Request, *tokens: int) -> Finish | None:
@@ -37,7 +46,7 @@ def ended(request: Request, *tokens: int) -> tuple[str, str, object]:
 def test_eos_ends_and_is_kept() -> None:
     request = make(max_tokens=5)
     assert ended(request, 20, 2) == ("stop", "eos", None)
-    assert unpack_ids(request.take_output().token_ids) == [20, 2]
+    assert told(request).token_ids == [20, 2]
 
 
 def test_ignored_eos_is_a_token_like_others() -> None:
@@ -111,11 +120,11 @@ def test_output_is_told_once() -> None:
     assert not request.has_output
     feed(request, 20)
     assert request.has_output
-    assert unpack_ids(request.take_output().token_ids) == [20]
+    assert told(request).token_ids == [20]
     assert not request.has_output
     feed(request, 21, 22)
-    last = request.take_output()
-    assert unpack_ids(last.token_ids) == [21, 22]
+    last = told(request)
+    assert last.token_ids == [21, 22]
     assert last.finish is not None and last.spans == [("v", 0, 3)]
 
 
@@ -125,14 +134,14 @@ def test_held_output_comes_at_the_end() -> None:
     assert not request.has_output
     feed(request, 21)
     assert request.has_output
-    assert unpack_ids(request.take_output().token_ids) == [20, 21]
+    assert told(request).token_ids == [20, 21]
 
 
 def test_spans_follow_the_weight_version() -> None:
     request = make(max_tokens=5, ignore_eos=True)
     for version in ["v1", "v1", "v2", "v3", "v3"]:
         request.append(20, None, 0, version, 101.0)
-    assert request.take_output().spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
+    assert told(request).spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
 
 
 def test_times_are_seconds_since_receipt() -> None:
@@ -162,8 +171,8 @@ def test_times_are_seconds_since_receipt() -> None:
 def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
     request = make(max_tokens=1, **params)
     wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
-    request.append(20, wide, 1, "v", 101.0)
-    logprobs = request.take_output().logprobs
+    request.append(20, PackedRows(wide), 1, "v", 101.0)
+    logprobs = told(request).logprobs
     if width is None:
         assert logprobs is None
     else:
@@ -174,8 +183,8 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
 @pytest.mark.parametrize(("asked", "mode"), [(None, "raw"), ("processed", "processed")])
 def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
-    request.append(20, rows_of([(0.0, 1, [], [])], 0), 0, "v", 101.0)
-    output = request.take_output()
+    request.append(20, PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
+    output = told(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None
     assert output.logprobs.mode == output.prompt_logprobs.mode == mode
 
@@ -214,7 +223,7 @@ def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
     request.add_prompt_rows(6, rows(7, 8))
     assert request.reusable == 7
     feed(request, 20)
-    columns = request.take_output().prompt_logprobs
+    columns = told(request).prompt_logprobs
     assert columns is not None
     assert np.frombuffer(columns.ranks, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
     assert np.frombuffer(columns.top_ids, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
@@ -223,7 +232,7 @@ def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
 def test_prompt_logprobs_without_rows_are_empty_not_absent() -> None:
     request = make([10], prompt_logprobs=2, max_tokens=1)
     feed(request, 20)
-    columns = request.take_output().prompt_logprobs
+    columns = told(request).prompt_logprobs
     assert columns is not None and columns.ranks == b"" and columns.width == 2
 
 

@@ -22,8 +22,10 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Step([m.Output("r", m.pack_ids([9]), m.Logprobs(b"abcd", b"efgh"), None, 16)], m.StepStats(3)),
-        m.Step([m.Output("r", finish=m.Finish("stop", "stop_sequence", [1, 2]), spans=[("0", 0, 5)])], m.StepStats()),
+        m.Step(m.StepStats(3), ["r"], m.pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
+        m.Step(m.StepStats(), ["r"], b"", m.pack_ids([0]), [], [
+            m.Extra(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, spans=[("0", 0, 5)])
+        ]),
         m.Reply(4, {"a": "aborted"}),
         m.Ready(64, 100, 8, 16, [2], "0", {"ops": {"linear": "torch"}}),
         m.Dead("why", expected=True),
@@ -38,8 +40,33 @@ def test_ids_are_packed_as_little_endian_int32() -> None:
     assert m.unpack_ids(m.pack_ids(range(100_000))) == list(range(100_000))
 
 
-def test_one_token_of_a_stream_is_a_few_dozen_bytes() -> None:
-    assert len(m.encode(m.Output("0123456789abcdef", m.pack_ids([77])))) < 50
+def test_one_token_of_a_stream_is_a_few_bytes_and_its_request() -> None:
+    rids = [f"0123456789abcdef{i}" for i in range(64)]
+    step = m.Step(m.StepStats(), rids, m.pack_ids(range(64)))
+    assert len(m.encode(step)) < 64 * 24 + 50
+
+
+def test_rows_of_a_step() -> None:
+    def logprobs(first: int, count: int, width: int) -> m.Logprobs:
+        own = m.pack_ids(range(first, first + count))
+        return m.Logprobs(own, own, own * width, own * width, width)
+
+    assert list(m.Step(m.StepStats()).rows()) == []
+    plain = m.Step(m.StepStats(), ["a", "b"], m.pack_ids([7, 8]))
+    assert list(plain.rows()) == [("a", [7], None, None), ("b", [8], None, None)]
+    one, two = m.RowLogprobs(logprobs(5, 3, 0), m.pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), m.pack_ids([1]))
+    end = m.Extra(2, m.Finish("abort", "abort_user"))
+    mixed = m.Step(
+        m.StepStats(), ["a", "b", "c", "d"], m.pack_ids([1, 2, 3, 4]), m.pack_ids([1, 1, 0, 2]), [one, two], [end]
+    )
+    assert list(mixed.rows()) == [
+        ("a", [1], logprobs(5, 1, 0), None),
+        ("b", [2], logprobs(1, 1, 2), None),
+        ("c", [], None, end),
+        ("d", [3, 4], logprobs(6, 2, 0), None),
+    ]
+    every = m.Step(m.StepStats(), ["a", "b"], m.pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
+    assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
 
 
 def test_logprobs_join_and_cut_by_rows() -> None:

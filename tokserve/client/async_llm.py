@@ -345,11 +345,11 @@ class AsyncLLM:
     def _on_step(self, step: Step) -> None:
         self.stats = step.stats
         stopped = []
-        for output in step.outputs:
-            choice = self._owners.get(output.rid)
+        for rid, ids, logprobs, extra in step.rows():
+            choice = self._owners.get(rid)
             if choice is None:
                 continue  # released; the engine had not heard of it yet
-            if choice.accept(output):
+            if choice.accept(ids, logprobs, extra):
                 stopped.append(choice.rid)
             delivery = choice.delivery
             delivery.offer(choice)

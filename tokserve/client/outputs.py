@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokserve.errors import EngineDead
-from tokserve.messages import Finish, Logprobs, Output, Ready, StepStats, unpack_ids
+from tokserve.messages import Extra, Finish, Logprobs, Ready, StepStats
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
 __all__ = ["Choice", "Completion", "Delivery", "Logprobs", "Ready", "StepStats", "TextRules", "join_logprobs", "merge"]
@@ -86,30 +86,29 @@ class Choice:
         self._cached = 0
         self._spans: list[tuple[str, int, int]] = []
 
-    def accept(self, output: Output) -> bool:
-        """Take an output.  True: a stop string ended the choice here, and the engine should be told.
+    def accept(self, ids: list[int], logprobs: Logprobs | None, extra: Extra | None) -> bool:
+        """Take a row of a step.  True: a stop string ended the choice here, and the engine should be told.
 
         The end itself waits for the engine's last word on the request (times, weight versions).
         """
-        finish = output.finish
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs = output.prompt_logprobs
-        if output.cached:
-            self._cached = output.cached
-        stopped = self._hit is None and self._take_tokens(output)
+        if extra is None:
+            return self._hit is None and self._take_tokens(ids, logprobs, None)
+        finish = extra.finish
+        if extra.prompt_logprobs is not None:
+            self._prompt_logprobs = extra.prompt_logprobs
+        if extra.cached:
+            self._cached = extra.cached
+        stopped = self._hit is None and self._take_tokens(ids, logprobs, finish)
         if finish is not None:
             self._finish = finish
-            self._spans = output.spans
+            self._spans = extra.spans
             self.finished = True
         return stopped and finish is None
 
-    def _take_tokens(self, output: Output) -> bool:
+    def _take_tokens(self, ids: list[int], logprobs: Logprobs | None, finish: Finish | None) -> bool:
         """Tokens, logprobs and text up to a stop string; True if there is one."""
-        ids = unpack_ids(output.token_ids) if output.token_ids else []
-        logprobs = output.logprobs
         hit = None
         if self._detokenizer is not None:
-            finish = output.finish
             shown = ids[:-1] if finish and finish.detail in TERMINATORS and not self._rules.keep_stop else ids
             text, hit = self._detokenizer.push(shown, finish is not None)
             if text:

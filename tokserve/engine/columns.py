@@ -1,45 +1,125 @@
-"""Logprobs of one request, gathered row by row from step results until they are sent.
+"""Output on its way to the front end, in columns: the logprobs of one request, and a step's message.
 
-A step's arrays are as wide as its widest row; here a request keeps its own width, as packed bytes that are
-joined, never as objects per token.  Knows nothing of requests or steps.
+A step's arrays are as wide as its widest row; a request keeps its own width, as packed bytes that are
+joined, never as objects per token.  Knows nothing of requests or of the scheduler.
 """
 
 from __future__ import annotations
 
-from tokserve.messages import Logprobs
+from array import array
+
+from tokserve.messages import Extra, Finish, Logprobs, RowLogprobs, Step, StepStats
 from tokserve.plan import LogprobRows
 
 
-class LogprobColumns:
-    """The rows not yet sent, in order."""
+class PackedRows:
+    """The logprobs of a step's drawn tokens as bytes, so that taking a row out of them is a slice."""
 
-    __slots__ = ("_mode", "_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "_width")
+    __slots__ = ("ranks", "stride", "token_logprobs", "top_ids", "top_logprobs")
+
+    def __init__(self, rows: LogprobRows) -> None:
+        self.token_logprobs = rows.token_logprobs.tobytes()
+        self.ranks = rows.ranks.tobytes()
+        self.top_ids = rows.top_ids.tobytes()
+        self.top_logprobs = rows.top_logprobs.tobytes()
+        self.stride = 4 * rows.top_ids.shape[1]  # bytes
+
+
+class LogprobColumns:
+    """Rows of one width and mode that are not yet sent, in order."""
+
+    __slots__ = ("_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "mode", "width")
 
     def __init__(self, width: int, mode: str) -> None:
-        self._width = width
-        self._mode = mode
-        self._clear()
-
-    def _clear(self) -> None:
+        self.width = width
+        self.mode = mode
         self._token_logprobs = bytearray()
         self._ranks = bytearray()
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
 
+    def append(self, rows: PackedRows, row: int) -> None:
+        """Append one row, cut to this width."""
+        start = 4 * row
+        self._token_logprobs += rows.token_logprobs[start : start + 4]
+        self._ranks += rows.ranks[start : start + 4]
+        if self.width:
+            start = rows.stride * row
+            end = start + 4 * self.width
+            self._top_ids += rows.top_ids[start:end]
+            self._top_logprobs += rows.top_logprobs[start:end]
+
     def add(self, rows: LogprobRows, first: int, last: int) -> None:
-        """Append rows first..last-1, cut to this request's width."""
-        width = self._width
+        """Append rows first..last-1, cut to this width."""
+        width = self.width
         self._token_logprobs += rows.token_logprobs[first:last].tobytes()
         self._ranks += rows.ranks[first:last].tobytes()
         if width:
             self._top_ids += rows.top_ids[first:last, :width].tobytes()
             self._top_logprobs += rows.top_logprobs[first:last, :width].tobytes()
 
-    def take(self) -> Logprobs:
-        """All rows gathered since the last call."""
-        taken = Logprobs(
+    def move(self, to: LogprobColumns) -> None:
+        """Append all rows to those of another of the same width and mode; none are left here."""
+        to._token_logprobs += self._token_logprobs
+        to._ranks += self._ranks
+        self._token_logprobs.clear()
+        self._ranks.clear()
+        if self.width:
+            to._top_ids += self._top_ids
+            to._top_logprobs += self._top_logprobs
+            self._top_ids.clear()
+            self._top_logprobs.clear()
+
+    def packed(self) -> Logprobs:
+        """The rows as a message's part."""
+        return Logprobs(
             bytes(self._token_logprobs), bytes(self._ranks), bytes(self._top_ids), bytes(self._top_logprobs),
-            self._width, self._mode,
+            self.width, self.mode,
         )  # fmt: skip
-        self._clear()
-        return taken
+
+
+class StepColumns:
+    """What one step has for one front end, row by row."""
+
+    __slots__ = ("_counts", "_extras", "_logprobs", "_rids", "_tokens")
+
+    def __init__(self) -> None:
+        self._rids: list[str] = []
+        self._tokens = array("i")
+        self._counts: list[int] = []
+        self._logprobs: dict[tuple[int, str], tuple[LogprobColumns, list[int]]] = {}  # with the rows they are of
+        self._extras: list[Extra] = []
+
+    def add(self, rid: str, tokens: array[int], logprobs: LogprobColumns | None = None) -> None:
+        """A row: new tokens, and their logprobs, which are moved here."""
+        if logprobs is not None:
+            kind = (logprobs.width, logprobs.mode)
+            found = self._logprobs.get(kind)
+            if found is None:
+                found = self._logprobs[kind] = (LogprobColumns(*kind), [])
+            logprobs.move(found[0])
+            found[1].append(len(self._rids))
+        self._rids.append(rid)
+        self._tokens += tokens
+        self._counts.append(len(tokens))
+
+    def describe(
+        self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached: int = 0,
+        spans: list[tuple[str, int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        """What is seldom said, about the row just added."""
+        scores = None if prompt_logprobs is None else prompt_logprobs.packed()
+        self._extras.append(Extra(len(self._rids) - 1, finish, scores, cached, spans or []))
+
+    def step(self, stats: StepStats) -> Step:
+        """The message."""
+        count = len(self._rids)
+        single = self._counts.count(1) == count
+        return Step(
+            stats, self._rids, self._tokens.tobytes(), b"" if single else array("i", self._counts).tobytes(),
+            [
+                RowLogprobs(columns.packed(), b"" if len(rows) == count else array("i", rows).tobytes())
+                for columns, rows in self._logprobs.values()
+            ],
+            self._extras,
+        )  # fmt: skip

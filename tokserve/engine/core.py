@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -19,11 +20,12 @@ from typing import Any
 
 from tokserve.config import Config
 from tokserve.engine.cache import Cache
+from tokserve.engine.columns import StepColumns
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import RequestError
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Add, Call, Finish, FromEngine, Output, Ready, Reply, Step, StepStats, ToEngine
+from tokserve.messages import Abort, Add, Call, Finish, FromEngine, Ready, Reply, StepStats, ToEngine
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -147,15 +149,18 @@ class EngineCore:
 
     def _send(self, requests: Iterable[Request]) -> None:
         """The new output of these requests, one message per front end."""
-        outputs: dict[bytes, list[Output]] = {}
+        steps: dict[bytes, StepColumns] = {}
         for request in requests:
-            outputs.setdefault(request.owner, []).append(request.take_output())
-        for identity, those in outputs.items():
-            self._send_step(identity, those, self.scheduler.stats())
+            columns = steps.get(request.owner)
+            if columns is None:
+                columns = steps[request.owner] = StepColumns()
+            request.tell(columns)
+        for identity, columns in steps.items():
+            self._send_step(identity, columns, self.scheduler.stats())
 
-    def _send_step(self, identity: bytes, outputs: list[Output], stats: StepStats) -> None:
+    def _send_step(self, identity: bytes, columns: StepColumns, stats: StepStats) -> None:
         self._remember(identity, stats)
-        self._emit(identity, Step(outputs, stats))
+        self._emit(identity, columns.step(stats))
 
     def _remember(self, identity: bytes, stats: StepStats | None) -> None:
         """Who is there, and what it was told last."""
@@ -170,7 +175,7 @@ class EngineCore:
             stats = self.scheduler.stats()
             for identity in stale:
                 if self._front_ends[identity][1] != stats:
-                    self._send_step(identity, [], stats)
+                    self._send_step(identity, StepColumns(), stats)
 
     def _acknowledge(self) -> None:
         waiting = []
@@ -215,7 +220,10 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _refuse(self, identity: bytes, rid: str, finish: Finish) -> None:
-        self._send_step(identity, [Output(rid, finish=finish)], self.scheduler.stats())
+        columns = StepColumns()
+        columns.add(rid, array("i"))
+        columns.describe(finish)
+        self._send_step(identity, columns, self.scheduler.stats())
 
     def _abort(self, identity: bytes, call_id: int | None, rids: Iterable[str], reason: str) -> None:
         result: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """One generation from `Add` to `Finish`: its tokens, how far they are computed, and when it must stop.
 
-A request knows its own limits and turns what steps bring it into `Output`s.  It does not know the scheduler,
+A request knows its own limits and turns what steps bring it into rows of output.  It does not know the scheduler,
 the cache's contents or other requests; who sets its state is said at each field.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokserve.engine.cache import Table
-from tokserve.engine.columns import LogprobColumns
+from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.errors import RequestError
-from tokserve.messages import Add, Finish, Output
+from tokserve.messages import Add, Finish
 from tokserve.plan import LogprobRows, NewRow
 
 
@@ -79,6 +79,7 @@ class Request:
         self.finish: Finish | None = None
         self._first_token: float | None = None
         self._num_sent = 0  # output tokens
+        self._told = False  # anything has been sent
         self._spans: list[tuple[str, int, int]] = []
         mode = params.logprobs_mode or limits.logprobs_mode
         named = len(params.logprob_token_ids or ())
@@ -118,7 +119,7 @@ class Request:
 
     @property
     def has_output(self) -> bool:
-        """Whether `take_output` has something that should be sent now."""
+        """Whether `tell` has something that should be sent now."""
         return self.finish is not None or (not self.hold and self.num_output > self._num_sent)
 
     @property
@@ -144,13 +145,13 @@ class Request:
             self._prompt_logprobs.add(rows, known, count)
             self._next_prompt_row += count - known
 
-    def append(self, token: int, rows: LogprobRows | None, row: int, version: str, now: float) -> None:
+    def append(self, token: int, rows: PackedRows | None, row: int, version: str, now: float) -> None:
         """A drawn token, whose logprobs are row `row` of `rows`; sets `finish` if it is the last."""
         self.tokens.append(token)
         if self._first_token is None:
             self._first_token = now
         if self._logprobs is not None and rows is not None:
-            self._logprobs.add(rows, row, row + 1)
+            self._logprobs.append(rows, row)
         count = self.num_output
         if self._spans and self._spans[-1][0] == version:
             self._spans[-1] = (version, self._spans[-1][1], count)
@@ -186,20 +187,15 @@ class Request:
             reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now)
         )  # fmt: skip
 
-    def take_output(self) -> Output:
-        """What is new since the last call."""
-        first = self.prompt_len + self._num_sent
-        columns, self._prompt_logprobs = self._prompt_logprobs, None
+    def tell(self, step: StepColumns) -> None:
+        """Add what is new since the last call to a step's columns."""
+        step.add(self.rid, self.tokens[self.prompt_len + self._num_sent :], self._logprobs)
         self._num_sent = self.num_output
-        return Output(
-            self.rid,
-            self.tokens[first:].tobytes(),
-            None if self._logprobs is None else self._logprobs.take(),
-            None if columns is None else columns.take(),
-            self.cached or 0,
-            self.finish,
-            self._spans if self.finish is not None else [],
-        )
+        if self.finish is not None or not self._told:
+            scores, self._prompt_logprobs = self._prompt_logprobs, None
+            cached = 0 if self._told else self.cached or 0
+            step.describe(self.finish, scores, cached, self._spans if self.finish is not None else None)
+            self._told = True
 
 
 def _width(asked: int, limits: Limits) -> int:

@@ -15,10 +15,11 @@ import numpy as np
 
 from tokserve.config import SchedulerConfig
 from tokserve.engine.cache import Cache
+from tokserve.engine.columns import PackedRows
 from tokserve.engine.policies import POLICIES, Queue
 from tokserve.engine.request import Request, State
 from tokserve.messages import StepStats
-from tokserve.plan import LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import NewRow, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -245,6 +246,7 @@ class Scheduler:
             raise RuntimeError(f"step {result.step} was answered, but step {flight.step} is the oldest in flight")
         self.counters.steps += 1
         tokens, finite = result.token_ids.tolist(), result.finite.tolist()
+        logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
         told = []
         drawn = 0  # rows with `samples` so far
         for index, row in enumerate(flight.rows):
@@ -256,7 +258,7 @@ class Scheduler:
                 if row.samples:
                     request.pending -= 1
                     token = tokens[drawn] if finite[drawn] else None
-                    self._draw(request, token, result.logprobs, drawn, flight.weight_version, now)
+                    self._draw(request, token, logprobs, drawn, flight.weight_version, now)
                 self._cache.settle(request.table, request.tokens, row.start + row.count)
                 if request.finish is not None:
                     self.drop(request)
@@ -268,7 +270,7 @@ class Scheduler:
         return told
 
     def _draw(
-        self, request: Request, token: int | None, rows: LogprobRows | None, row: int, version: str, now: float
+        self, request: Request, token: int | None, rows: PackedRows | None, row: int, version: str, now: float
     ) -> None:
         if token is None:
             self.counters.nan_requests += 1

@@ -1,0 +1,44 @@
+"""Steps as a list of outputs, one per row: what tests say and look at, where the package has columns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokserve.messages import Extra, Finish, Logprobs, RowLogprobs, Step, StepStats, pack_ids
+
+
+@dataclass
+class Output:
+    """A row of a step."""
+
+    rid: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    cached: int = 0
+    finish: Finish | None = None
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+def pack(outputs: Sequence[Output], stats: StepStats) -> Step:
+    """The message with these rows; every row's logprobs are a part of their own."""
+    parts, extras = [], []
+    for row, o in enumerate(outputs):
+        if o.logprobs is not None:
+            parts.append(RowLogprobs(o.logprobs, pack_ids([row])))
+        if o.finish or o.prompt_logprobs is not None or o.cached or o.spans:
+            extras.append(Extra(row, o.finish, o.prompt_logprobs, o.cached, o.spans))
+    ids = array("i", (token for o in outputs for token in o.token_ids)).tobytes()
+    counts = pack_ids([len(o.token_ids) for o in outputs])
+    return Step(stats, [o.rid for o in outputs], ids, counts, parts, extras)
+
+
+def unpack(step: Step) -> list[Output]:
+    """The rows of a message."""
+    outputs = []
+    for rid, ids, logprobs, extra in step.rows():
+        e = extra or Extra(0)
+        outputs.append(Output(rid, ids, logprobs, e.prompt_logprobs, e.cached, e.finish, e.spans))
+    return outputs
