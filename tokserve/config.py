@@ -25,6 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 def about(text: str, **limits: Any) -> Meta:
@@ -101,6 +102,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], about("Order of waiting requests: arrival, or (priority, arrival).")
     ] = "fcfs"
+    max_queued_requests: Annotated[
+        NotNegative | None,
+        about("Most requests (each choice is one) that may wait for a slot; one that would exceed it is refused "
+              "with 429. Default: no limit."),
+    ] = None  # fmt: skip
+    max_queued_tokens: Annotated[
+        NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
+    ] = None
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs.")
     ] = 1
@@ -126,6 +135,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, about("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
     uds: Annotated[str | None, about("Path of a Unix socket to listen on instead of host and port.")] = None
+    api_server_count: Annotated[
+        int, about("Processes that serve HTTP, on the same address and with one engine.", ge=1, le=64)
+    ] = 1
     served_model_name: Annotated[
         list[str] | None, about("Names the model answers to (repeatable); the first is used in replies.")
     ] = None

@@ -65,6 +65,12 @@ class Overloaded(RequestError):
         self.retry_after = retry_after
 
 
+class QueueFull(Overloaded):
+    """429: the request would wait behind more than the queue's limits allow; nothing of it was kept."""
+
+    status = 429
+
+
 class RequestFailed(RequestError):
     """500: the engine ended this request with an error; others are not touched."""
 
@@ -81,6 +87,20 @@ class EngineDead(RequestError):
     def __init__(self, message: str = "the engine is not running", *, private: str = "") -> None:
         super().__init__(message, code="engine_dead")
         self.private = private
+
+
+REFUSALS = ("duplicate_id", "queue_full", "draining", "invalid", "internal")  # the engine's words
+
+
+def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
+    """The error of a request that the engine did not accept."""
+    if refusal == "duplicate_id":
+        return Conflict(message, field="request_id", code=refusal)
+    if refusal == "queue_full":
+        return QueueFull(message, retry_after=retry_after, code=refusal)
+    if refusal == "draining":
+        return Overloaded(message, retry_after=retry_after, code=refusal)
+    return RequestFailed(message) if refusal == "internal" else RequestError(message)
 
 
 class StartError(Exception):

@@ -1,6 +1,6 @@
 """What the front end and the engine process say to each other: msgpack over ZeroMQ.
 
-To the engine: `Add`, `Abort`, `Call`.  From it: `Step`, `Reply`, `Ready`, `Dead`.  Arrays travel as
+To the engine: `Submit`, `Abort`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Dead`.  Arrays travel as
 packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
 deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
 part in it.  Text never appears here, nor does anything about HTTP.
@@ -27,7 +27,7 @@ def unpack_ids(packed: bytes) -> list[int]:
     return memoryview(packed).cast("i").tolist()
 
 
-class Add(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A new request.  `hold`: send one Output at the end instead of one per step."""
 
     rid: str
@@ -42,15 +42,26 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     queue_timeout_ms: int | None = None
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """End these requests at the next step boundary; with a call id, a `Reply` says how many and which.
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """What a client sent as one: all of `adds` are accepted or none, and a `Verdict` says which before any output.
 
-    The reply's result is {rid: "aborted" | "finished" | "not_found"}.
+    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.
+    """
+
+    call_id: int
+    key: str
+    adds: list[Add]
+    group: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+    """End these requests of the sender at the next step boundary; those that have ended are passed over.
+
+    The verb `abort` is for other people's requests: it goes by key or group and is acknowledged.
     """
 
     rids: list[str]
     reason: str = "abort_user"
-    call_id: int | None = None
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -198,7 +209,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The answer to a `Call` or an acknowledged `Abort`; `error` is a message for the caller."""
+    """The answer to a `Call`; `error` is a message for the caller."""
 
     call_id: int
     result: Any = None
@@ -224,8 +235,20 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
     expected: bool = False
 
 
-ToEngine = Add | Abort | Call
-FromEngine = Step | Reply | Ready | Dead
+class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.
+
+    `retry_after`: seconds after which the same may be accepted.
+    """
+
+    call_id: int
+    refusal: str = ""
+    message: str = ""
+    retry_after: int = 1
+
+
+ToEngine = Submit | Abort | Call
+FromEngine = Verdict | Step | Reply | Ready | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -26,7 +26,9 @@ from tokserve.messages import (
     Reply,
     Step,
     StepStats,
+    Submit,
     ToEngine,
+    Verdict,
     decode_to_engine,
     encode,
 )
@@ -87,7 +89,8 @@ def echo(add: Add) -> list[Output]:
 class FakeEngine:
     """`with FakeEngine(address) as engine:`; `engine.received` grows, `engine.send` speaks to the last front end.
 
-    Answers hello, ping, shutdown, abort_all and aborts by itself; adds by `script`, if there is one.
+    Answers hello, ping, shutdown and aborts by itself; adds by `script`, if there is one.  Submissions are accepted
+    unless `verdict` says otherwise (None: no word yet); their adds are in `received` as well.
     """
 
     def __init__(self, address: str, ready: FromEngine | None = READY, script: Script | None = None) -> None:
@@ -96,6 +99,7 @@ class FakeEngine:
         self.live: dict[str, Add] = {}
         self.ended: set[str] = set()
         self.closed = threading.Event()
+        self.verdict: Callable[[Submit], Verdict | None] = lambda submit: Verdict(submit.call_id)
         self._ready = ready
         self._script = script
         self._news = threading.Condition()
@@ -152,6 +156,7 @@ class FakeEngine:
                 message = decode_to_engine(packed)
                 with self._news:
                     self.received.append(message)
+                    self.received.extend(message.adds if isinstance(message, Submit) else ())  # type: ignore[arg-type]
                     self._news.notify_all()
                 self._outbox.extend(self._answers(message))
             while self._outbox:
@@ -166,33 +171,42 @@ class FakeEngine:
         context.term()
 
     def _answers(self, message: ToEngine) -> list[FromEngine]:
-        if isinstance(message, Add):
-            self.live[message.rid] = message
-            return [pack([output], StepStats(steps=1)) for output in self._script(message)] if self._script else []
+        if isinstance(message, Submit):
+            verdict = self.verdict(message)
+            answers: list[FromEngine] = [] if verdict is None else [verdict]
+            if verdict is not None and verdict.refusal:
+                return answers
+            for add in message.adds:
+                self.live[add.rid] = add
+                answers += [pack([output], StepStats(steps=1)) for output in self._script(add)] if self._script else []
+            return answers
         if isinstance(message, Abort):
-            return self._abort(message.rids, message.reason, message.call_id)
+            return self._abort(message.rids, message.reason)
         return self._call(message)
 
-    def _abort(self, rids: list[str], reason: str, call_id: int | None) -> list[FromEngine]:
-        result = {r: "aborted" if r in self.live else "finished" if r in self.ended else "not_found" for r in rids}
-        outputs = [
-            tokens(rid, [], stop(reason, "abort"), spans=[("v1", 0, 99)])
-            for rid, outcome in result.items()
-            if outcome == "aborted"
-        ]
-        answers: list[FromEngine] = [pack(outputs, StepStats())] if outputs else []
-        return [*answers, Reply(call_id, result)] if call_id is not None else answers
+    def _abort(self, rids: Sequence[str], reason: str) -> list[FromEngine]:
+        outputs = [tokens(rid, [], stop(reason, "abort"), spans=[("v1", 0, 99)]) for rid in rids if rid in self.live]
+        return [pack(outputs, StepStats())] if outputs else []
+
+    def _abort_keys(self, call: Call, keys: Sequence[str], reason: str) -> list[FromEngine]:
+        live = {key: [rid for rid in self.live if rid.rpartition("#")[0] == key] for key in keys}
+        ended = {rid.rpartition("#")[0] for rid in self.ended}
+        result = {key: "aborted" if live[key] else "finished" if key in ended else "not_found" for key in keys}
+        return [*self._abort([rid for rids in live.values() for rid in rids], reason), Reply(call.call_id, result)]
 
     def _call(self, call: Call) -> list[FromEngine]:
         if call.method == "hello":
             return [self._ready] if self._ready else []
+        if call.method == "stats":
+            return [Step(StepStats(steps=77)), Reply(call.call_id, {})]
         if call.method == "ping":
             return [Reply(call.call_id, {})]
-        if call.method == "abort_all":
-            return self._abort(list(self.live), call.args["reason"], call.call_id)
+        keys = list(dict.fromkeys(rid.rpartition("#")[0] for rid in self.live))
+        if call.method in ("abort", "abort_all"):
+            return self._abort_keys(call, call.args.get("keys", keys), call.args["reason"])
         if call.method == "shutdown":
             self.closed.set()
-            return self._abort(list(self.live), "shutdown", call.call_id)
+            return self._abort_keys(call, keys, "shutdown")
         if call.method == "silence":
             return []
         return [Reply(call.call_id, error=f"no verb {call.method!r}")]

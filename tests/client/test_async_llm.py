@@ -15,9 +15,19 @@ import pytest
 from tests.client.fake_engine import FakeEngine, Script, config, echo, logprobs_for, stop, tokens
 from tests.text.checkpoints import write_chatml
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
+from tokserve.client.inputs import Order
 from tokserve.client.outputs import Completion, merge
-from tokserve.errors import Conflict, EngineDead, RequestError, RequestFailed, StartError
-from tokserve.messages import Abort, Add, Call, Dead, Finish, StepStats, pack_ids, unpack_ids
+from tokserve.errors import (
+    REFUSALS,
+    Conflict,
+    EngineDead,
+    Overloaded,
+    QueueFull,
+    RequestError,
+    RequestFailed,
+    StartError,
+)
+from tokserve.messages import Abort, Add, Call, Dead, Finish, StepStats, Submit, Verdict, pack_ids, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
@@ -349,6 +359,104 @@ def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind"),
+    [
+        ("duplicate_id", 409, Conflict),
+        ("queue_full", 429, QueueFull),
+        ("draining", 503, Overloaded),
+        ("invalid", 400, RequestError),
+        ("internal", 500, RequestFailed),
+    ],
+)
+def test_what_the_engine_refuses_is_told_before_any_output(
+    play: Callable[..., None], refusal: str, status: int, kind: type[RequestError]
+) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        engine.verdict = lambda submit: Verdict(submit.call_id, refusal, "no, because", 7)
+        stream = llm.generate([1], SamplingParams(n=2), request_id="r")
+        for refused in (stream.accepted(), stream.accepted(), anext(stream)):
+            with pytest.raises(kind, match="no, because") as caught:
+                await refused
+            assert caught.value.status == status
+            assert not isinstance(caught.value, Overloaded) or caught.value.retry_after == 7
+        assert llm.num_inflight == 0 and not llm._owners and not llm._submissions
+        engine.verdict = lambda submit: Verdict(submit.call_id)
+        again = llm.generate([1], PLAIN, request_id="r")
+        await again.accepted()
+        stream.close()
+        del stream
+        gc.collect()
+        assert llm.num_inflight == 1
+        await settled(llm)
+        assert not [m for m in engine.received if isinstance(m, Abort)], "of what was refused, nothing is to abort"
+
+    assert {refusal} <= set(REFUSALS)
+    play(scene)
+
+
+def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        engine.verdict = lambda submit: None
+        stream = llm.generate([1], PLAIN, request_id="r")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.accepted(), 0.01)
+        stream.close()
+        [abort] = await waited(engine, Abort)
+        assert abort.rids == ["r#0"] and llm.num_inflight == 0
+        engine.verdict = lambda submit: Verdict(submit.call_id)
+        again = llm.generate([1], PLAIN, request_id="r")
+        await again.accepted()
+        [first, _] = engine.wait(Submit, 2)
+        engine.send(Verdict(first.call_id, "queue_full", "no"))
+        engine.step(tokens("r#0", [5], stop()))
+        assert (await collect(again))[0].token_ids == [5], "the late word is of the other one"
+
+    play(scene)
+
+
+def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        params = SamplingParams(n=2, max_tokens=1)
+        orders = [Order(prompt, params, "cmpl-r", first_choice=2 * i) for i, prompt in enumerate(([5], [6, 7], [8]))]
+        streams = llm.submit([llm.prepare(order) for order in orders], "g")
+        for same in ("r", "chatcmpl-r"):
+            with pytest.raises(Conflict):
+                llm.generate([1], PLAIN, request_id=same)
+        [submit] = await waited(engine, Submit)
+        assert (submit.key, submit.group) == ("r", "g")
+        assert [add.rid for add in submit.adds] == [f"r#{i}" for i in range(6)]
+        results = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert [[c.token_ids for c in result] for result in results] == [[[5]] * 2, [[6]] * 2, [[8]] * 2]
+        assert [[c.index for c in result] for result in results] == [[0, 1]] * 3
+
+    play(scene, echo)
+
+
+def test_abort_of_what_was_sent_from_here(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        streams = [llm.generate([1], SamplingParams(n=2), request_id=name) for name in ("a", "b#c")]
+        assert await llm.abort_own("shutdown") == {"a": "aborted", "b#c": "aborted"}
+        assert {c.stop_detail for stream in streams for c in await collect(stream)} == {"shutdown"}
+        assert await llm.abort_own() == {}
+
+    play(scene)
+
+
+def test_statistics_on_demand(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        await llm.refresh(5)
+        assert llm.stats == StepStats(steps=77)
+        await llm.refresh(0)  # no answer in time: the last ones stand
+        engine.send(Dead("why"))
+        with pytest.raises(EngineDead):
+            await llm.call("silence")
+        await llm.refresh(5)
+        assert llm.stats == StepStats(steps=77)
+
+    play(scene)
+
+
 def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         one = llm.generate([1], PLAIN, request_id="generate-tokens-one", stream=False)
@@ -362,8 +470,8 @@ def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
             "one": "aborted", "chatcmpl-two": "aborted", "two": "aborted",
             "done": "finished", "cmpl-nobody": "not_found",
         }  # fmt: skip
-        [abort] = engine.wait(Abort)
-        assert sorted(abort.rids) == ["done#0", "nobody#0", "one#0", "two#0", "two#1"]
+        asked = [call for call in engine.wait(Call) if call.method == "abort"]
+        assert [call.args["keys"] for call in asked] == [["one", "two", "done", "nobody", "two"]]
         [first] = await collect(one)
         assert (first.finish_reason, first.stop_detail) == ("abort", "abort_user")
         assert [c.token_ids for c in await collect(two)] == [[5], [6]]
@@ -400,10 +508,13 @@ def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
         waiting = [llm.generate([1], PLAIN, request_id=f"{i}") for i in range(3)]
         tasks = [asyncio.create_task(collect(stream)) for stream in waiting[:2]]
         call = asyncio.create_task(llm.call("silence"))
+        engine.verdict = lambda submit: None
+        unanswered = llm.generate([1], PLAIN)
+        accepting = asyncio.create_task(unanswered.accepted())
         engine.step(tokens("2#0", [5]))
         await settled(llm)
         engine.send(Dead("step 7: secrets of the machine"))
-        for task in (*tasks, call):
+        for task in (*tasks, call, accepting):
             with pytest.raises(EngineDead) as caught:
                 await task
             assert "secrets" not in caught.value.message and caught.value.code == "engine_dead"

@@ -123,6 +123,30 @@ def test_a_killed_engine_is_noticed(mode: Any) -> None:
     asyncio.run(scene())
 
 
+def test_a_client_that_has_joined_notices_the_end_of_the_engine(mode: Any) -> None:
+    mode("hang")
+
+    async def scene() -> None:
+        llm, other = (AsyncLLM.from_config(config(tokens_only=True)) for _ in range(2))
+        with pytest.raises(EngineDead, match="not started"):
+            _ = llm.engine
+        await llm.start()
+        address, pid = llm.engine
+        await other.connect(address, pid=pid, name="api-0")
+        waiting = asyncio.create_task(collect(other.generate([1], PLAIN)))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(waiting, 10)
+        assert other.dead is not None and other.dead.private == "the engine process ended"
+        await other.shutdown()
+        await llm.shutdown()
+        with pytest.raises(StartError, match="has ended"):
+            await AsyncLLM.from_config(config(tokens_only=True)).connect(address, pid=pid)
+
+    asyncio.run(scene())
+
+
 def test_requests_in_flight_end_with_what_they_have(mode: Any) -> None:
     mode("hang")
 

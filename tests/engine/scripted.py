@@ -32,6 +32,8 @@ from tokserve.messages import (
     Reply,
     Step,
     StepStats,
+    Submit,
+    Verdict,
     decode_from_engine,
     encode,
     pack_ids,
@@ -384,27 +386,45 @@ class Engine:
         self.requests: dict[str, Add] = {}
         self.messages: list[tuple[bytes, FromEngine]] = []
         self.owners: dict[str, bytes] = {}
+        self.verdicts: list[Verdict] = []
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         message = decode_from_engine(encode(message))
         self.messages.append((identity, message))
+        if isinstance(message, Verdict):
+            self.verdicts.append(message)
         if isinstance(message, Step):
             for output in unpack(message):
                 assert self.owners[output.rid] == identity, "sent to somebody else"
                 self.received.setdefault(output.rid, Received()).take(output)
 
-    def add(self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0, **fields: Any) -> Add:
+    def make(self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0, **fields: Any) -> Add:
+        """A request that is yet to be submitted."""
         names = {f.name for f in msgspec.structs.fields(SamplingParams)}
         params = SamplingParams(**{name: value for name, value in fields.items() if name in names})
         rest = {name: value for name, value in fields.items() if name not in names}
         add = Add(rid, pack_ids(prompt), params, seed, **rest)
         self.requests[rid] = add
         self.owners[rid] = owner
-        self.core.receive(owner, add)
         return add
 
-    def abort(self, *rids: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
-        self.core.receive(owner, Abort(list(rids), reason, call_id))
+    def submit(self, key: str, *adds: Add, group: str = "", owner: bytes = b"A") -> Verdict:
+        """Submit requests under one key; the engine's word on them."""
+        self.core.receive(owner, Submit(7, key, list(adds), group))
+        return self.verdicts[-1]
+
+    def add(self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", group: str = "", **fields: Any) -> Add:
+        """Submit one request, whose id is its key as well; it must be accepted."""
+        add = self.make(rid, prompt, owner=owner, **fields)
+        assert self.submit(rid, add, group=group, owner=owner) == Verdict(7)
+        return add
+
+    def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
+        """By key and acknowledged; without a call id, as their owner does it."""
+        if call_id is None:
+            self.core.receive(owner, Abort(list(keys), reason))
+        else:
+            self.call("abort", keys=list(keys), reason=reason, call_id=call_id, owner=owner)
 
     def call(self, method: str, *, call_id: int = 1, owner: bytes = b"A", **args: Any) -> None:
         self.core.receive(owner, Call(call_id, method, args))

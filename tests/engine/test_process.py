@@ -24,7 +24,7 @@ from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
 from tokserve.errors import StartError
-from tokserve.messages import Abort, Add, Call, Dead, FromEngine, Ready, Reply, Step, pack_ids
+from tokserve.messages import Add, Call, Dead, FromEngine, Ready, Reply, Step, Submit, Verdict, pack_ids
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 
@@ -62,8 +62,8 @@ class Running:
         return self.code
 
 
-def add(rid: str, *, seed: int = 0, hold: bool = False, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Add:
-    return Add(rid, pack_ids(prompt), SamplingParams(**params), seed, hold)
+def add(rid: str, *, seed: int = 0, hold: bool = False, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Submit:
+    return Submit(99, rid, [Add(rid, pack_ids(prompt), SamplingParams(**params), seed, hold)])
 
 
 def gather(front: Front, *rids: str) -> dict[str, Received]:
@@ -71,6 +71,8 @@ def gather(front: Front, *rids: str) -> dict[str, Received]:
     got = {rid: Received() for rid in rids}
     while any(each.finish is None for each in got.values()):
         message = front.receive()
+        if message == Verdict(99):
+            continue
         assert isinstance(message, Step), message
         for output in unpack(message):
             got[output.rid].take(output)
@@ -99,7 +101,7 @@ def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
             assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
         permits = running.executor.permits = threading.Semaphore(0)  # "c" cannot end before its abort arrives
         front.send(add("c", ignore_eos=True))
-        front.send(Abort(["c", "a", "x"], "abort_user", 7))
+        front.send(Call(7, "abort", {"keys": ["c", "a", "x"]}))
         reply = answer(front, Reply, waiting=permits.release)
         running.executor.permits = None
         assert reply == Reply(7, {"c": "aborted", "a": "finished", "x": "not_found"})

@@ -10,8 +10,10 @@ from tokserve.params import SamplingParams
 @pytest.mark.parametrize(
     "message",
     [
-        m.Add("r", m.pack_ids([1, 2, 3]), SamplingParams(logit_bias={5: -1.5}, stop_token_sequences=[[1, 2]]), seed=-3),
-        m.Abort(["a", "b"], "abort_user", 4),
+        m.Submit(
+            4, "r", [m.Add("r#0", b"1234", SamplingParams(logit_bias={5: -1.5}, bad_token_sequences=[[1]]), -3)], "g"
+        ),
+        m.Abort(["a", "b"], "abort_user"),
         m.Call(7, "reset", {"level": 1}),
     ],
 )
@@ -27,6 +29,7 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
             m.Extra(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, spans=[("0", 0, 5)])
         ]),
         m.Reply(4, {"a": "aborted"}),
+        m.Verdict(4, "queue_full", "the queue is full", 3),
         m.Ready(64, 100, 8, 16, [2], "0", {"ops": {"linear": "torch"}}),
         m.Dead("why", expected=True),
     ],

@@ -19,18 +19,20 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tokserve.client.inputs import Inputs, Order, bare_id
+from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
 from tokserve.client.outputs import Completion, Logprobs, StepStats
 from tokserve.config import Config
-from tokserve.errors import Conflict, EngineDead
+from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Ready, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
+from tokserve.server.serving import Place
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
 EOS = 0
 NOWHERE = 7  # a token whose logprob is -inf
+OPTIONS = ("stream", "text", "priority", "cache_salt", "deadline_ms", "queue_timeout_ms")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}:{% endif %}"
@@ -85,7 +87,7 @@ def columns(tokens: Sequence[int], top: int, named: Sequence[int]) -> Logprobs:
 
 @dataclass
 class Call:
-    """What `generate` was asked."""
+    """What was sent for one prompt."""
 
     prompt: list[int]
     params: SamplingParams
@@ -103,8 +105,18 @@ class FakeStream:
         self.closed = False
         self.abort_reason: str | None = None
         self.wake = asyncio.Event()
+        self.group = ""
         self._line: deque[Completion] = deque()
         self._choices = [_Choice(self, index) for index in range(self.params.n)]
+
+    async def accepted(self) -> None:
+        while self.llm.undecided and not self.llm.dead:
+            await asyncio.sleep(0)
+        if self.llm.dead:
+            raise self.llm.dead
+        if self.llm.refuse is not None:
+            self._forget(self.llm.refused)
+            raise self.llm.refuse
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -231,12 +243,15 @@ class FakeLLM:
     cached: int = 0
     dead: EngineDead | None = None
     hold: bool = False
+    undecided: bool = False  # no word on new requests yet
+    refuse: RequestError | None = None  # the word on new requests
     stats: StepStats = field(default_factory=StepStats)
     calls: list[Call] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)
     streams: dict[str, FakeStream] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)  # streams closed before their end
     ended: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ready = Ready(
@@ -244,43 +259,61 @@ class FakeLLM:
         )
         self.tokenizer = None if self.config.server.tokens_only else TOKENIZER
         self.inputs = Inputs(self.config, self.ready, lambda: self.tokenizer)
+        self.refreshed = 0
+        self._orders: dict[str, Order] = {}
 
     @property
     def num_inflight(self) -> int:
         return len(self.streams)
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int] | bytes,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        **options: Any,
-    ) -> FakeStream:
+    def prepare(self, order: Order) -> Prepared:
         if self.dead:
             raise self.dead
-        prepared = self.inputs.prepare(Order(prompt_ids, params, request_id, **options))
-        if prepared.key in self.streams:
-            raise Conflict(f"request_id {request_id!r} is in use", field="request_id")
-        self.calls.append(Call(unpack_ids(prepared.prompt), params, prepared.request_id, options))
-        self.streams[prepared.key] = stream = FakeStream(self, self.calls[-1], prepared.key, prepared.seed)
-        return stream
+        prepared = self.inputs.prepare(order)
+        self._orders[prepared.adds[0].rid] = order
+        return prepared
 
-    async def abort(self, request_ids: list[str], reason: str = "abort_user") -> dict[str, str]:
+    def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[FakeStream]:
+        """`streams` are by key, and the number of their first choice if there are several."""
+        key = prepared[0].key
+        if self._of(key):
+            raise Conflict(f"request_id {key!r} is in use", field="request_id", code="duplicate_id")
+        made = []
+        for each in prepared:
+            order = self._orders.pop(each.adds[0].rid)
+            options = {name: getattr(order, name) for name in OPTIONS}
+            self.calls.append(Call(unpack_ids(each.prompt), order.params, each.request_id, options))
+            name = key if len(prepared) == 1 else f"{key}-{len(made)}"
+            made.append(FakeStream(self, self.calls[-1], name, each.seed))
+            made[-1].group = group_id
+            self.streams[name] = made[-1]
+        return made
+
+    def _of(self, key: str) -> list[FakeStream]:
+        return [stream for stream in self.streams.values() if bare_id(stream.request_id) == key]
+
+    async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
         if self.dead:
             raise self.dead
         found = {}
         for given in request_ids:
-            stream = self.streams.get(bare_id(given))
-            found[given] = "aborted" if stream else "finished" if bare_id(given) in self.ended else "not_found"
-            if stream:
+            streams = self._of(bare_id(given))
+            found[given] = "aborted" if streams else "finished" if bare_id(given) in self.ended else "not_found"
+            for stream in streams:
                 stream.abort_reason = reason
                 stream.wake.set()
         await asyncio.sleep(0)
         return found
 
+    async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
+        streams = [stream for stream in self.streams.values() if stream.group == group_id]
+        return await self.abort([bare_id(stream.request_id) for stream in streams], reason)
+
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
-        return await self.abort(list(self.streams), reason)
+        return await self.abort([bare_id(stream.request_id) for stream in self.streams.values()], reason)
+
+    async def refresh(self, seconds: float) -> None:
+        self.refreshed += 1
 
     async def call(self, method: str, **args: Any) -> Any:
         if self.dead:
@@ -342,12 +375,12 @@ def parse_events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def site(script: Script = endless, *, keep_alive: float = 15.0, **options: Any) -> Site:
+def site(script: Script = endless, *, keep_alive: float = 15.0, place: Place | None = None, **options: Any) -> Site:
     """A fake server; `options` are config fields."""
     values = {"served_model_name": ["tiny", "alias"], "generation_config": "none", "max_model_len": 512} | options
     config = Config.make(**values)
     llm = FakeLLM(config, script)
-    return Site(llm, build_app(llm, config, keep_alive=keep_alive))  # type: ignore[arg-type]
+    return Site(llm, build_app(llm, config, keep_alive=keep_alive, place=place))  # type: ignore[arg-type]
 
 
 class Caller:

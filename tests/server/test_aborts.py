@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.server.fake_llm import Caller, Site, site
+from tokserve.client.inputs import Order
 from tokserve.params import SamplingParams
 
 GENERATE = "/inference/v1/generate"
@@ -27,7 +28,7 @@ def play(scene: Scene) -> Site:
         s.llm.hold = True
         async with s.client() as client:
             await scene(s, client)
-        assert not s.llm.streams and not s.app.state.serving.flights
+        assert not s.llm.streams and not s.app.state.serving.metrics.inflight
         return s
 
     return asyncio.run(run())
@@ -151,13 +152,13 @@ def test_a_group() -> None:
         assert b'"finish_reason":"length"' in other.writes[0]
 
     s = play(scene)
-    assert not s.app.state.serving.flights._groups
+    assert not s.app.state.serving.metrics.inflight
 
 
 def test_all() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         callers = [await begin(s, rid) for rid in ("a", "b")]
-        other = s.llm.generate([5], SamplingParams(), request_id="of another front end", stream=True, text=False)
+        [other] = s.llm.submit([s.llm.prepare(Order([5], SamplingParams(), "of another front end"))])
         answer = await client.post("/abort_requests", json={"all": True})
         expected = dict.fromkeys(["a", "b", "of another front end"], "aborted")
         assert answer.json() == {"aborted": 3, "results": expected}

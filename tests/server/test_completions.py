@@ -169,8 +169,8 @@ def test_refused_prompts(prompt: Any, param: str, stream: bool) -> None:
 def test_a_refused_prompt_takes_the_others_along() -> None:
     s = site()
     answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
-    assert answer.status_code == 400 and not s.llm.streams and not s.app.state.serving.flights
-    assert len(s.llm.left) == 2 and all(key.endswith(("-0", "-1")) for key in s.llm.left)
+    assert answer.status_code == 400 and not s.llm.streams and not s.app.state.serving.metrics.inflight
+    assert not s.llm.calls
     assert 'request_aborts_total{cause="abort_disconnect",model_name="tiny"} 0.0' in s.get("/metrics").text
 
 

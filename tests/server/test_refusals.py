@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.server.fake_llm import VOCAB, Caller, Site, site
+from tokserve.errors import Conflict, QueueFull
 from tokserve.params import SamplingParams
 from tokserve.server.tokens import GenerateBody
 
@@ -296,11 +297,11 @@ def test_an_unexpected_error_is_500_without_its_text(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("/secret/path")
 
-    monkeypatch.setattr(server.llm, "generate", broken)
+    monkeypatch.setattr(server.llm, "prepare", broken)
     answer = server.post(GENERATE, PROMPT)
     assert refused(answer, 500, None)["message"] == "internal error"
     assert "/secret/path" in caplog.text
-    assert not server.app.state.serving.flights
+    assert not server.app.state.serving.metrics.inflight
 
 
 NAMES = ["token_ids", "sampling_params", "prompt", "messages", "max_tokens", "temperature", "stop", "logprobs", "n",
@@ -350,7 +351,7 @@ def test_garbage_is_always_the_clients_fault() -> None:
 
     asyncio.run(scene())
     assert named > 150
-    assert not s.app.state.serving.flights and not s.llm.streams
+    assert not s.app.state.serving.metrics.inflight and not s.llm.streams
 
 
 def is_json(raw: bytes) -> bool:
@@ -369,3 +370,39 @@ def may_succeed(route: str, raw: bytes, packed: bool) -> bool:
               "/tokenize": ("prompt",), "/detokenize": ("tokens",),
               "/v1/chat/completions/tokens": ("tokens",)}  # fmt: skip
     return any(name in body for name in needed.get(route, ()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(GENERATE, PROMPT), (CHAT, MESSAGES), (COMPLETIONS, {"prompt": ["a", "b"], "n": 2})],
+)
+def test_what_the_engine_does_not_accept_is_refused_before_a_200(path: str, body: dict[str, Any], stream: bool) -> None:
+    s = site()
+    s.llm.refuse = QueueFull("the queue is full", retry_after=7, code="queue_full")
+    answer = s.post(path, body | {"stream": stream}, headers={"X-Request-Id": "mine"})
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json() == {
+        "error": {"message": "the queue is full", "type": "overloaded_error", "param": None, "code": "queue_full"}
+    }
+    assert not s.llm.streams and not s.app.state.serving.metrics.inflight
+    shown = s.get("/metrics").text
+    assert 'tokserve:request_refusals_total{model_name="tiny",reason="queue_full"} 1.0' in shown
+    assert 'tokserve:request_refusals_total{model_name="tiny",reason="duplicate_id"} 0.0' in shown
+    assert 'tokserve:request_params_n_sum{model_name="tiny"} 0.0' in shown
+    assert 'tokserve:request_success_total{finished_reason="abort",model_name="tiny"} 0.0' in shown
+    s.llm.refuse = None
+    assert s.post(path, body).status_code == 200
+
+
+def test_an_id_in_use_elsewhere_is_a_409_and_counted() -> None:
+    s = site()
+    s.llm.refuse = Conflict("request_id 'mine' is in use", field="request_id", code="duplicate_id")
+    assert refused(s.post(GENERATE, PROMPT | {"request_id": "mine"}), 409, "request_id")
+    s.llm.refuse = None
+    s.app.state.draining = True
+    assert refused(s.post(GENERATE, PROMPT), 503, None)
+    shown = s.get("/metrics").text
+    for reason in ("duplicate_id", "draining"):
+        assert f'tokserve:request_refusals_total{{model_name="tiny",reason="{reason}"}} 1.0' in shown

@@ -152,7 +152,7 @@ def test_the_engines_death_in_a_stream() -> None:
         await caller.wait_for(lambda _: s.llm.num_inflight == 1)
         s.llm.die()
         await caller.task
-        assert not s.app.state.serving.flights
+        assert not s.app.state.serving.metrics.inflight
         return caller
 
     caller = asyncio.run(scene())
@@ -197,7 +197,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"mine"} and s.llm.num_inflight == 0 and not s.app.state.serving.flights
+    assert s.llm.left == {"mine"} and s.llm.num_inflight == 0 and not s.app.state.serving.metrics.inflight
     assert 'tokserve:request_aborts_total{cause="abort_disconnect",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
@@ -238,6 +238,24 @@ def test_a_client_that_leaves_before_its_body_has_come() -> None:
         return s
 
     assert not asyncio.run(scene()).llm.calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_engine_has_accepted(stream: bool) -> None:
+    async def scene() -> Site:
+        s = site()
+        s.llm.undecided = True
+        caller = Caller(s, GENERATE, BODY | {"stream": stream, "request_id": "mine"})
+        await caller.wait_for(lambda _: s.llm.num_inflight == 1)
+        caller.hang_up()
+        async with asyncio.timeout(5):
+            await caller.task
+        assert caller.status == 499 and caller.writes == [b""]
+        return s
+
+    s = asyncio.run(scene())
+    assert s.llm.left == {"mine"} and not s.app.state.serving.metrics.inflight
+    assert 'tokserve:request_aborts_total{cause="abort_disconnect",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
 def test_the_servers_own_cancellation_is_not_swallowed() -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from tokserve import checkpoint
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
-from tokserve.client.launch import EngineProcess, describe_exit
+from tokserve.client.launch import EngineProcess, describe_exit, watch
 from tokserve.client.link import Link
 from tokserve.client.outputs import Choice, Completion, Delivery, Ready, StepStats, merge
 from tokserve.config import Config, resolve
-from tokserve.errors import Conflict, EngineDead, RequestFailed, StartError
-from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, unpack_ids
+from tokserve.errors import Conflict, EngineDead, RequestError, RequestFailed, StartError, refused
+from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, Submit, Verdict, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
@@ -31,7 +31,19 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
 SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
-OUTCOMES = ("aborted", "finished", "not_found")  # of several choices, the first counts
+
+
+class _Submission:
+    """The streams of one `submit`, which are accepted or refused together, and the engine's word on it."""
+
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        self.deliveries = deliveries
+        self.verdict: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
+
+    def settle(self, error: RequestError | None) -> None:
+        """The word is here."""
+        if not self.verdict.done():
+            self.verdict.set_result(error)
 
 
 class Stream:
@@ -41,10 +53,11 @@ class Stream:
     delta loses nothing.
     """
 
-    def __init__(self, llm: AsyncLLM, prepared: Prepared, delivery: Delivery) -> None:
+    def __init__(self, llm: AsyncLLM, prepared: Prepared, delivery: Delivery, submission: _Submission) -> None:
         self._llm = llm
         self._prepared = prepared
         self._delivery = delivery
+        self._submission = submission
         self._prompt_ids: list[int] | None = None
         self.request_id = prepared.request_id
         self.seed = prepared.seed
@@ -60,6 +73,15 @@ class Stream:
     def num_choices(self) -> int:
         """How many choices there are."""
         return len(self._delivery.choices)
+
+    async def accepted(self) -> None:
+        """Wait for the engine's word on the request.  Raises Conflict, QueueFull and the other errors of a refusal.
+
+        Those who go straight to the deltas meet a refusal there.
+        """
+        error = await asyncio.shield(self._submission.verdict)
+        if error is not None:
+            raise error
 
     def __aiter__(self) -> AsyncIterator[Completion]:
         return self
@@ -125,8 +147,9 @@ class AsyncLLM:
         self._starting: asyncio.Future[Ready] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._inputs: Inputs | None = None
-        self._deliveries: dict[str, Delivery] = {}  # by the request's bare id
+        self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
         self._owners: dict[str, Choice] = {}  # by engine request
+        self._submissions: dict[int, _Submission] = {}  # that wait for their verdict, by call
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
 
@@ -143,11 +166,27 @@ class AsyncLLM:
         self._engine.exited.add_done_callback(self._on_exit)
         await self.connect(self._engine.address)
 
-    async def connect(self, address: str) -> None:
-        """Join a running or starting engine; `start` does this for the engine it has started."""
+    @property
+    def engine(self) -> tuple[str, int]:
+        """Address and process id of the engine that `start` has started, for others to `connect` to."""
+        if self._engine is None:
+            raise EngineDead("the engine has not started")
+        return self._engine.address, self._engine.pid
+
+    async def connect(self, address: str, *, pid: int | None = None, name: str | None = None) -> None:
+        """Join a running or starting engine; `start` does this for the engine it has started.
+
+        `pid`: the engine's process, whose end is then noticed.  `name`: what the engine is to know this client by
+        (whoever starts clients can then tell it, with the verb `leave`, that one has gone).
+        """
         self._loop = asyncio.get_running_loop()
         self._starting = self._loop.create_future()
-        self._link = Link(address, self._on_message)
+        if pid is not None:
+            try:
+                watch(pid, lambda: self._on_end("the engine process ended"))
+            except ProcessLookupError:
+                raise StartError("the engine process has ended") from None
+        self._link = Link(address, self._on_message, name)
         self._link.send(Call(0, "hello"))
         loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
         started = False
@@ -212,7 +251,7 @@ class AsyncLLM:
             await self._engine.stop(SHUTDOWN_PATIENCE if asked else 0.0)
         elif self._deliveries:  # somebody else's engine: leave nothing running there
             with suppress(TimeoutError, EngineDead):
-                await asyncio.wait_for(self.abort(list(self._deliveries), "shutdown"), SHUTDOWN_PATIENCE)
+                await asyncio.wait_for(self.abort_own("shutdown"), SHUTDOWN_PATIENCE)
         self._abandon("the engine has been shut down")
 
     async def _ask_to_end(self) -> None:
@@ -226,11 +265,14 @@ class AsyncLLM:
             self._link = None
         for delivery in self._deliveries.values():
             delivery.fail(EngineDead(message, private=private))
+        for submission in self._submissions.values():
+            submission.settle(EngineDead(message, private=private))
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(EngineDead(message, private=private))
         self._deliveries.clear()
         self._owners.clear()
+        self._submissions.clear()
         self._calls.clear()
 
     # --- requests ---
@@ -238,26 +280,42 @@ class AsyncLLM:
     def generate(
         self, prompt_ids: Sequence[int] | bytes, params: SamplingParams, *, request_id: str | None = None,
         stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
-        deadline_ms: int | None = None, queue_timeout_ms: int | None = None,
+        deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
     ) -> Stream:  # fmt: skip
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
 
         `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
-        `text`: deltas carry text.  `cache_salt` "": none.
+        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  See `Stream.accepted` for the engine's part.
         """
-        inputs, link = self._inputs, self._link
-        if inputs is None or link is None:
-            raise self._gone()
         order = Order(prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms)
-        prepared = inputs.prepare(order)
-        if prepared.key in self._deliveries:
-            raise Conflict(f"request_id {prepared.request_id!r} is in use by a request in flight", field="request_id")
-        delivery = Delivery(prepared.key, prepared.choices)
-        self._deliveries[prepared.key] = delivery
-        for choice, add in zip(prepared.choices, prepared.adds, strict=True):
-            self._owners[choice.rid] = choice
-            link.send(add)
-        return Stream(self, prepared, delivery)
+        return self.submit([self.prepare(order)], group_id)[0]
+
+    def prepare(self, order: Order) -> Prepared:
+        """Check a request without sending it.  Raises RequestError, EngineDead."""
+        if self._inputs is None or self._link is None:
+            raise self._gone()
+        return self._inputs.prepare(order)
+
+    def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[Stream]:
+        """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.
+
+        They have one request_id, and their choices are numbered through (`Order.first_choice`).  Raises Conflict for
+        an id in use here, EngineDead.
+        """
+        if self._link is None:
+            raise self._gone()
+        choices = [choice for each in prepared for choice in each.choices]
+        if any(choice.rid in self._owners for choice in choices):
+            message = f"request_id {prepared[0].request_id!r} is in use by a request in flight"
+            raise Conflict(message, field="request_id", code="duplicate_id")
+        deliveries = [Delivery(each.choices[0].rid, each.choices) for each in prepared]
+        self._deliveries.update((delivery.request_id, delivery) for delivery in deliveries)
+        self._owners.update((choice.rid, choice) for choice in choices)
+        self._last_call += 1
+        self._submissions[self._last_call] = submission = _Submission(deliveries)
+        adds = [add for each in prepared for add in each.adds]
+        self._link.send(Submit(self._last_call, prepared[0].key, adds, group_id))
+        return [Stream(self, *both, submission) for both in zip(prepared, deliveries, strict=True)]
 
     def _gone(self) -> EngineDead:
         if self.dead is not None:
@@ -268,10 +326,7 @@ class AsyncLLM:
         """Forget a request; the engine is told to abort what has not ended."""
         if self._deliveries.get(delivery.request_id) is not delivery:
             return
-        del self._deliveries[delivery.request_id]
-        rids = delivery.open_rids()
-        for rid in rids:
-            del self._owners[rid]
+        rids = self._discard(delivery)
         delivery.abandon()
         if rids and self._link is not None:
             self._link.send(Abort(rids, "abort_disconnect"))
@@ -283,44 +338,48 @@ class AsyncLLM:
                 self._loop.call_soon_threadsafe(self.release, delivery)
 
     async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
-        """End requests with what they have; returns when the engine has freed them.
+        """End requests, whoever sent them, with what they have; returns when the engine has freed them.
 
         Ids may have a reply's prefix.  The result says "aborted", "finished" or "not_found" for every id as given.
         """
-        rids = {given: self._rids(bare_id(given)) for given in request_ids}
-        if not rids:
-            return {}
-        self._last_call += 1
-        every = list(dict.fromkeys(rid for each in rids.values() for rid in each))
-        results = await self._answer(self._last_call, Abort(every, reason, self._last_call))
-        outcomes = {given: {results.get(rid, "not_found") for rid in each} for given, each in rids.items()}
-        return {given: next(o for o in OUTCOMES if o in found) for given, found in outcomes.items()}
+        keys = {given: bare_id(given) for given in request_ids}
+        results = await self.call("abort", keys=list(keys.values()), reason=reason) if keys else {}
+        return {given: results[key] for given, key in keys.items()}
 
-    def _rids(self, key: str) -> list[str]:
-        """The engine's requests behind an id; an unknown one may be another front end's, or over."""
-        delivery = self._deliveries.get(key)
-        return [f"{key}#0"] if delivery is None else [choice.rid for choice in delivery.choices]
+    async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
+        """The same for all requests of a group; the result is by bare id."""
+        return await self._abort("abort_group", group=group_id, reason=reason)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
-        """End all requests of this engine, whoever sent them; the result is as `abort`'s."""
-        results: dict[str, str] = await self.call("abort_all", reason=reason)
-        return {rid.rpartition("#")[0]: outcome for rid, outcome in results.items()}
+        """The same for all requests of this engine."""
+        return await self._abort("abort_all", reason=reason)
+
+    async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
+        """The same for all requests that were sent from here."""
+        keys = {rid.rpartition("#")[0] for rid in self._owners}
+        return await self._abort("abort", keys=sorted(keys), reason=reason)
+
+    async def _abort(self, verb: str, **which: Any) -> dict[str, str]:
+        results: dict[str, str] = await self.call(verb, **which)
+        return results
+
+    async def refresh(self, seconds: float) -> None:
+        """Have `stats` say what the engine does now; gives up after so many seconds, or if it is dead."""
+        with suppress(TimeoutError, EngineDead):
+            await asyncio.wait_for(self.call("stats"), seconds)
 
     async def call(self, method: str, **args: Any) -> Any:
         """Call an admin verb of the engine.  Raises RequestFailed with the engine's message, EngineDead."""
         return await self._call(method, args)
 
     async def _call(self, method: str, args: dict[str, Any]) -> Any:
-        self._last_call += 1
-        return await self._answer(self._last_call, Call(self._last_call, method, args))
-
-    async def _answer(self, call_id: int, message: Abort | Call) -> Any:
         if self._link is None or self._ready is None:
             raise self._gone()
-        answer = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
+        self._last_call += 1
+        call_id = self._last_call
+        self._calls[call_id] = answer = asyncio.get_running_loop().create_future()
         try:
-            self._link.send(message)
+            self._link.send(Call(call_id, method, args))
             return await answer
         finally:
             self._calls.pop(call_id, None)
@@ -330,6 +389,8 @@ class AsyncLLM:
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Step):
             self._on_step(message)
+        elif isinstance(message, Verdict):
+            self._on_verdict(message)
         elif isinstance(message, Reply):
             answer = self._calls.get(message.call_id)
             if answer is not None and not answer.done():
@@ -341,6 +402,25 @@ class AsyncLLM:
             self._die(message.reason, message.expected)
         elif self._starting is not None and not self._starting.done():
             self._starting.set_result(message)
+
+    def _on_verdict(self, verdict: Verdict) -> None:
+        submission = self._submissions.pop(verdict.call_id)
+        if not verdict.refusal:
+            return submission.settle(None)
+        error = refused(verdict.refusal, verdict.message, verdict.retry_after)
+        for delivery in submission.deliveries:
+            if self._deliveries.get(delivery.request_id) is delivery:  # not given up meanwhile
+                self._discard(delivery)
+                delivery.fail(error)
+        submission.settle(error)
+
+    def _discard(self, delivery: Delivery) -> list[str]:
+        """Take it from the tables; returns the engine's ids of what has not ended."""
+        del self._deliveries[delivery.request_id]
+        rids = delivery.open_rids()
+        for rid in rids:
+            del self._owners[rid]
+        return rids
 
     def _on_step(self, step: Step) -> None:
         self.stats = step.stats
@@ -361,8 +441,12 @@ class AsyncLLM:
             self._link.send(Abort(stopped, "abort_stop_string"))
 
     def _on_exit(self, exited: asyncio.Future[int]) -> None:
-        if self._stopping is None and not exited.cancelled() and self._loop is not None:
-            self._loop.call_later(LAST_WORDS, self._die, describe_exit(exited.result()), False)
+        if not exited.cancelled():
+            self._on_end(describe_exit(exited.result()))
+
+    def _on_end(self, reason: str) -> None:
+        if self._stopping is None and self._loop is not None:
+            self._loop.call_later(LAST_WORDS, self._die, reason, False)
 
     def _die(self, reason: str, expected: bool) -> None:
         """The engine is gone: during start-up that is a StartError, later EngineDead for all who wait."""

@@ -36,7 +36,10 @@ NO_TOKENIZER = "this server runs with --tokens-only and has no tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request as it was given: one prompt, n choices, and terms."""
+    """A request as it was given: one prompt, n choices, and terms.
+
+    Several prompts may be one request; `first_choice` is then the number of choices of the prompts before it.
+    """
 
     prompt: Sequence[int] | bytes
     params: SamplingParams
@@ -47,6 +50,7 @@ class Order:
     cache_salt: str = ""
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
+    first_choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class Inputs:
         stops = params.stop_strings()
         adds = [
             Add(
-                f"{key}#{i}", prompt, sampling, _wrap(seed + i), not order.stream and not stops, order.priority,
-                order.cache_salt, time.monotonic(), order.deadline_ms, order.queue_timeout_ms,
+                f"{key}#{order.first_choice + i}", prompt, sampling, _wrap(seed + i), not order.stream and not stops,
+                order.priority, order.cache_salt, time.monotonic(), order.deadline_ms, order.queue_timeout_ms,
             )
             for i in range(params.n)
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The engine's process: started, watched and ended here, with nothing left behind.
+"""Processes of ours, above all the engine's: started, watched and ended here, with nothing left behind.
 
 The engine gets its address and configuration as one line on stdin, and stdin stays open: when this process
 goes, however it goes, the engine reads the end of it and goes too.  The socket lies in a directory that
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -29,35 +29,25 @@ MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
-class EngineProcess:
-    """Starts the engine (or `command`) at once.  `exited`: the exit code to come, negative for a signal."""
+class ChildProcess:
+    """Starts `command` at once.  `exited`: the exit code to come, negative for a signal."""
 
-    def __init__(self, config: Config, command: Sequence[str] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[int] = self._loop.create_future()
-        directory = _private_directory()
-        self.address = f"ipc://{directory}/{SOCKET}"
-        # a process group of its own: Ctrl-C is for this process, which then ends the engine in order
-        receiving, sending = os.pipe()
-        self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
-        try:
-            self._process = subprocess.Popen(command or COMMAND, stdin=receiving, process_group=0)
-        finally:
-            os.close(receiving)
-        self._descriptor = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._descriptor, self._on_exit)
-        opening = msgspec.json.encode({"address": self.address, "config": config}) + b"\n"
-        with suppress(BrokenPipeError), open(sending, "wb", closefd=False) as stdin:
-            stdin.write(opening)  # if it is dead already, `exited` will tell
+    def __init__(self, command: Sequence[str], stdin: int, pass_fds: Sequence[int] = ()) -> None:
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        # a process group of its own: Ctrl-C is for this process, which then ends the others in order
+        self._process = subprocess.Popen(command, stdin=stdin, pass_fds=pass_fds, process_group=0)
+        watch(self._process.pid, self._on_exit)
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
 
+    def signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        self._process.send_signal(number)
+
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
         code = self._process.wait()
         if not self.exited.done():
             self.exited.set_result(code)
@@ -73,12 +63,48 @@ class EngineProcess:
         finally:
             if not self.exited.done():  # stopped from stopping: do not leave it behind
                 self._process.kill()
-            self._let_go()
         return self.exited.result()
 
     async def _ends_within(self, seconds: float) -> bool:
         done, _ = await asyncio.wait([self.exited], timeout=seconds)
         return bool(done)
+
+
+class EngineProcess(ChildProcess):
+    """The engine (or `command`), and the private directory of its socket."""
+
+    def __init__(self, config: Config, command: Sequence[str] | None = None) -> None:
+        directory = _private_directory()
+        self.address = f"ipc://{directory}/{SOCKET}"
+        receiving, sending = os.pipe()
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), sending, directory)
+        try:
+            super().__init__(command or COMMAND, receiving)
+        finally:
+            os.close(receiving)
+        opening = msgspec.json.encode({"address": self.address, "config": config}) + b"\n"
+        with suppress(BrokenPipeError), open(sending, "wb", closefd=False) as stdin:
+            stdin.write(opening)  # if it is dead already, `exited` will tell
+
+    async def stop(self, patience: float) -> int:
+        """As for any process; the directory goes as well."""
+        try:
+            return await super().stop(patience)
+        finally:
+            self._let_go()
+
+
+def watch(pid: int, then: Callable[[], object]) -> None:
+    """Call `then` in the running loop when the process has ended; it may be somebody else's."""
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(pid)
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        then()
+
+    loop.add_reader(descriptor, ended)
 
 
 def _let_go(owner: int, stdin: int, directory: str) -> None:

@@ -20,15 +20,20 @@ BURST = 64  # messages read before the loop's other work gets its turn
 
 
 class Link:
-    """Connects at once; `deliver` is called in the loop's thread with every message."""
+    """Connects at once; `deliver` is called in the loop's thread with every message.
 
-    def __init__(self, address: str, deliver: Callable[[FromEngine], None]) -> None:
+    `name` is who this is to the engine, and nobody else's; without one, the engine makes one up.
+    """
+
+    def __init__(self, address: str, deliver: Callable[[FromEngine], None], name: str | None = None) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL, RECONNECT_MS)):
             self._socket.setsockopt(option, value)
+        if name is not None:
+            self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.connect(address)
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self.read)

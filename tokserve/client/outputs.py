@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokserve.errors import EngineDead
+from tokserve.errors import RequestError
 from tokserve.messages import Extra, Finish, Logprobs, Ready, StepStats
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
@@ -165,7 +165,7 @@ class Delivery:
         self.num_open = len(choices)
         self._line: deque[Choice] = deque()  # choices with something to fetch
         self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineDead | None = None
+        self._error: RequestError | None = None
         for choice in choices:
             choice.delivery = self
 
@@ -182,7 +182,7 @@ class Delivery:
             self._line.append(choice)
             self._wake()
 
-    def fail(self, error: EngineDead) -> None:
+    def fail(self, error: RequestError) -> None:
         """Nothing more will come."""
         self._error = error
         self._wake()
@@ -197,7 +197,7 @@ class Delivery:
             self._waiter.set_result(None)
 
     async def fetch(self) -> Completion | None:
-        """The next delta of any choice; None when all have ended.  Raises EngineDead."""
+        """The next delta of any choice; None when all have ended.  Raises what `fail` was given."""
         while not self._line:
             if self._error is not None:
                 raise self._error

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -21,17 +20,18 @@ from typing import Any
 from tokserve.config import Config
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import StepColumns
+from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import RequestError
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Add, Call, Finish, FromEngine, Ready, Reply, StepStats, ToEngine
+from tokserve.messages import Abort, Call, FromEngine, Ready, Reply, StepStats, Submit, ToEngine, Verdict
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-ENDED_KEPT = 10_000  # ended request ids that an abort still finds
 FRONT_ENDS_KEPT = 256
+DRAINING_RETRY = 5  # seconds
 STATS_INTERVAL = 0.5  # seconds
 
 Emit = Callable[[bytes, FromEngine], None]
@@ -76,18 +76,22 @@ class EngineCore:
         self._depth = config.scheduler.depth
         self._flights: deque[tuple[StepPlan, Future[StepResult]]] = deque()
         self._last_plan: StepPlan | None = None
-        self._live: dict[str, Request] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._registry = Registry()
         self._num_received = 0
         self._deadlines: list[tuple[float, int, str, Request]] = []  # a heap
         self._acknowledgements: list[_Acknowledgement] = []
         self._front_ends: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
+        self._left: set[bytes] = set()  # front ends whose process has ended
         self._stopping = False
         self._verbs: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "ping": self._ping,
             "state": self._state,
+            "stats": self._stats,
+            "abort": self._abort_keys,
+            "abort_group": self._abort_group,
             "abort_all": self._abort_all,
+            "leave": self._leave,
             "shutdown": self._shutdown,
             "reset_prefix_cache": self._reset_prefix_cache,
             "check": self._check,
@@ -126,7 +130,7 @@ class EngineCore:
         told = self.scheduler.update(result, now)
         for request in told:
             if request.finish is not None:
-                self._forget(request)
+                self._registry.remove(request)
         self._send(told)
         self._send_stats(now - STATS_INTERVAL)
         self._acknowledge()
@@ -191,68 +195,80 @@ class EngineCore:
 
     def receive(self, identity: bytes, message: ToEngine, received: float | None = None) -> None:
         """Take a message of the front end `identity`; `received`: when it came in, by the same clock."""
+        if identity in self._left:
+            return  # its last words came after the news of its end
         if identity not in self._front_ends:
             self._remember(identity, None)
-        if isinstance(message, Add):
-            self._add(identity, message, self._clock() if received is None else received)
+        if isinstance(message, Submit):
+            self._submit(identity, message, self._clock() if received is None else received)
         elif isinstance(message, Abort):
-            self._abort(identity, message.call_id, message.rids, message.reason)
+            found = [self._registry.find(rid, identity) for rid in message.rids]
+            self._abort([request for request in found if request is not None], message.reason)
         else:
             self._call(identity, message)
 
-    def _add(self, identity: bytes, add: Add, received: float) -> None:
-        if self._stopping:
-            return self._refuse(identity, add.rid, Finish("abort", "shutdown", message="the engine is shutting down"))
-        try:
-            if add.rid in self._live:
-                raise RequestError(f"request id {add.rid!r} is already in use")
-            request = Request(add, identity, self._num_received, received, self.limits)
-        except RequestError as error:
-            return self._refuse(identity, add.rid, Finish("error", "error", message=error.message))
-        except Exception:  # admission: whatever one request does to us, the others go on
-            logger.exception("request %s could not be admitted", add.rid)
-            return self._refuse(identity, add.rid, Finish("error", "error", message="internal error at admission"))
-        self._num_received += 1
-        self._live[request.rid] = request
-        for detail, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
-            if limit is not None:
-                heapq.heappush(self._deadlines, (received + limit / 1e3, request.number, detail, request))
-        self.scheduler.add(request)
-
-    def _refuse(self, identity: bytes, rid: str, finish: Finish) -> None:
-        columns = StepColumns()
-        columns.add(rid, array("i"))
-        columns.describe(finish)
-        self._send_step(identity, columns, self.scheduler.stats())
-
-    def _abort(self, identity: bytes, call_id: int | None, rids: Iterable[str], reason: str) -> None:
-        result: dict[str, str] = {}
-        aborted = []
-        for rid in rids:
-            request = self._live.get(rid)
-            if request is not None:
-                request.end("abort", reason, self._clock())
-                self._end(request)
-                aborted.append(request)
-                result[rid] = "aborted"
+    def _submit(self, identity: bytes, submit: Submit, received: float) -> None:
+        verdict = self._refusal(submit)
+        if verdict is None:
+            try:
+                requests = [
+                    Request(add, identity, self._num_received + i, received, self.limits)
+                    for i, add in enumerate(submit.adds)
+                ]
+            except RequestError as error:
+                verdict = Verdict(submit.call_id, "invalid", error.message)
+            except Exception:  # admission: whatever one request does to us, the others go on
+                logger.exception("request %s could not be admitted", submit.key)
+                verdict = Verdict(submit.call_id, "internal", "internal error at admission")
             else:
-                result.setdefault(rid, "finished" if rid in self._ended else "not_found")
-        self._send(aborted)
-        if call_id is not None:
-            self._acknowledgements.append(_Acknowledgement(identity, call_id, result, aborted))
-            self._acknowledge()
+                verdict = Verdict(submit.call_id)
+                self._accept(submit, requests)
+        self._emit(identity, verdict)
+
+    def _refusal(self, submit: Submit) -> Verdict | None:
+        """Why these requests are not accepted, if so; nothing of them is kept then."""
+        if self._stopping:
+            return Verdict(submit.call_id, "draining", "the server is shutting down", DRAINING_RETRY)
+        if self._registry.in_use(submit.key, (add.rid for add in submit.adds)):
+            message = f"request_id {submit.key!r} is in use by a request in flight"
+            return Verdict(submit.call_id, "duplicate_id", message)
+        excess = self.scheduler.excess([len(add.prompt) // 4 for add in submit.adds], self._clock())
+        return None if excess is None else Verdict(submit.call_id, "queue_full", *excess)
+
+    def _accept(self, submit: Submit, requests: list[Request]) -> None:
+        self._num_received += len(requests)
+        self._registry.add(submit.key, submit.group, requests)
+        for request, add in zip(requests, submit.adds, strict=True):
+            for detail, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
+                if limit is not None:
+                    due = request.received + limit / 1e3
+                    heapq.heappush(self._deadlines, (due, request.number, detail, request))
+            self.scheduler.add(request)
+
+    def _abort(self, requests: list[Request], reason: str) -> None:
+        """End these, and tell their owners."""
+        for request in requests:
+            request.end("abort", reason, self._clock())
+            self._end(request)
+        self._send(requests)
+
+    def _abort_acknowledged(self, identity: bytes, call_id: int, keys: Iterable[str], reason: str) -> None:
+        """The reply, {key: "aborted" | "finished" | "not_found"}, comes when all is free again."""
+        result: dict[str, str] = {}
+        aborted: list[Request] = []
+        for key in dict.fromkeys(keys):
+            found = self._registry.under(key)
+            aborted += found
+            ended = "finished" if self._registry.has_ended(key) else "not_found"
+            result[key] = "aborted" if found else ended
+        self._abort(aborted, reason)
+        self._acknowledgements.append(_Acknowledgement(identity, call_id, result, aborted))
+        self._acknowledge()
 
     def _end(self, request: Request) -> None:
         """A request that got its `finish` between steps."""
         self.scheduler.drop(request)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        del self._live[request.rid]
-        self._ended[request.rid] = None
-        self._ended.move_to_end(request.rid)
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
+        self._registry.remove(request)
 
     # --- deadlines ---
 
@@ -269,7 +285,7 @@ class EngineCore:
                 self._end(request)
                 expired.append(request)
         self._send(expired)
-        if len(self._deadlines) > 2 * len(self._live) + 64:  # most are of requests that ended in time
+        if len(self._deadlines) > 2 * len(self._registry) + 64:  # most are of requests that ended in time
             self._deadlines = [entry for entry in self._deadlines if self._concerns(entry[2], entry[3])]
             heapq.heapify(self._deadlines)
 
@@ -314,12 +330,32 @@ class EngineCore:
         }  # fmt: skip
         self._emit(identity, Reply(call_id, state))
 
+    def _stats(self, identity: bytes, call_id: int) -> None:
+        """Gauges and counters of this moment, ahead of the reply."""
+        self._send_step(identity, StepColumns(), self.scheduler.stats())
+        self._emit(identity, Reply(call_id, {}))
+
+    def _abort_keys(self, identity: bytes, call_id: int, keys: list[str], reason: str = "abort_user") -> None:
+        self._abort_acknowledged(identity, call_id, keys, reason)
+
+    def _abort_group(self, identity: bytes, call_id: int, group: str, reason: str = "abort_user") -> None:
+        self._abort_acknowledged(identity, call_id, self._registry.keys(group), reason)
+
     def _abort_all(self, identity: bytes, call_id: int, reason: str = "abort_user") -> None:
-        self._abort(identity, call_id, list(self._live), reason)
+        self._abort_acknowledged(identity, call_id, self._registry.keys(), reason)
+
+    def _leave(self, identity: bytes, call_id: int, front_end: str) -> None:
+        """A front end's process has ended: so do its requests.  The reply is how many those were."""
+        gone = front_end.encode()
+        self._left.add(gone)
+        requests = self._registry.of(gone)
+        self._abort(requests, "abort_disconnect")
+        self._front_ends.pop(gone, None)
+        self._emit(identity, Reply(call_id, len(requests)))
 
     def _shutdown(self, identity: bytes, call_id: int) -> None:
         self._stopping = True
-        self._abort(identity, call_id, list(self._live), "shutdown")
+        self._abort_acknowledged(identity, call_id, self._registry.keys(), "shutdown")
 
     def _reset_prefix_cache(self, identity: bytes, call_id: int) -> None:
         self.cache.reset()

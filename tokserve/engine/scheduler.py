@@ -9,7 +9,9 @@ flight mentions is not freed until its result is here.  Knows no clock, no messa
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from tokserve.config import SchedulerConfig
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import PackedRows
 from tokserve.engine.policies import POLICIES, Queue
+from tokserve.engine.queue import QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.messages import StepStats
 from tokserve.plan import NewRow, StepPlan, StepResult
@@ -84,6 +87,8 @@ class Scheduler:
         self._cache = cache
         policy = POLICIES[config.scheduling_policy]
         self._waiting = Queue(policy)
+        self._limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
+        self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
         self._running = Queue(policy)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))  # a stack
         self._done: list[int] = []  # slots freed since the last plan
@@ -114,11 +119,25 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a new request wait for its turn."""
         self._waiting.add(request)
+        self._limits.entered(request.prompt_len)
+
+    def excess(self, lengths: Sequence[int], now: float) -> tuple[str, int] | None:
+        """Why new requests with prompts of these lengths may not wait, and after how many seconds to ask again.
+
+        Requests that will have a free slot with the next plan do not wait.
+        """
+        if not self._limits.active:
+            return None
+        slots = 0 if self._short else len(self._free_slots)
+        soon = [request.prompt_len for request in islice(self._waiting, slots) if request.admitted is None]
+        return self._limits.excess(lengths, [*soon, *lengths][:slots], now)
 
     def drop(self, request: Request) -> None:
         """A request that has a `finish` stops here; slot and blocks follow when no step in flight mentions it."""
         if request.state is State.WAITING:
             self._waiting.remove(request)
+            if request.admitted is None:
+                self._limits.gone(request.prompt_len)
         elif request.state is State.RUNNING:
             self._running.remove(request)
         request.state = State.ENDED
@@ -133,6 +152,7 @@ class Scheduler:
         self._continue(draft)
         if not draft.short:
             self._admit(draft, now)
+        self._short = draft.short
         return self._plan(draft) if draft.rows else None
 
     def _continue(self, draft: _Draft) -> None:
@@ -181,7 +201,7 @@ class Scheduler:
         in a step, and each gets on.
         """
         index = 0
-        while index < len(self._waiting) and draft.budget and self._free_slots:
+        while index < len(self._waiting) and draft.budget and self._free_slots and not draft.short:
             request = self._waiting[index]
             hits = None
             if not self._cache.must_wait(request.table):
@@ -194,7 +214,7 @@ class Scheduler:
                 draft.new.append(request.new_row())
                 draft.add(request, self._chunk(request, draft.budget))
             else:
-                return
+                draft.short = True
 
     def _enter(self, request: Request, hits: int, now: float) -> None:
         self._waiting.remove(request)
@@ -205,6 +225,7 @@ class Scheduler:
         if request.cached is None:
             request.cached = request.computed
             request.admitted = now
+            self._limits.left(request.prompt_len, now)
             self.counters.prompt_tokens += request.prompt_len
             if self._cache.enabled:
                 self.counters.prefix_queries += request.prompt_len

@@ -1,6 +1,7 @@
 """POST /abort_requests: end requests by id, by group or all, and say what became of each.
 
-The answer comes after the engine has freed them.  The waiting calls return what they have.
+The engine finds them, whichever API process they came through, and the answer comes after it has freed them.  The
+waiting calls return what they have.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from starlette.responses import Response
 from tokserve.errors import RequestError
 from tokserve.server import body, errors
 from tokserve.server.serving import Serving
-
-OUTCOMES = ("aborted", "finished", "not_found")  # of several, the first counts
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,15 +51,10 @@ async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /abort_requests"""
     packed = body.is_msgpack(request)
     asked = decode(await body.read(request, serving.max_body), packed)
-    ids = asked.request_ids or serving.flights.ids(asked.group_id)
-    rids = {given: serving.flights.rids(given) for given in ids}
     if asked.all:
-        outcomes = await serving.llm.abort_all("abort_user")
-        mine = {rid for each in rids.values() for rid in each}
-        rids |= {rid: [rid] for rid in outcomes.keys() - mine}  # of other front ends
+        results = await serving.llm.abort_all()
+    elif asked.group_id is not None:
+        results = await serving.llm.abort_group(asked.group_id)
     else:
-        outcomes = await serving.llm.abort(sorted({rid for each in rids.values() for rid in each}))
-    results = {
-        given: min((outcomes.get(rid, "not_found") for rid in each), key=OUTCOMES.index) for given, each in rids.items()
-    }
+        results = await serving.llm.abort(asked.request_ids or [])
     return body.reply(request, AbortReply(sum(r == "aborted" for r in results.values()), results))

@@ -18,6 +18,7 @@ from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
 DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 is not well
+FRESH_SECONDS = 0.5  # an engine that computes for longer than this is shown as it was a little before
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids", "weight_version")
 
 
@@ -77,19 +78,21 @@ async def model(serving: Serving, request: Request) -> Response:
 
 
 def _model(serving: Serving, name: str) -> Model:
-    return Model(name, serving.created, serving.name, serving.llm.ready.max_model_len)
+    return Model(name, serving.place.created, serving.name, serving.llm.ready.max_model_len)
 
 
 async def load(serving: Serving, request: Request) -> Response:
     """GET /load: HTTP requests in flight, and what the engine runs and holds back"""
+    await serving.llm.refresh(FRESH_SECONDS)
     stats = serving.llm.stats
     return body.reply(
-        request, {"server_load": len(serving.flights), "running": stats.running, "waiting": stats.waiting}
+        request, {"server_load": serving.metrics.inflight, "running": stats.running, "waiting": stats.waiting}
     )
 
 
 async def scrape(serving: Serving, request: Request) -> Response:
     """GET /metrics"""
+    await serving.llm.refresh(FRESH_SECONDS)
     return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
@@ -99,6 +102,7 @@ async def about(serving: Serving, request: Request) -> Response:
         request,
         {
             "config": _shown(serving.config),
+            "api_server": serving.place.index,
             "facts": serving.llm.ready.facts,
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS},
             "versions": {

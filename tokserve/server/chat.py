@@ -118,7 +118,7 @@ class Call(NamedTuple):
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     stream = bool(call.asked.stream)
-    flight = await serving.start([call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
+    flight = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
     render = Render(serving, flight, call.asked, call.params)
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:

@@ -73,7 +73,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions"""
     call = await read(serving, request)
     asked, stream = call.asked, bool(call.asked.stream)
-    flight = await serving.start(call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
+    flight = await serving.start(request, call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
     render = Render(serving, flight, asked, call.params, call.prompts)
     if asked.max_tokens == 0:
         flight.adjust = drop_output

@@ -1,7 +1,7 @@
-"""HTTP requests in the engine, by the ids that clients know.
+"""HTTP requests in the engine.
 
-A `Flight` is one HTTP request: a stream of completions per prompt, seen as one.  `Flights` finds them by id
-(with or without a reply's prefix) and by group.  Nothing here knows a JSON shape but usage's.
+A `Flight` is one HTTP request: a stream of completions per prompt, seen as one.  Nothing here knows a JSON shape but
+usage's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import msgspec
 from tokserve.client.async_llm import Stream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import Completion
-from tokserve.errors import Conflict
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -73,6 +72,7 @@ class Flight:
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
         self._cached: dict[int, int] = {}
         self._ended = 0
+        self._closed = False
         self._merged: _Merged | None = None
 
     @property
@@ -88,10 +88,6 @@ class Flight:
     def prompt_ids(self, index: int = 0) -> list[int]:
         """The prompt of a choice."""
         return self.streams[index // self.n].prompt_ids
-
-    def rids(self) -> list[str]:
-        """The ids of its requests in the client, one per prompt."""
-        return [bare_id(stream.request_id) for stream in self.streams]
 
     def deltas(self) -> AsyncIterator[Completion]:
         """All choices' deltas, as they come; each is to be passed to `take`."""
@@ -125,7 +121,10 @@ class Flight:
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
     async def close(self) -> None:
-        """Forget the request and abort what has not ended."""
+        """Forget the request and abort what has not ended; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._on_close()
         if self._merged is not None:
             self._merged.stop()
@@ -170,43 +169,3 @@ class _Merged:
         """Pull no more."""
         for pump in self._pumps:
             pump.cancel()
-
-
-class Flights:
-    """The HTTP requests in flight, by id and by group."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, Flight] = {}
-        self._groups: dict[str, set[str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def add(self, flight: Flight, group: str | None) -> None:
-        """Register; raises `Conflict` if the id is in use."""
-        key = flight.key
-        if key in self._by_id:
-            raise Conflict(f"request_id {flight.request_id!r} is in use by a request in flight", field="request_id")
-        self._by_id[key] = flight
-        if group is not None:
-            self._groups.setdefault(group, set()).add(key)
-
-    def remove(self, flight: Flight, group: str | None) -> None:
-        """Forget; a second time does nothing."""
-        if self._by_id.get(flight.key) is not flight:
-            return
-        del self._by_id[flight.key]
-        if group is not None:
-            self._groups[group].discard(flight.key)
-            if not self._groups[group]:
-                del self._groups[group]
-
-    def ids(self, group: str | None = None) -> list[str]:
-        """The ids of a group, or all, as their clients gave them."""
-        keys = self._by_id if group is None else self._groups.get(group, ())
-        return sorted(self._by_id[key].request_id for key in keys)
-
-    def rids(self, given: str) -> list[str]:
-        """The ids, in the client, behind an id that was given to /abort_requests; it need not be in flight here."""
-        flight = self._by_id.get(bare_id(given))
-        return [bare_id(given)] if flight is None else flight.rids()

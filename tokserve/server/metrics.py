@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's counters read at scrape time, and histograms of finished requests.
+"""Prometheus metrics: the engine's counters read at scrape time, and what the API processes count of requests.
 
 The only importer of prometheus_client.  Nothing is done per token: a request is observed once, when a choice
 ends, from the times the engine measured.  Names are vLLM's under the prefix `tokserve:`.
@@ -7,7 +7,6 @@ ends, from the times the engine measured.  Names are vLLM's under the prefix `to
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,7 +16,9 @@ from prometheus_client.registry import Collector
 
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.outputs import Completion
+from tokserve.errors import REFUSALS
 from tokserve.params import SamplingParams
+from tokserve.server.counters import Counters
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "tokserve:"
@@ -30,52 +31,92 @@ CAUSES = ("abort_user", "abort_disconnect", "shutdown", "error")
 
 
 class Histogram:
-    """Counts by bucket; `weight` observes a value several times at once."""
+    """Counts by bucket, then the sum; `weight` observes a value several times at once."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, counters: Counters, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self._cells = counters.take(len(bounds) + 2)
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Add `weight` observations of `value`."""
-        self.counts[bisect_left(self.bounds, value)] += weight
-        self.total += value * weight
+        self._cells.add(bisect_left(self.bounds, value), weight)
+        self._cells.add(len(self.bounds) + 1, value * weight)
+
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        return self._cells.total(len(self.bounds) + 1)
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count)."""
         labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        seen = 0
+        seen = 0.0
         made: list[tuple[str, float]] = []
-        for label, count in zip(labels, self.counts, strict=True):
-            seen += count
+        for place, label in enumerate(labels):
+            seen += self._cells.total(place)
             made.append((label, seen))
         return made
 
 
-class Metrics(Collector):
-    """All metrics of one app."""
+class Tally:
+    """Counts by the value of a label; a value that is not `known` counts as "other"."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
+    def __init__(self, counters: Counters, known: Sequence[str]) -> None:
+        self._places = {value: place for place, value in enumerate((*known, "other"))}
+        self._cells = counters.take(len(self._places))
+
+    def add(self, value: str, count: int = 1) -> None:
+        """Count."""
+        self._cells.add(self._places.get(value, self._places["other"]), count)
+
+    def totals(self) -> dict[str, float]:
+        """By value; "other" only if there was one."""
+        totals = {value: self._cells.total(place) for value, place in self._places.items()}
+        return {value: count for value, count in totals.items() if count or value != "other"}
+
+
+class Metrics(Collector):
+    """All metrics of the server; its API processes share `counters`."""
+
+    def __init__(self, llm: AsyncLLM, model: str, counters: Counters) -> None:
         self._llm = llm
         self._model = model
-        self._finished: Counter[str] = Counter()
-        self._aborts: Counter[str] = Counter()
-        self.ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", SHORT)
-        self.inter_token = Histogram(
-            "inter_token_latency_seconds", "Mean time between tokens of a choice, counted once per token.", SHORT
-        )
-        self.latency = Histogram("e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
-        self.queue = Histogram("request_queue_time_seconds", "Arrival to first computation.", SECONDS)
-        self.prefill = Histogram("request_prefill_time_seconds", "First computation to first token.", SECONDS)
-        self.decode = Histogram("request_decode_time_seconds", "First to last token.", SECONDS)
-        self.prompt_length = Histogram("request_prompt_tokens", "Prompt tokens of a choice.", TOKENS)
-        self.output_length = Histogram("request_generation_tokens", "Generated tokens of a choice.", TOKENS)
-        self.params_n = Histogram("request_params_n", "The parameter n.", CHOICES)
-        self.params_max_tokens = Histogram("request_params_max_tokens", "The parameter max_tokens.", TOKENS)
+        self._inflight = counters.take(1)
+        self._inflight.clear()
+        self._finished = Tally(counters, REASONS)
+        self._aborts = Tally(counters, CAUSES)
+        self._refusals = Tally(counters, REFUSALS)
+        self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
+        text = "Mean time between tokens of a choice, counted once per token."
+        self.inter_token = Histogram(counters, "inter_token_latency_seconds", text, SHORT)
+        self.latency = Histogram(counters, "e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
+        self.queue = Histogram(counters, "request_queue_time_seconds", "Arrival to first computation.", SECONDS)
+        self.prefill = Histogram(counters, "request_prefill_time_seconds", "First computation to first token.", SECONDS)
+        self.decode = Histogram(counters, "request_decode_time_seconds", "First to last token.", SECONDS)
+        self.prompt_length = Histogram(counters, "request_prompt_tokens", "Prompt tokens of a choice.", TOKENS)
+        self.output_length = Histogram(counters, "request_generation_tokens", "Generated tokens of a choice.", TOKENS)
+        self.params_n = Histogram(counters, "request_params_n", "The parameter n.", CHOICES)
+        self.params_max_tokens = Histogram(counters, "request_params_max_tokens", "The parameter max_tokens.", TOKENS)
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    @property
+    def inflight(self) -> int:
+        """HTTP requests that are being served."""
+        return int(self._inflight.total(0))
+
+    def came(self) -> None:
+        """A request is in flight, until `left`."""
+        self._inflight.add(0)
+
+    def left(self) -> None:
+        """It is no more."""
+        self._inflight.add(0, -1)
+
+    def refused(self, code: str) -> None:
+        """A request was not accepted."""
+        self._refusals.add(code)
 
     def started(self, params: SamplingParams) -> None:
         """A request was admitted."""
@@ -86,9 +127,9 @@ class Metrics(Collector):
     def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
         """A choice ended; its last delta carries the reason and the times."""
         reason = completion.finish_reason or "error"
-        self._finished[reason] += 1
+        self._finished.add(reason)
         if reason == "abort":
-            self._aborts[completion.stop_detail or "abort_user"] += 1
+            self._aborts.add(completion.stop_detail or "abort_user")
         self.prompt_length.observe(prompt_tokens)
         self.output_length.observe(output_tokens)
         queued, first, total = completion.times
@@ -104,8 +145,8 @@ class Metrics(Collector):
 
     def aborted(self, cause: str, count: int) -> None:
         """Choices were given up whose end nobody waited for."""
-        self._aborts[cause] += count
-        self._finished["abort"] += count
+        self._aborts.add(cause, count)
+        self._finished.add("abort", count)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -131,8 +172,9 @@ class Metrics(Collector):
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
-        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished, REASONS)
-        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts, CAUSES)
+        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
+        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
+        yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
         for histogram in self._histograms:
             made = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=["model_name"])
             made.add_metric([self._model], histogram.buckets(), histogram.total)
@@ -143,8 +185,8 @@ class Metrics(Collector):
         family.add_metric([self._model], value)
         return family
 
-    def _by(self, name: str, text: str, label: str, counts: Counter[str], known: Sequence[str]) -> Metric:
+    def _by(self, name: str, text: str, label: str, tally: Tally) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
-        for value in dict.fromkeys([*known, *counts]):
-            family.add_metric([self._model, value], counts[value])
+        for value, count in tally.totals().items():
+            family.add_metric([self._model, value], count)
         return family

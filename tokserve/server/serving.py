@@ -17,14 +17,16 @@ import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from tokserve.client.async_llm import AsyncLLM, Stream
-from tokserve.client.inputs import RECOMMENDED, Inputs, Order, generation_defaults
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.inputs import RECOMMENDED, Order, Prepared, generation_defaults
 from tokserve.config import Config
-from tokserve.errors import NotFound, Overloaded, RequestError
+from tokserve.errors import REFUSALS, NotFound, Overloaded, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body
-from tokserve.server.flights import Flight, Flights
+from tokserve.server.counters import Counters
+from tokserve.server.flights import Flight
 from tokserve.server.metrics import Metrics
+from tokserve.server.sse import Watch
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
@@ -69,10 +71,23 @@ class Fields(msgspec.Struct, frozen=True):
         return error
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Which of the server's API processes this is, and what it has in common with the others.
+
+    `created`: when the server started, in seconds.  `counters`: the descriptor of their shared memory.
+    """
+
+    index: int
+    created: int
+    counters: int | None
+
+
 class Serving:
     """The state shared by the routes of one app."""
 
-    def __init__(self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, place: Place | None = None
+    ) -> None:
         self.llm = llm
         self.config = config
         self.state = state
@@ -85,9 +100,9 @@ class Serving:
         if self.text:
             recommended = generation_defaults(config.model)
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
-        self.created = int(time.time())
-        self.flights = Flights()
-        self.metrics = Metrics(llm, self.name)
+        self.place = place or Place(0, int(time.time()), None)
+        counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
+        self.metrics = Metrics(llm, self.name, counters)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -131,28 +146,31 @@ class Serving:
         )  # fmt: skip
 
     async def start(
-        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: Fields,
-        *, stream: bool, text: bool,
+        self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
+        fields: Fields, *, stream: bool, text: bool,
     ) -> Flight:  # fmt: skip
-        """Send the prompts to the engine.  Everything that can be refused is refused here, before any answer."""
-        if self.state.draining:
-            raise Overloaded("the server is shutting down", retry_after=5, code="draining")
+        """Send the prompts to the engine and hear that it takes them.
+
+        Everything that can be refused is refused here, before any answer.  Raises `Gone` if the client leaves.
+        """
+        flight = Flight(terms.request_id, params.n, self.metrics, self.metrics.left)
+        self.metrics.came()
+        accepted = False
         try:
-            _check(params)
+            if self.state.draining:
+                raise Overloaded("the server is shutting down", retry_after=5, code="draining")
+            prepared = self._prepare(prompts, params, terms, fields, stream=stream, text=text)
+            flight.streams = self.llm.submit(prepared, terms.group_id or "")
+            async with Watch(request.receive):
+                await flight.streams[0].accepted()
+            accepted = True
         except RequestError as error:
-            raise fields.rename(error) from None
-        flight = Flight(terms.request_id, params.n, self.metrics, lambda: self.flights.remove(flight, terms.group_id))
-        self.flights.add(flight, terms.group_id)
-        several = len(prompts) > 1
-        try:
-            for place, prompt in enumerate(prompts):
-                rid = f"{terms.request_id}-{place}" if several else terms.request_id
-                flight.streams.append(self._generate(rid, prompt, params, terms, stream=stream, text=text))
-        except RequestError as error:
-            raise fields.rename(error, len(flight.streams) if several else None) from None
+            flight.cause = None
+            if error.code in REFUSALS:
+                self.metrics.refused(error.code)
+            raise
         finally:
-            if len(flight.streams) < len(prompts):
-                flight.cause = None
+            if not accepted:
                 await flight.close()
         self.metrics.started(params)
         return flight
@@ -161,27 +179,26 @@ class Serving:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
     ) -> list[list[int]]:
         """Refuse what `start` would refuse, without starting.  Returns the token sequences that are forbidden."""
-        inputs = Inputs(self.config, self.llm.ready, lambda: self.llm.tokenizer)
-        forbidden: list[list[int]] = []
-        for place, prompt in enumerate(prompts):
-            order = Order(
-                prompt, params, text=True, priority=terms.priority, cache_salt=terms.cache_salt or "",
-                deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
-            )  # fmt: skip
-            try:
-                _check(params)
-                forbidden = inputs.prepare(order).adds[0].sampling.bad_token_sequences
-            except RequestError as error:
-                raise fields.rename(error, place if len(prompts) > 1 else None) from None
-        return forbidden
+        prepared = self._prepare(prompts, params, terms, fields, stream=True, text=True)
+        return prepared[-1].adds[0].sampling.bad_token_sequences if prepared else []
 
-    def _generate(
-        self, rid: str, prompt: Sequence[int] | bytes, params: SamplingParams, terms: Terms, *, stream: bool, text: bool
-    ) -> Stream:
-        return self.llm.generate(
-            prompt, params, request_id=rid, stream=stream, text=text, priority=terms.priority,
-            cache_salt=terms.cache_salt or "", deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
-        )  # fmt: skip
+    def _prepare(
+        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: Fields,
+        *, stream: bool, text: bool,
+    ) -> list[Prepared]:  # fmt: skip
+        """The prompts, checked; errors name fields as the client wrote them."""
+        prepared: list[Prepared] = []
+        try:
+            _check(params)
+            for place, prompt in enumerate(prompts):
+                order = Order(
+                    prompt, params, terms.request_id, stream, text, terms.priority, terms.cache_salt or "",
+                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n,
+                )  # fmt: skip
+                prepared.append(self.llm.prepare(order))
+        except RequestError as error:
+            raise fields.rename(error, len(prepared) if len(prompts) > 1 else None) from None
+        return prepared
 
 
 def _check(params: SamplingParams) -> None:

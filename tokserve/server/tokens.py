@@ -226,7 +226,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     terms = serving.terms(request, asked)
     prompt, fields = prompt_of(asked)
     text = asked.output_mode == "text"
-    flight = await serving.start([prompt], params, terms, fields, stream=bool(asked.stream), text=text)
+    flight = await serving.start(request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text)
     render = _Render(serving, flight, asked, params, packed=body.wants_msgpack(request))
     headers = {"X-Request-Id": terms.request_id}
     if asked.stream:

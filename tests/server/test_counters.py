@@ -1,0 +1,61 @@
+"""The table that API processes count in."""
+
+import os
+
+from tests.server.fake_llm import says, site
+from tests.server.test_metrics import values
+from tokserve.server.counters import Counters, share
+from tokserve.server.serving import Place
+
+
+def test_rows_are_summed_and_outlive_their_writer() -> None:
+    descriptor = share(3)
+    first, last = (Counters(descriptor, index, 3) for index in (0, 2))
+    (a, b), (c, d) = ((each.take(2), each.take(3)) for each in (first, last))
+    a.add(1)
+    c.add(1, 2.5)
+    b.add(2, 4)
+    assert [a.total(1), c.total(1), d.total(2), d.total(0), a.total(0)] == [3.5, 3.5, 4.0, 0.0, 0.0]
+    again = Counters(descriptor, 2, 3)
+    cells, _ = again.take(2), again.take(3)
+    assert cells.total(1) == 3.5
+    cells.clear()
+    assert a.total(1) == 1.0 and d.total(2) == 4.0
+    os.close(descriptor)
+    assert d.total(2) == 4.0
+
+
+def test_all_processes_show_the_sums_of_all() -> None:
+    descriptor = share(2)
+    sites = [site(says("ab"), place=Place(index, 123, descriptor), api_server_count=2) for index in range(2)]
+    os.close(descriptor)
+    for count, each in enumerate(sites, 1):
+        for _ in range(count):
+            each.post("/v1/completions", {"prompt": ["a", "b"], "n": 2})
+    shown = [values(each) for each in sites]
+    assert shown[0] == shown[1]
+    assert shown[0]['tokserve:request_success_total{finished_reason="stop"}'] == 12
+    assert shown[0]["tokserve:e2e_request_latency_seconds_count"] == 12
+    assert shown[0]["tokserve:e2e_request_latency_seconds_sum"] == 15
+    assert shown[0]['tokserve:request_params_n_bucket{le="2.0"}'] == 3
+    assert [each.get("/server_info").json()["api_server"] for each in sites] == [0, 1]
+    models = [each.get("/v1/models").json() for each in sites]
+    assert models[0] == models[1] and models[0]["data"][0]["created"] == 123
+
+
+def test_gauges_and_load_ask_the_engine_first() -> None:
+    s = site()
+    assert s.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
+    values(s)
+    assert s.llm.refreshed == 2
+
+
+def test_requests_in_flight_of_a_process_that_has_died_are_forgotten() -> None:
+    descriptor = share(2)
+    sites = [site(place=Place(index, 123, descriptor), api_server_count=2) for index in range(2)]
+    for each in sites:
+        each.app.state.serving.metrics.came()
+    assert sites[0].get("/load").json()["server_load"] == 2
+    site(place=Place(1, 123, descriptor), api_server_count=2)
+    assert sites[0].get("/load").json()["server_load"] == 1
+    os.close(descriptor)

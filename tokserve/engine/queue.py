@@ -1,0 +1,68 @@
+"""How much may wait: requests that were accepted and have not had a slot yet, counted against the queue's limits.
+
+Counts only; who waits and in which order is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+PACE = 64  # requests that left the queue last, by which its speed is judged
+LONGEST_RETRY = 60  # seconds
+
+
+class QueueLimits:
+    """`max_requests` and `max_tokens` (of prompts); None: no limit."""
+
+    def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._left: deque[tuple[float, int]] = deque(maxlen=PACE)  # when, prompt tokens
+
+    @property
+    def active(self) -> bool:
+        """There is a limit."""
+        return self._max_requests is not None or self._max_tokens is not None
+
+    def entered(self, length: int) -> None:
+        """A request waits."""
+        self.requests += 1
+        self.tokens += length
+
+    def left(self, length: int, now: float) -> None:
+        """A request got its first slot."""
+        self.gone(length)
+        self._left.append((now, length))
+
+    def gone(self, length: int) -> None:
+        """A request waits no more."""
+        self.requests -= 1
+        self.tokens -= length
+
+    def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> tuple[str, int] | None:
+        """Why requests with prompts of these lengths may not come in as well, and when (seconds) they might.
+
+        `served`: the lengths of those, new or waiting, that need not wait.
+        """
+        requests = self.requests + len(lengths) - len(served)
+        tokens = self.tokens + sum(lengths) - sum(served)
+        if self._max_requests is not None and requests > self._max_requests:
+            pace = [1 for _ in self._left]
+            what = f"{requests} requests would wait, and at most {self._max_requests} may (--max-queued-requests)"
+            return f"the queue is full: {what}", self._seconds(requests - self._max_requests, pace, now)
+        if self._max_tokens is not None and tokens > self._max_tokens:
+            pace = [length for _, length in self._left]
+            what = f"{tokens} prompt tokens would wait, and at most {self._max_tokens} may (--max-queued-tokens)"
+            return f"the queue is full: {what}", self._seconds(tokens - self._max_tokens, pace, now)
+        return None
+
+    def _seconds(self, amount: int, pace: Sequence[int], now: float) -> int:
+        """How long it takes until `amount` has left the queue, at the speed of late."""
+        if len(pace) < 2:
+            return 1
+        speed = sum(pace[1:]) / max(now - self._left[0][0], 1e-3)
+        return min(LONGEST_RETRY, max(1, math.ceil(amount / speed)))

@@ -1,0 +1,60 @@
+"""Numbers that several API processes count together: each adds in a row of its own and anybody can sum the rows.
+
+The table lies in memory that the processes share, so the sums are exact at any time, cost no message, and outlive
+a process: whoever takes the place of one goes on counting in its row.  What is counted is the metrics' business.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+CELLS = 1024  # float64 in a row: more than there are metrics
+
+
+class Counters:
+    """The table, as the process in row `index` sees it.  Without a descriptor it is private memory."""
+
+    def __init__(self, descriptor: int | None = None, index: int = 0, count: int = 1) -> None:
+        size = 8 * CELLS * count
+        memory = bytearray(size) if descriptor is None else mmap.mmap(descriptor, size)
+        self._cells = memoryview(memory).cast("d")
+        self._own = index * CELLS
+        self._used = 0
+
+    def take(self, size: int) -> Cells:
+        """The next `size` columns; every process must take the same in the same order."""
+        first = self._used
+        self._used += size
+        assert self._used <= CELLS, "counters.CELLS is too small"
+        return Cells(self._cells, self._own, first, size)
+
+
+class Cells:
+    """Some columns of the table."""
+
+    def __init__(self, cells: memoryview[float], own: int, first: int, size: int) -> None:
+        self._cells = cells
+        self._own = own + first
+        self._first = first
+        self._size = size
+
+    def add(self, place: int, amount: float = 1.0) -> None:
+        """Count in this process' row."""
+        self._cells[self._own + place] += amount
+
+    def clear(self) -> None:
+        """What a process before this one has left in the row is no more (gauges only)."""
+        for place in range(self._size):
+            self._cells[self._own + place] = 0.0
+
+    def total(self, place: int) -> float:
+        """Over all processes."""
+        return sum(self._cells[self._first + place :: CELLS])
+
+
+def share(count: int) -> int:
+    """A descriptor of empty memory for `count` processes; they inherit it."""
+    descriptor = os.memfd_create("tokserve-counters")
+    os.ftruncate(descriptor, 8 * CELLS * count)
+    return descriptor
