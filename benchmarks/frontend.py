@@ -48,6 +48,8 @@ from tokserve.messages import (
     Ready,
     Reply,
     StepStats,
+    Submit,
+    Verdict,
     decode_to_engine,
     encode,
 )
@@ -155,17 +157,16 @@ class Engine:
         while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
-            if isinstance(message, Add):
-                row = Row(message)
-                if message.hold:
-                    whole.append(row)
-                else:
-                    self._rows[row.rid] = row
+            if isinstance(message, Submit):
+                self._say(Verdict(message.call_id))
+                for row in map(Row, message.adds):
+                    if row.hold:
+                        whole.append(row)
+                    else:
+                        self._rows[row.rid] = row
             elif isinstance(message, Abort):
                 for rid in message.rids:
                     self._rows.pop(rid, None)
-                if message.call_id is not None:
-                    self._say(Reply(message.call_id, dict.fromkeys(message.rids, "aborted")))
             else:
                 self._answer(message)
         if whole:

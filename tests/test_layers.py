@@ -41,7 +41,7 @@ LAZY_IMPORTS = {
     "executor/inline.py",
     "cli/bench.py",
     "cli/main.py",
-    "cli/serve.py",
+    "cli/http.py",
 }
 
 

@@ -79,6 +79,12 @@ class Server:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
         return next(p for p in children if "tokserve.engine.process" in " ".join(p.cmdline()))
 
+    def api_processes(self) -> list[psutil.Process]:
+        """The API processes of a server that has several, oldest first."""
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        found = [p for p in children if "tokserve.cli.api_server" in " ".join(p.cmdline())]
+        return sorted(found, key=lambda p: (p.create_time(), p.pid))
+
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         """POST JSON."""
         return httpx.post(self.url + path, json=body, timeout=120, **kwargs)

@@ -26,7 +26,7 @@ from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Ready, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
-from tokserve.server.serving import Place
+from tokserve.server.counters import Place
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 

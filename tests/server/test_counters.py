@@ -4,8 +4,7 @@ import os
 
 from tests.server.fake_llm import says, site
 from tests.server.test_metrics import values
-from tokserve.server.counters import Counters, share
-from tokserve.server.serving import Place
+from tokserve.server.counters import Counters, Place, share
 
 
 def test_rows_are_summed_and_outlive_their_writer() -> None:

@@ -114,13 +114,13 @@ def _let_go(owner: int, stdin: int, directory: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, who: str = "the engine process") -> str:
     """An exit code in words."""
     if code >= 0:
-        return f"the engine process ended with exit code {code}"
+        return f"{who} ended with exit code {code}"
     with suppress(ValueError):
-        return f"the engine process was killed by {signal.Signals(-code).name}"
-    return f"the engine process was killed by signal {-code}"
+        return f"{who} was killed by {signal.Signals(-code).name}"
+    return f"{who} was killed by signal {-code}"
 
 
 def _private_directory() -> str:

@@ -37,8 +37,9 @@ from tokserve.server import (
 )  # fmt: skip
 from tokserve.server.auth import Keys
 from tokserve.server.body import Gone
+from tokserve.server.counters import Place
 from tokserve.server.openapi import Endpoint
-from tokserve.server.serving import Place, Serving
+from tokserve.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]

@@ -9,7 +9,20 @@ from __future__ import annotations
 import mmap
 import os
 
+import msgspec
+
 CELLS = 1024  # float64 in a row: more than there are metrics
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which of the server's API processes this is, and what it has in common with the others.
+
+    `created`: when the server started, in seconds.  `counters`: the descriptor of the shared table.
+    """
+
+    index: int
+    created: int
+    counters: int | None
 
 
 class Counters:

@@ -23,7 +23,7 @@ from tokserve.config import Config
 from tokserve.errors import REFUSALS, NotFound, Overloaded, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body
-from tokserve.server.counters import Counters
+from tokserve.server.counters import Counters, Place
 from tokserve.server.flights import Flight
 from tokserve.server.metrics import Metrics
 from tokserve.server.sse import Watch
@@ -69,17 +69,6 @@ class Fields(msgspec.Struct, frozen=True):
         if error.message.startswith(field):
             error.message = f"{error.field}{error.message[len(field) :]}"
         return error
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Which of the server's API processes this is, and what it has in common with the others.
-
-    `created`: when the server started, in seconds.  `counters`: the descriptor of their shared memory.
-    """
-
-    index: int
-    created: int
-    counters: int | None
 
 
 class Serving:

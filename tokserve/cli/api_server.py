@@ -1,0 +1,92 @@
+"""One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and dying with it.
+
+Stdin is a socket to the supervisor.  From there comes one line of JSON, the `Opening`; one goes back, the `Report`,
+when this process can serve or knows that it cannot; its end means that the supervisor is gone.  The listening socket
+and the shared counters are inherited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+import msgspec
+
+from tokserve import log
+from tokserve.cli import listen
+from tokserve.cli.http import ApiServer, Signals
+from tokserve.config import Config
+from tokserve.errors import StartError
+from tokserve.server.counters import Place
+
+logger = logging.getLogger("tokserve.serve")
+COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")
+SUPERVISOR = 0  # the descriptor
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What the process needs to know.  `name` is its name to the engine, `listening` a descriptor."""
+
+    config: Config
+    name: str
+    address: str
+    engine: int
+    listening: int
+    place: Place
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Ready to serve, unless there is an error."""
+
+    error: str | None = None
+
+
+def main() -> None:
+    """The process."""
+    with open(SUPERVISOR, "rb", closefd=False) as channel:
+        line = channel.readline()
+    if not line:
+        sys.exit("an API process is started by `tokserve serve --api-server-count N`, with its orders on stdin")
+    opening = msgspec.json.decode(line, type=Opening)
+    log.setup(f"api-{opening.place.index}", opening.config.server.log_level)
+    with socket.socket(fileno=opening.listening) as sock:
+        sys.exit(asyncio.run(_run(opening, sock)))
+
+
+async def _run(opening: Opening, sock: socket.socket) -> int:
+    asyncio.get_running_loop().add_reader(SUPERVISOR, _leave, opening.config)
+    server = ApiServer(opening.config, opening.place)
+    joining = server.llm.connect(opening.address, pid=opening.engine, name=opening.name)
+    starting = asyncio.create_task(server.start(joining))
+    signals = Signals(starting.cancel)
+    try:
+        await asyncio.wait([starting])
+        if starting.cancelled():
+            return 0
+        starting.result()
+        _tell(Report())
+        return await server.serve(sock, signals)
+    except StartError as error:
+        _tell(Report(str(error)))
+        return 1
+    finally:
+        await server.end()
+
+
+def _tell(report: Report) -> None:
+    os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
+
+
+def _leave(config: Config) -> None:
+    """The supervisor says nothing more, so it is gone, and whatever this process still did would be unheard of."""
+    logger.info("the supervisor is gone: leaving")
+    listen.remove(config)
+    logging.shutdown()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""One API process' life: the HTTP side is imported while the engine loads, served, drained and ended.
+
+The first signal drains, the second aborts what still runs.  Knows nothing of other API processes but the `Place`
+that it passes on.  What operators read (the banner, the line of statistics) is here as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tokserve.cli.listen import BACKLOG
+from tokserve.client.async_llm import AsyncLLM
+from tokserve.config import Config
+from tokserve.errors import StartError
+from tokserve.server.counters import Place
+
+logger = logging.getLogger("tokserve.serve")
+HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies after the first, a further signal
+DEAD_GRACE = 5.0  # seconds that 503s are answered after the engine's death, before the process exits
+
+
+class Signals:
+    """What SIGTERM and SIGINT do: at first end the start-up, later whatever `act` is set to."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, lambda: self.act())
+
+
+class ApiServer:
+    """The HTTP server around an `AsyncLLM`.  `start`, then `serve`; `end` whatever happens."""
+
+    def __init__(self, config: Config, place: Place | None = None) -> None:
+        self.llm = AsyncLLM.from_config(config)
+        self._config = config
+        self._place = place
+        self._http: Any = None
+
+    async def start(self, joining: Coroutine[Any, Any, None] | None = None) -> None:
+        """Start the engine, or join one by `joining`; the HTTP side is imported meanwhile.  Raises StartError."""
+        engine = asyncio.create_task(joining or self.llm.start())
+        try:
+            await asyncio.sleep(0)  # the engine's process is there
+            self._http = await asyncio.to_thread(_http_server, self.llm, self._config, self._place)
+            await engine
+        finally:
+            engine.cancel()
+
+    async def serve(self, sock: socket.socket, signals: Signals) -> int:
+        """Serve until a signal or the engine's death; returns the exit code."""
+        server, app = self._http
+        signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
+        watching = asyncio.create_task(_watch(self.llm, server))
+        await server.serve(sockets=[sock])
+        watching.cancel()
+        return 1 if self.llm.dead else 0
+
+    async def end(self) -> None:
+        """Leave the engine; one of our own ends."""
+        await self.llm.shutdown()
+
+
+def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
+    """The uvicorn server and the app's drain switch; imported while the engine loads."""
+    import uvicorn
+
+    from tokserve.server.app import build_app
+    from tokserve.server.protocol import Protocol
+
+    app = build_app(llm, config, place=place)
+    s = config.server
+
+    class Server(uvicorn.Server):
+        """uvicorn without its signal handlers: ours drain first."""
+
+        def install_signal_handlers(self) -> None:
+            return
+
+        def capture_signals(self) -> Any:
+            from contextlib import nullcontext
+
+            return nullcontext()
+
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_keep_alive=s.keep_alive, root_path=s.root_path,
+        ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile, ssl_ca_certs=s.ssl_ca_certs,
+        ssl_cert_reqs=2 if s.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
+        http=Protocol, ws="none",
+    )  # fmt: skip
+    try:
+        settings.load()
+    except OSError as error:  # what ssl raises is one
+        raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
+    return Server(settings), app
+
+
+def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:
+    """What a signal does from now on."""
+    loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Task[None]] = []
+
+    async def drain(seconds: float, hang_up: float) -> None:
+        app.state.draining = True
+        logger.info("stopping: up to %.0f s for running requests", seconds)
+        end = loop.time() + seconds
+        while llm.num_inflight and loop.time() < end and llm.dead is None:
+            await asyncio.sleep(0.05)
+        if llm.num_inflight and llm.dead is None:
+            logger.info("aborting %d running requests", llm.num_inflight)
+            await llm.abort_own("shutdown")
+        server.should_exit = True
+        await asyncio.sleep(hang_up)
+        for connection in list(server.server_state.connections):  # clients that do not read
+            connection.transport.abort()
+
+    def on_signal() -> None:
+        again = bool(stopping)
+        if again:
+            stopping[0].cancel()
+        stopping.insert(0, asyncio.ensure_future(drain(0.0 if again else timeout, HANG_UP[again])))
+
+    return on_signal
+
+
+async def _watch(llm: AsyncLLM, server: Any) -> None:
+    while llm.dead is None:
+        await asyncio.sleep(0.2)
+    logger.error("the engine died: %s; answering 503 for %.0f s, then exiting", llm.dead.private, DEAD_GRACE)
+    await asyncio.sleep(DEAD_GRACE)
+    server.should_exit = True
+
+
+def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
+    ready = llm.ready
+    for name, value in ready.facts.items():
+        logger.info(
+            "%s: %s", name, " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+    tokens = ready.num_blocks * ready.block_size
+    logger.info("kv cache: %d tokens (%d blocks of %d), max_model_len %d", tokens, ready.num_blocks, ready.block_size,
+                ready.max_model_len)  # fmt: skip
+    logger.info("serving on %s, ready after %.1f s", url, seconds)
+
+
+async def report(llm: AsyncLLM, config: Config) -> None:
+    """One line per interval in which tokens were computed."""
+    interval = config.server.log_stats_interval
+    last = llm.stats
+    while True:
+        await asyncio.sleep(interval)
+        now = llm.stats
+        if now.steps != last.steps:
+            hits = now.prefix_hits - last.prefix_hits
+            queries = max(1, now.prefix_queries - last.prefix_queries)
+            logger.info(
+                "running %d, waiting %d, prompt %.0f tok/s, output %.0f tok/s, kv %.0f %%, prefix hits %.0f %%, "
+                "preemptions %d",
+                now.running, now.waiting, (now.prompt_tokens - last.prompt_tokens) / interval,
+                (now.output_tokens - last.output_tokens) / interval, 100 * now.blocks_held / max(1, now.blocks_total),
+                100 * hits / queries, now.preemptions,
+            )  # fmt: skip
+        last = now

@@ -1,0 +1,87 @@
+"""The address a server listens on: taken before anything loads, shared by several processes, left clean at the end.
+
+Nothing is listened on here: whoever accepts begins when requests can be served.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from tokserve.config import Config
+from tokserve.errors import StartError
+
+BACKLOG = 4096  # connections not yet accepted
+
+
+def bind(config: Config) -> socket.socket:
+    """The socket, bound.  Raises StartError, for a port in use as well."""
+    server = config.server
+    if server.uds:
+        family, where = socket.AF_UNIX, server.uds
+        address: str | tuple[str, int] = where
+    else:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        address, where = (server.host, server.port), f"{server.host}:{server.port}"
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if server.uds:
+            _remove_stale(server.uds)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens leave at once
+        sock.bind(address)
+        if server.uds:
+            os.chmod(server.uds, 0o600)
+    except OSError as error:
+        sock.close()
+        raise StartError(f"cannot listen on {where}: {error.strerror}") from None
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Unlink a socket file that nobody listens on; one in use is left, and bind will say so."""
+    if not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            return
+
+
+def spread(sock: socket.socket, count: int) -> list[socket.socket]:
+    """A socket at the same address for each of `count` processes; the first is the one given.
+
+    The kernel spreads TCP connections over them evenly, while of one socket that all accept from, whoever wakes first
+    takes most of a burst.  For a Unix socket it has no such thing: all get the same.
+    """
+    if sock.family == socket.AF_UNIX:
+        return [sock] * count
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: binding had to notice other servers
+    sockets = [sock]
+    for _ in range(count - 1):
+        other = socket.socket(sock.family, socket.SOCK_STREAM)
+        sockets.append(other)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        other.bind(sock.getsockname())
+    return sockets
+
+
+def url(config: Config, sock: socket.socket) -> str:
+    """Where clients find it."""
+    if config.server.uds:
+        return f"unix:{config.server.uds}"
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if config.server.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def remove(config: Config) -> None:
+    """Take a Unix socket's file away."""
+    if config.server.uds and os.path.exists(config.server.uds):
+        os.unlink(config.server.uds)
