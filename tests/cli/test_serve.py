@@ -1,6 +1,7 @@
 """The listening socket."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,26 @@ def test_a_small_write_is_not_held_back_by_the_kernel() -> None:
 def test_an_address_that_is_not_ours() -> None:
     with pytest.raises(StartError, match=r"cannot listen on 192\.0\.2\.1:1"):
         listen.bind(Config.make(host="192.0.2.1", port=1))
+
+
+def test_sockets_of_several_processes_share_an_address_that_nobody_else_can_take() -> None:
+    with listen.bind(Config.make(port=0)) as first:
+        sockets = listen.spread(first, 3)
+        try:
+            assert sockets[0] is first and {each.getsockname() for each in sockets} == {first.getsockname()}
+            for each in sockets:
+                each.listen()
+            with pytest.raises(StartError, match="cannot listen"):
+                listen.bind(Config.make(port=first.getsockname()[1]))
+        finally:
+            for each in sockets[1:]:
+                each.close()
+
+
+def test_a_unix_socket_is_one_for_all(tmp_path: Path) -> None:
+    config = Config.make(uds=str(tmp_path / "s"))
+    with listen.bind(config) as only:
+        assert listen.spread(only, 3) == [only] * 3
+        listen.remove(config)
+        listen.remove(config)
+        assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -77,7 +78,8 @@ async def _run(opening: Opening, sock: socket.socket) -> int:
 
 
 def _tell(report: Report) -> None:
-    os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
+    with suppress(BrokenPipeError):  # it is gone; `_leave` is next
+        os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
 
 
 def _leave(config: Config) -> None:
