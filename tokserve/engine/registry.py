@@ -6,7 +6,7 @@ The one authority on ids for all front ends.  Knows nothing of what requests do;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokserve.engine.request import Request
@@ -34,6 +34,10 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._by_rid)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests, in order of receipt."""
+        return (submission.requests[rid] for rid, submission in self._by_rid.items())
 
     def in_use(self, key: str, rids: Iterable[str]) -> bool:
         """Whether the key or one of the rids is taken."""
@@ -82,7 +86,7 @@ class Registry:
 
     def of(self, owner: bytes) -> list[Request]:
         """The requests of a front end."""
-        return [s.requests[rid] for rid, s in self._by_rid.items() if s.requests[rid].owner == owner]
+        return [request for request in self if request.owner == owner]
 
     def has_ended(self, key: str) -> bool:
         """Whether the key was in use not long ago."""
