@@ -1,0 +1,238 @@
+"""tokserve beside its peers on this machine, in one run and in turns: `python benchmarks/peers.py --help`.
+
+Figures of a shared machine mean little alone, so every case is asked of all peers one after the other (A B C, A B C)
+and the ratio is what counts.  Load on HTTP servers comes from `tokserve bench serve`'s own code, for all alike; no two
+cases or rounds have a prompt in common, so no prefix cache helps.  llama.cpp is driven through its bindings, without
+HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peer_servers as servers
+
+from tokserve import __version__
+from tokserve.bench import serve
+from tokserve.bench.datasets import DatasetSpec
+from tokserve.bench.wire import RequestShape
+
+ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+OURS = "tokserve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A closed-loop load and the figure that is read from it."""
+
+    name: str
+    unit: str
+    figure: Callable[[dict[str, Any]], float]  # of the result of `tokserve bench serve`
+    count: int
+    concurrency: int
+    input_len: int = 128
+    output_len: int = 64
+    stream: bool = True
+    logprobs: int | None = None
+
+    def load(self, url: str, seed: int, vocab_size: int) -> float:
+        """Ask a server; its figure."""
+        shape = RequestShape(backend="tokens", stream=self.stream, logprobs=self.logprobs)
+        prompts = DatasetSpec(
+            count=self.count, input_len=self.input_len, output_len=self.output_len, vocab_size=vocab_size, seed=seed
+        )
+        load = serve.Load(
+            base_url=url, shape=shape, dataset=prompts, max_concurrency=self.concurrency, goodput={},
+            percentiles=(50.0,), progress=False,
+        )  # fmt: skip
+        row, _ = serve.serve(load)
+        if row["failed"]:
+            raise SystemExit(f"{self.name}: {row['failed']} requests failed: {row['first_error']}")
+        return self.figure(row)
+
+    def ask(self, llama: servers.Llama) -> float:
+        """The same of llama.cpp."""
+        if self.output_len == 1:
+            return llama.ask(sequences=self.count, prompt=self.input_len, steps=0)
+        return llama.ask(sequences=self.concurrency, prompt=self.input_len, steps=self.output_len)
+
+
+def step_ms(row: dict[str, Any]) -> float:
+    """The median time between two tokens of a request: a step of the batch, whatever prefills were in between."""
+    return float(row["median_itl_ms"])
+
+
+def prompt_rate(row: dict[str, Any]) -> float:
+    """Prompt tokens per second."""
+    return float(row["total_input_tokens"] / row["duration"])
+
+
+def output_rate(row: dict[str, Any]) -> float:
+    """Output tokens per second."""
+    return float(row["output_throughput"])
+
+
+DECODE: dict[str, Any] = {"unit": "ms/step", "figure": step_ms, "output_len": 32}
+PREFILL: dict[str, Any] = {"unit": "tok/s", "figure": prompt_rate, "output_len": 1, "stream": False}
+HTTP: dict[str, Any] = {"unit": "tok/s", "figure": output_rate}
+LARGE = [
+    *(Case(name=f"decode c={c}", count=max(c, 2), concurrency=c, **DECODE) for c in (1, 4, 16)),
+    Case(name="prefill, 1024 tokens", count=3, concurrency=1, input_len=1024, **PREFILL),
+]
+TINY = [
+    Case(name="c=1, stream", count=8, concurrency=1, **HTTP),
+    Case(name="c=16", count=64, concurrency=16, stream=False, **HTTP),
+    Case(name="c=64, stream", count=192, concurrency=64, **HTTP),
+    Case(name="c=64, stream, logprobs 5", count=192, concurrency=64, logprobs=5, **HTTP),
+    Case(name="c=64", count=192, concurrency=64, stream=False, **HTTP),
+]
+
+
+@dataclass
+class Table:
+    """Figures by case and peer, in the order they came."""
+
+    title: str
+    peers: list[str]
+    figures: dict[tuple[str, str], dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, case: str, unit: str, peer: str, value: float) -> None:
+        """Note a figure and show it."""
+        self.figures.setdefault((case, unit), {}).setdefault(peer, []).append(value)
+        print(f"  {case:<26} {peer:<16} {value:10.2f} {unit}", flush=True)
+
+    def rows(self) -> Iterator[str]:
+        """Markdown: each peer's figures by round and, in brackets, how many times better tokserve's median is."""
+        yield f"| {self.title} | unit | " + " | ".join(self.peers) + " |"
+        yield "|---" * (len(self.peers) + 2) + "|"
+        for (case, unit), found in self.figures.items():
+            cells = [self._cell(unit, found[OURS], found.get(peer, []), peer) for peer in self.peers]
+            yield f"| {case} | {unit} | " + " | ".join(cells) + " |"
+
+    @staticmethod
+    def _cell(unit: str, ours: Sequence[float], theirs: Sequence[float], peer: str) -> str:
+        if not theirs:
+            return "-"
+        text = " / ".join(f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" for value in theirs)
+        if peer == OURS:
+            return text
+        ratio = statistics.median(ours) / statistics.median(theirs)
+        return f"{text} ({ratio if unit == 'tok/s' else 1 / ratio:.2f}x)"
+
+
+@contextmanager
+def started(args: argparse.Namespace, model: str, table: Table, logs: Path) -> Iterator[list[servers.Process]]:
+    """All peers for `model`, up together; what starting took is in the table."""
+    for path in Path(model).glob("*.safetensors"):
+        path.read_bytes()  # so that the first to start does not read the disk for the others
+    kv = args.kv_gib
+    starts: list[Callable[[], servers.Process]] = [
+        partial(servers.tokserve, model, kv, shlex.split(args.tokserve_flags), logs / "tokserve.log")
+    ]
+    if args.vllm_python:
+        flags = shlex.split(args.vllm_flags)
+        starts.append(partial(servers.vllm, args.vllm_python, model, kv, flags, logs / "vllm.log"))
+    if args.llama_python and model == args.large:
+        starts += [partial(servers.Llama, args.llama_python, path, logs / "llama.log") for path in args.gguf]
+    with ExitStack() as stack:
+        up = []
+        for start in starts:
+            up.append(start())
+            stack.callback(up[-1].stop)
+            table.add("start to ready", "s", up[-1].name, up[-1].start_seconds)
+        yield up
+
+
+def compare(args: argparse.Namespace, model: str, cases: Sequence[Case], rounds: int, logs: Path) -> Table:
+    """Run `cases` against everything that is there, in turns."""
+    vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    table = Table(Path(model).name, [])
+    print(f"{model}:", flush=True)
+    with started(args, model, table, logs) as up:
+        table.peers = [peer.name for peer in up]
+        for turn in range(rounds):
+            for number, case in enumerate(cases):
+                for peer in up:
+                    seed = turn * len(cases) + number + 1
+                    if isinstance(peer, servers.HttpServer):
+                        value = case.load(peer.url, seed, vocab_size)
+                    else:
+                        assert isinstance(peer, servers.Llama)
+                        value = case.ask(peer)
+                    table.add(case.name, case.unit, peer.name, value)
+        for peer in up:
+            table.add(f"resident memory after, {args.kv_gib} GiB KV configured", "MiB", peer.name, peer.resident_mib())
+    return table
+
+
+def hardware() -> str:
+    """Processor, cores, instruction sets that matter, and how busy the machine is."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    isa = " ".join(name for name in ISA if name in flags)
+    family = f"family {facts.get('cpu family', '?')} model {facts.get('model', '?')}"
+    name = facts.get("model name", "unknown processor")
+    return f"{name} ({family}), {len(os.sched_getaffinity(0))} cores, {isa}; load average {os.getloadavg()[0]:.1f}"
+
+
+def version(python: str | None, package: str) -> str:
+    """The version of a package in another Python, or that the peer is left out."""
+    if not python:
+        return f"{package} left out (no flag)"
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return f"{package} {subprocess.check_output([python, '-c', code], text=True).strip()}"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--large", metavar="DIR", help="checkpoint for decode, prefill, start and memory (Qwen3-0.6B)")
+    add("--tiny", metavar="DIR", help="checkpoint so small that the server is what is measured")
+    add("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM's CPU build")
+    add("--llama-python", metavar="PATH", help="the Python of an environment with llama-cpp-python; needs --gguf")
+    add("--gguf", metavar="FILE", action="append", default=[], help="--large as NAME-TYPE.gguf (repeatable)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each case. Default: 3.")
+    add("--quick", action="store_true", help="one turn")
+    add("--kv-gib", type=int, default=2, metavar="N", help="KV cache of the servers in GiB. Default: 2.")
+    add("--tokserve-flags", default="", metavar="'FLAGS'", help="more for `tokserve serve`")
+    add("--vllm-flags", default="", metavar="'FLAGS'", help="more for `vllm serve`")
+    args = parser.parse_args()
+    if bool(args.llama_python) != bool(args.gguf) or not (args.large or args.tiny):
+        parser.error("--llama-python and --gguf go together, and at least one of --large and --tiny is needed")
+    return args
+
+
+def main() -> None:
+    """Run everything, then print the tables."""
+    args = arguments()
+    rounds = 1 if args.quick else args.rounds
+    peers = [version(args.vllm_python, "vllm"), version(args.llama_python, "llama_cpp_python")]
+    about = [
+        f"{datetime.now():%d %B %Y}. {hardware()}.",
+        f"tokserve {__version__}, {', '.join(peers)}.",
+        f"`{shlex.join(['python', *sys.argv])}`",
+    ]
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        sets = [(model, cases) for model, cases in ((args.large, LARGE), (args.tiny, TINY)) if model]
+        tables = [compare(args, model, cases, rounds, Path(folder)) for model, cases in sets]
+    print("\n" + "\n\n".join(["\n".join(about), *("\n".join(table.rows()) for table in tables)]))
+
+
+if __name__ == "__main__":
+    main()
