@@ -33,7 +33,7 @@ REFUSED = [
     ({"request_id": "a\nb"}, "request_id"), ({"request_id": "\u00e4"}, "request_id"),
     ({"model": 5}, "model"), ({"stream": "true"}, "stream"), ({"stream": 1}, "stream"),
     ({"return_token_ids": "yes"}, "return_token_ids"), ({"output_mode": "speech"}, "output_mode"),
-    ({"output_mode": None}, "output_mode"), ({"logprobs_format": "xml"}, "logprobs_format"),
+    ({"logprobs_format": "xml"}, "logprobs_format"),
     ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "s" * 129}, "cache_salt"), ({"cache_salt": 3}, "cache_salt"),
     ({"priority": 1.0}, "priority"), ({"priority": 2**63}, "priority"), ({"priority": False}, "priority"),
     ({"kv_transfer_params": {}}, "kv_transfer_params"), ({"ec_transfer_params": {}}, "ec_transfer_params"),
@@ -42,7 +42,7 @@ REFUSED = [
     ({"deadline_ms": -1}, "deadline_ms"), ({"deadline_ms": 1.5}, "deadline_ms"),
     ({"queue_timeout_ms": 0}, "queue_timeout_ms"), ({"queue_timeout_ms": 10**12}, "queue_timeout_ms"),
     ({"group_id": ""}, "group_id"), ({"group_id": "g" * 257}, "group_id"),
-    ({"sampling_params": None}, "sampling_params"), ({"sampling_params": []}, "sampling_params"),
+    ({"sampling_params": []}, "sampling_params"),
     ({"stream_options": []}, "stream_options"),
 ]  # fmt: skip
 
@@ -127,6 +127,13 @@ def test_null_is_absent_where_a_field_is_optional(api: Api) -> None:
     prompt = [5] * (api.max_model_len - 4)
     reply = api.generate(dict.fromkeys(params) | {"temperature": 0}, token_ids=prompt, **dict.fromkeys(names))
     assert reply["choices"][0]["token_ids"]
+
+
+def test_null_is_absent_also_where_it_is_no_value(api: Api) -> None:
+    names = ("output_mode", "logprobs_format", "priority")
+    want = api.choice({"temperature": 0})
+    assert api.choice({"temperature": 0}, **dict.fromkeys(names))["token_ids"] == want["token_ids"]
+    assert api.ok(GENERATE, {"token_ids": PROMPT, "sampling_params": None, "deadline_ms": 2000})["choices"]
 
 
 def test_no_model_is_the_served_model_and_an_unknown_one_is_404(api: Api) -> None:
