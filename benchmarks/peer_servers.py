@@ -34,22 +34,28 @@ def free_port() -> int:
 
 
 class Process:
-    """A started peer; `start_seconds` is the time until it was ready."""
+    """A started peer, to be stopped whatever happens; `wait_ready` says how long it took until it could be asked."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: dict[str, str], piped: bool = False) -> None:
         self.name = name
-        self.start_seconds = 0.0
         pipe = subprocess.PIPE if piped else None
+        self._began = time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command, stdin=pipe or subprocess.DEVNULL, stdout=pipe or file, stderr=file, env=os.environ | env,
                 start_new_session=True,
             )  # fmt: skip
         self._log = log
-        self._began = time.perf_counter()
 
-    def _ready(self) -> None:
-        self.start_seconds = time.perf_counter() - self._began
+    def wait_ready(self) -> float:
+        """Seconds from the start until it was ready; ends the program if it does not get there."""
+        while not self._is_ready():
+            self._check_alive()
+            time.sleep(0.02)
+        return time.perf_counter() - self._began
+
+    def _is_ready(self) -> bool:
+        raise NotImplementedError
 
     def _check_alive(self) -> None:
         late = time.perf_counter() - self._began > START_SECONDS
@@ -80,12 +86,8 @@ class HttpServer(Process):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         super().__init__(name, [*command, "--port", str(port)], log, env)
-        while not self._healthy():
-            self._check_alive()
-            time.sleep(0.02)
-        self._ready()
 
-    def _healthy(self) -> bool:
+    def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -120,8 +122,9 @@ class Llama(Process):
         worker = str(Path(__file__).with_name("llama_worker.py"))
         threads = str(len(os.sched_getaffinity(0)))
         super().__init__(name, [python, worker, gguf, "--threads", threads], log, {}, piped=True)
-        self._answer()
-        self._ready()
+
+    def _is_ready(self) -> bool:
+        return bool(self._answer())
 
     def _answer(self) -> Any:
         assert self._process.stdout

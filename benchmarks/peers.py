@@ -153,7 +153,7 @@ def started(args: argparse.Namespace, model: str, table: Table, logs: Path) -> I
         for start in starts:
             up.append(start())
             stack.callback(up[-1].stop)
-            table.add("start to ready", "s", up[-1].name, up[-1].start_seconds)
+            table.add("start to ready", "s", up[-1].name, up[-1].wait_ready())
         yield up
 
 
