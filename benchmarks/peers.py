@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -221,6 +222,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run everything, then print the tables."""
     args = arguments()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # an exception, so that the peers are stopped
     rounds = 1 if args.quick else args.rounds
     peers = [version(args.vllm_python, "vllm"), version(args.llama_python, "llama_cpp_python")]
     about = [
