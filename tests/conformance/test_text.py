@@ -54,7 +54,7 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
     ("name", "value"),
     [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
      ("best_of", 2), ("suffix", "x"), ("structured_outputs", {}), ("guided_json", {}), ("use_beam_search", True),
-     ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x"), ("reasoning_effort", "low")],
+     ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x")],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_not_ignored(text: Api, route: str, name: str, value: Any) -> None:
     error = text.refused(text.post(route, BODIES[route] | {name: value}), 400, name)

@@ -262,7 +262,7 @@ def test_strict_refuses_unknown_fields() -> None:
     [
         {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
         {"functions": [{}]}, {"response_format": {"type": "json_object"}}, {"audio": {}}, {"modalities": ["audio"]},
-        {"web_search_options": {}}, {"reasoning_effort": "high"}, {"structured_outputs": {"choice": ["a"]}},
+        {"web_search_options": {}}, {"structured_outputs": {"choice": ["a"]}},
         {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3}, {"suffix": "x"}, {"echo": True},
         {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
     ],

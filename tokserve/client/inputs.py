@@ -85,7 +85,7 @@ class Inputs:
         self._check_terms(order)
         request_id = secrets.token_hex(16) if order.request_id is None else order.request_id
         key = bare_id(request_id)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: as vLLM's clients write null
         bad = self._bad_sequences(params)
         self._check_choice_left(params, bad)
         sampling = params.for_engine(seed=None, bad_token_sequences=bad)

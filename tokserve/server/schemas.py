@@ -20,7 +20,7 @@ from tokserve.server import errors
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
-    "reasoning_effort": ("none",), "reasoning": ({},), "verbosity": ("medium",),
+    "reasoning": ({},), "verbosity": ("medium",),
     "structured_outputs": (), "structural_tag": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "guided_json_object": (False,), "logits_processors": ([],), "repetition_detection": (),
     "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,), "length_penalty": (1, 1.0),

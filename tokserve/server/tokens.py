@@ -197,7 +197,7 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
     for name, value in values.items():
         if name in UNSUPPORTED and value is not None:
             raise errors.unsupported(f"sampling_params.{name}")
-        if name == "prompt_logprobs" and isinstance(value, bool):
+        if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if not (name in HARMLESS or name in UNSUPPORTED or (value is None and name in NULLABLE)):
             kept[name] = value
