@@ -38,8 +38,8 @@ IN_RANGE = [
     {"top_k": 0}, {"top_k": -1}, {"top_k": 2**31 - 1}, {"min_p": 0}, {"min_p": 1}, {"seed": 2**63 - 1},
     {"seed": -(2**63)}, {"seed": 2**63 - 1, "n": 2}, {"presence_penalty": -2}, {"frequency_penalty": 2},
     {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e300}, {"min_tokens": 8}, {"logprobs": 20},
-    {"prompt_logprobs": 0}, {"prompt_logprobs": True}, {"prompt_logprobs": False}, {"logprobs": True}, {"logprobs": False},
-    {"logit_bias": {}},
+    {"prompt_logprobs": 0}, {"prompt_logprobs": True}, {"prompt_logprobs": False}, {"logprobs": True},
+    {"logprobs": False}, {"logit_bias": {}},
     {"logit_bias": {str(A): 1e300, str(B): -1e300}}, {"allowed_token_ids": [A, A]}, {"logprob_token_ids": [A, A]},
     {"stop_token_ids": [A] * 300}, {"bad_token_sequences": [[A, B]] * 300}, {"extra_args": {"a": {"b": [None]}}},
 ]  # fmt: skip
