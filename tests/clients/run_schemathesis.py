@@ -1,0 +1,43 @@
+"""schemathesis over /openapi.json: whatever the schema allows, and what it does not, the answer is never a 5xx.
+
+Routes that change the server for everybody (aborts, pauses, weights, profiles) are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from report import Report
+
+CONTROL = r"abort|pause|resume|sleep|wake|reset|update|weight|lora|profile|init_|collective|world_size|admin|drain"
+EXAMPLES = 60
+
+
+def main() -> None:
+    report = Report()
+    routes = sorted(path for path in report.paths if not re.search(CONTROL, path))
+    with tempfile.TemporaryDirectory() as place:
+        found = Path(place) / "found.ndjson"
+        command = [
+            str(Path(sys.executable).parent / "schemathesis"), "run", f"{report.url}/openapi.json",
+            "--checks", "not_a_server_error", "--exclude-path-regex", CONTROL, "--max-examples", str(EXAMPLES),
+            "--seed", "1", "--phases", "examples,coverage,fuzzing", "--mode", "all", "--workers", "2",
+            "--request-timeout", "60", "--generation-database", "none", "--report", "ndjson",
+            "--report-ndjson-path", str(found),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        print(done.stdout[-3000:])
+        if done.returncode:
+            print(done.stderr[-2000:])
+        report.check(f"no 5xx from {len(routes)} routes", done.returncode == 0)
+        count = sum(1 for line in found.read_text().splitlines() if "ScenarioFinished" in json.loads(line))
+    report.done("schemathesis", "hypothesis", passed=count)
+
+
+if __name__ == "__main__":
+    main()
