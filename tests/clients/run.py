@@ -35,7 +35,10 @@ CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "
            "schemathesis": "schemathesis"}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
            "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-SECONDS = 600.0
+FLAGS = {
+    "schemathesis": ("--max-model-len", "48")
+}  # a server of its own: it asks for 1024 choices of the whole context
+SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
 
 
@@ -144,6 +147,14 @@ def recording(name: str, url: str) -> Iterator[str]:
     (RECORDED / f"{CLIENTS[name]}.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def run(name: str, url: str, record: bool) -> bool:
+    """Drive a client, perhaps through the proxy; whether it passed."""
+    if not record:
+        return drive(name, url) is not None
+    with recording(name, url) as proxy:
+        return drive(name, proxy) is not None
+
+
 def main() -> int:
     """All clients, or those that are named."""
     parser = argparse.ArgumentParser(description="Run real clients against a demo server.")
@@ -154,16 +165,13 @@ def main() -> int:
     for name in names:
         python_of(name)
     failed = []
-    with Server("demo") as server:
-        for name in names:
-            if asked.record and name != "schemathesis":
-                with recording(name, server.url) as url:
-                    report = drive(name, url)
-            else:
-                report = drive(name, server.url)
-            if report is None:
-                failed.append(name)
-        alive = server.get("/health?deep=1").status_code == 200
+    alive = True
+    for flags in sorted({FLAGS.get(name, ()) for name in names}):
+        with Server("demo", *flags) as server:
+            for name in names:
+                if FLAGS.get(name, ()) == flags and not run(name, server.url, asked.record and not flags):
+                    failed.append(name)
+            alive &= server.get("/health?deep=1").status_code == 200
     print(f"{len(names) - len(failed)} of {len(names)} clients passed" + ("" if alive else "; THE SERVER IS NOT WELL"))
     return 1 if failed or not alive else 0
 

@@ -152,8 +152,8 @@ def test_completions_by_every_way(client: httpx.Client, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("check", [check_chat, check_completions])
-def test_a_thousand_by_every_way(client: httpx.Client, check: Any) -> None:
-    for seed in range(FEW, FEW + 1000):
+def test_many_more_by_every_way(client: httpx.Client, check: Any) -> None:
+    for seed in range(FEW, FEW + 250):
         check(client, seed)
