@@ -6,7 +6,7 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: install serve test test-all check format bench clean
+.PHONY: install serve test test-all test-clients check format bench clean
 
 install: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ test: install check
 
 test-all: install check
 	$(BIN)/python -m pytest -q -m 'not gpu and not multi_gpu and not network'
+
+test-clients: install
+	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 check: install
 	$(BIN)/ruff check .

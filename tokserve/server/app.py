@@ -45,9 +45,11 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 
 ENDPOINTS = (
-    Endpoint(("POST",), "/inference/v1/generate", tokens.generate, tokens.GenerateBody),
-    Endpoint(("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody),
-    Endpoint(("POST",), "/abort_requests", aborts.abort_requests, aborts.AbortBody),
+    Endpoint(("POST",), "/inference/v1/generate", tokens.generate, tokens.GenerateBody, reply=tokens.Reply),
+    Endpoint(
+        ("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply
+    ),
+    Endpoint(("POST",), "/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply),
     Endpoint(("POST",), "/v1/chat/completions", chat.chat, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/chat/completions/tokens", chat.chat_tokens, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/completions", completions.completions, schemas.CompletionBody, text=True),
@@ -78,7 +80,7 @@ class Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The schema of all routes."""
         if self.openapi_schema is None:
-            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__)
+            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, self.state.serving.names)
         return self.openapi_schema
 
 

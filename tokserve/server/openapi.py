@@ -1,9 +1,13 @@
-"""/openapi.json from the table of routes: the bodies are msgspec structs or pydantic models, described alike."""
+"""/openapi.json from the table of routes: the bodies are msgspec structs or pydantic models, described alike.
+
+Types come from the structs and models; what `params` and the routes check beyond types is told from the tables below,
+so that a client's generator (or a fuzzer) makes bodies that are accepted.  Knows nothing of what the fields do.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,28 +16,62 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.params import SamplingParams
+from tokserve.params import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, MIN_REPETITION_PENALTY, SamplingParams
+from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
-from tokserve.server.serving import Serving
+from tokserve.server.serving import MAX_SALT, Serving
 
 _REF = "#/components/schemas/{name}"
+Described = dict[str, Any]
+
+INT32, INT64 = (1 << 31) - 1, 1 << 63
+IDS: Described = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+# limits by field, for the branch of its schema that has the type
+NUMBERS: dict[str, Described] = {
+    "temperature": {"minimum": 0, "maximum": 2}, "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": INT32}, "min_p": {"minimum": 0, "maximum": 1},
+    "seed": {"minimum": -INT64, "maximum": INT64 - 1}, "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2}, "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES}, "max_tokens": {"minimum": 1, "maximum": INT32},
+    "max_completion_tokens": {"minimum": 1, "maximum": INT32}, "min_tokens": {"minimum": 0, "maximum": INT32},
+    "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
+    "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT32 - 1, "maximum": INT32},
+    "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
+}  # fmt: skip
+OTHERS: dict[str, Described] = {
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT}, "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"},
+    "group_id": {"minLength": 1, "maxLength": MAX_ID}, "token_ids": IDS, "tokens": IDS, "messages": {
+        "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
+    },
+    "allowed_token_ids": IDS, "logprob_token_ids": IDS | {"maxItems": MAX_LOGPROB_TOKEN_IDS},
+    "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
+}  # fmt: skip
+PROMPT: Described = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
+    "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
+NEEDED = {
+    "GenerateBody": ("token_ids", "token_ids_b64"),
+    "ChatBody": ("messages", "tokens"),
+    "CompletionBody": ("prompt",),
+}
+ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route: its handler, the type of its body, and whether it needs a tokenizer."""
+    """A route: its handler, the types of its body and of its reply, and whether it needs a tokenizer."""
 
     methods: tuple[str, ...]
     path: str
     handler: Callable[[Serving, Request], Awaitable[Response]]
     body: type[msgspec.Struct] | type[BaseModel] | None = None
     text: bool = False
+    reply: type[msgspec.Struct] | None = None
 
 
-def schema(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
-    """The OpenAPI document."""
+def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI document of a server that answers to the names `models`."""
     endpoints = list(endpoints)
-    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    types = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
@@ -43,7 +81,7 @@ def schema(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "tokserve", "version": version},
         "paths": paths,
-        "components": {"schemas": _components(bodies)},
+        "components": {"schemas": _components(types, models)},
     }
 
 
@@ -52,28 +90,75 @@ def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
     made: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
-        "responses": {"200": {"description": "OK"}, "4XX": error, "5XX": error},
+        "responses": {"200": _answer(endpoint), "4XX": error, "5XX": error},
     }
     if "{" in path:
         made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if endpoint.body is not None:
-        made["requestBody"] = {"required": True, "content": _content(endpoint.body)}
+        about = "The same fields are taken as application/msgpack."
+        made["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
     return made
+
+
+def _answer(endpoint: Endpoint) -> Described:
+    if endpoint.reply is None:
+        return {"description": "OK"}
+    body = endpoint.body
+    streams = body is not None and issubclass(body, msgspec.Struct) and "stream" in body.__struct_fields__
+    content = _content(endpoint.reply) | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+    return {"description": "OK", "content": content}
 
 
 def _content(body: type[Any]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}
 
 
-def _components(bodies: Iterable[type[Any]]) -> dict[str, Any]:
-    structs = [body for body in bodies if issubclass(body, msgspec.Struct)]
+def _components(types: Iterable[type[Any]], models: Sequence[str]) -> dict[str, Any]:
+    types = list(types)
+    structs = [kind for kind in types if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components([*structs, SamplingParams, ErrorBody], ref_template=_REF)
-    generate = components.get("GenerateBody")
-    if generate is not None:  # decoded by itself, so its type does not show in the struct
-        generate["properties"]["sampling_params"] = {"$ref": _REF.format(name="SamplingParams")}
-    for model in bodies:
+    for model in types:
         if issubclass(model, BaseModel):
             described = model.model_json_schema(ref_template="#/components/schemas/{model}")
             components.update(described.pop("$defs", {}))
             components[model.__name__] = described
+    sampling = components["SamplingParams"]["properties"]
+    for name, field in sampling.items():  # null is every parameter's default
+        sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
+    for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
+        _narrow(components[name], models)
+    for name, needed in NEEDED.items():
+        if name in components:
+            components[name]["anyOf"] = [{"required": [field]} for field in needed]
+    if "GenerateBody" in components:  # decoded by itself, so its type does not show in the struct
+        own: Described = {"anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}], "default": {}}
+        components["GenerateBody"]["properties"]["sampling_params"] = own
+    if "CompletionBody" in components:
+        fields = components["CompletionBody"]["properties"]
+        fields["prompt"] = PROMPT
+        _branch(fields["max_tokens"], "integer")["minimum"] = 0
     return components
+
+
+def _narrow(component: Described, models: Sequence[str]) -> None:
+    """Add what is checked beyond types."""
+    for name, field in component["properties"].items():
+        if name == "model":
+            component["properties"][name] = {"enum": [*models, None], "default": None}
+        elif name in ONLY_NULL:
+            component["properties"][name] = {"type": "null", "default": None}
+        elif name in NUMBERS:
+            for kind in ("integer", "number"):
+                _branch(field, kind).update(NUMBERS[name])
+        elif name in OTHERS:
+            for kind in ("string", "array", "object"):
+                _branch(field, kind).update(OTHERS[name])
+
+
+def _branch(field: Described, kind: str) -> Described:
+    """The part of a field's schema that has the type `kind`; if there is none, one that goes nowhere."""
+    return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
+
+
+def _or_null(field: Described) -> bool:
+    return "type" in _branch(field, "null")

@@ -42,7 +42,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class StreamOptions(BaseModel):
+class TextStreamOptions(BaseModel):
     """What a stream carries besides deltas."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -57,7 +57,7 @@ class TextBody(BaseModel):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: TextStreamOptions | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -206,5 +206,5 @@ def check_stream(body: TextBody, packed: bool) -> None:
 
 def usage_options(body: TextBody) -> tuple[bool, bool]:
     """Whether a stream reports usage at its end, and in every chunk."""
-    options = body.stream_options or StreamOptions()
+    options = body.stream_options or TextStreamOptions()
     return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)

@@ -1,0 +1,180 @@
+"""`make test-clients`: real clients, each in an environment of its own, against one demo server.
+
+Environments are made under build/clients/NAME from tests/clients/NAME.txt (pinned) and kept until that file changes.
+What a client needs at run time it finds here: the hub is switched off.  With --record the traffic goes through a small
+proxy and one example of each kind of request is written to tests/conformance/recorded/NAME.jsonl, which `make test`
+sends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conformance.shapes import reply_shape, shape
+from tests.e2e.server import Server
+from tokserve.checkpoint import DEMO_DIR
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "clients"
+RECORDED = HERE.parent / "conformance" / "recorded"
+CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
+           "schemathesis": "schemathesis"}  # fmt: skip
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+           "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+FLAGS = {
+    "schemathesis": ("--max-model-len", "48")
+}  # a server of its own: it asks for 1024 choices of the whole context
+SECONDS = 1200.0
+LARGEST = 4000  # bytes of a recorded body
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a client's environment, which is made if it is not there or not the one that is wanted."""
+    requirements, place = HERE / f"{name}.txt", BUILD / name
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    python, mark = place / "bin" / "python", place / "requirements.sha256"
+    if not (mark.exists() and mark.read_text() == wanted):
+        print(f"{name}: installing", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-r",
+            str(requirements),
+        ]
+        subprocess.run(command, check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+        mark.write_text(wanted)
+    return python
+
+
+def drive(name: str, url: str) -> dict[str, Any] | None:
+    """Run a client's driver; its report, or None if it failed."""
+    command = [str(python_of(name)), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(DEMO_DIR)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: FAILED, no end after {SECONDS:.0f} s")
+        return None
+    if done.returncode:
+        print(f"{name}: FAILED\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    versions = " ".join(f"{package} {number}" for package, number in found["versions"].items())
+    print(f"{name}: {found['checks']} checks passed in {time.monotonic() - began:.0f} s ({versions})", flush=True)
+    if found["not_served"]:
+        print(f"  left out, not served: {' '.join(sorted(set(found['not_served'])))}")
+    return found
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """A proxy that remembers one exchange of each kind."""
+
+    protocol_version = "HTTP/1.1"
+    upstream = ""
+    kinds: dict[str, dict[str, Any]] = {}
+
+    def do_POST(self) -> None:
+        """Pass on, and remember."""
+        raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower().startswith(("content-type", "accept", "x-"))
+        }
+        answer = httpx.request(self.command, self.upstream + self.path, content=raw, headers=headers, timeout=SECONDS)
+        self._remember(raw, answer)
+        self.send_response(answer.status_code)
+        for name, value in answer.headers.items():
+            if name not in ("content-length", "connection", "transfer-encoding", "content-encoding"):
+                self.send_header(name, value)
+        self.send_header("content-length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    do_GET = do_POST
+
+    def _remember(self, raw: bytes, answer: httpx.Response) -> None:
+        if len(raw) > LARGEST or self.path == "/openapi.json":
+            return
+        body = json.loads(raw) if raw else None
+        sent = {name.lower(): value for name, value in self.headers.items() if name.lower().startswith("x-")}
+        sent = {name: value for name, value in sent.items() if not name.startswith("x-stainless")}
+        entry = {"method": self.command, "path": self.path, "headers": sent, "body": body, "status": answer.status_code}
+        kind = json.dumps([self.command, self.path, sorted(sent), shape(body), answer.status_code])
+        found = reply_shape(answer.headers.get("content-type", ""), answer.text)
+        self.kinds.setdefault(kind, entry | {"reply": found})
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+class Proxy(ThreadingHTTPServer):
+    """Takes as many connections at once as a client opens."""
+
+    request_queue_size = 512
+    daemon_threads = True
+
+
+@contextmanager
+def recording(name: str, url: str) -> Iterator[str]:
+    """The address of a proxy to `url`; what went through it is written at the end."""
+    handler = type("Handler", (Recorder,), {"upstream": url, "kinds": {}})
+    with Proxy(("127.0.0.1", 0), handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+        proxy.shutdown()
+    RECORDED.mkdir(exist_ok=True)
+    lines = [json.dumps(entry, separators=(",", ":"), ensure_ascii=False) for entry in handler.kinds.values()]
+    (RECORDED / f"{CLIENTS[name]}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def run(name: str, url: str, record: bool) -> bool:
+    """Drive a client, perhaps through the proxy; whether it passed."""
+    if not record:
+        return drive(name, url) is not None
+    with recording(name, url) as proxy:
+        return drive(name, proxy) is not None
+
+
+def main() -> int:
+    """All clients, or those that are named."""
+    parser = argparse.ArgumentParser(description="Run real clients against a demo server.")
+    parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], help="Default: all.")
+    parser.add_argument("--record", action="store_true", help="Write tests/conformance/recorded/NAME.jsonl.")
+    asked = parser.parse_args()
+    names = asked.names or list(CLIENTS)
+    for name in names:
+        python_of(name)
+    failed = []
+    alive = True
+    for flags in sorted({FLAGS.get(name, ()) for name in names}):
+        with Server("demo", *flags) as server:
+            for name in names:
+                if FLAGS.get(name, ()) == flags and not run(name, server.url, asked.record and not flags):
+                    failed.append(name)
+            alive &= server.get("/health?deep=1").status_code == 200
+    print(f"{len(names) - len(failed)} of {len(names)} clients passed" + ("" if alive else "; THE SERVER IS NOT WELL"))
+    return 1 if failed or not alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""/openapi.json tells the truth: its limits are those that are kept, its names those that are taken."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import Site, site
+from tokserve.params import SamplingParams
+from tokserve.server.openapi import NUMBERS
+
+GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+PROMPTS = {
+    GENERATE: {"token_ids": [5]}, CHAT: {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
+    COMPLETIONS: {"prompt": "x", "echo": True},
+}  # fmt: skip
+BODIES = {GENERATE: "GenerateBody", CHAT: "ChatBody", COMPLETIONS: "CompletionBody"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Site:
+    return site()
+
+
+@pytest.fixture(scope="module")
+def schemas(server: Site) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/openapi.json").json()["components"]["schemas"]
+    return found
+
+
+def beyond(part: dict[str, Any]) -> list[Any]:
+    """Numbers just outside the limits of a schema."""
+    step = 1 if part["type"] == "integer" else 1e-6
+    numbers = [part["minimum"] - step] if "minimum" in part else []
+    numbers += [part["exclusiveMinimum"]] if "exclusiveMinimum" in part else []
+    return numbers + ([part["maximum"] + step] if "maximum" in part else [])
+
+
+def numbers(component: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(field, number that is refused) of a component."""
+    parts = [(name, part) for name, field in component["properties"].items() for part in field.get("anyOf", [field])]
+    return [
+        (name, value) for name, part in parts if part.get("type") in ("integer", "number") for value in beyond(part)
+    ]
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+def test_what_is_outside_a_limit_is_refused_by_name(server: Site, schemas: dict[str, Any], route: str) -> None:
+    cases = numbers(schemas[BODIES[route]])
+    assert cases
+    for name, value in cases:
+        answer = server.post(route, PROMPTS[route] | {name: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name, (name, value, answer.text)
+
+
+def test_what_is_outside_a_limit_of_the_parameters_is_refused(server: Site, schemas: dict[str, Any]) -> None:
+    cases = numbers(schemas["SamplingParams"])
+    assert {name for name, _ in cases} == set(NUMBERS) & set(SamplingParams.__struct_fields__)
+    for name, value in cases:
+        answer = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {name: value}})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == f"sampling_params.{name}", answer.text
+
+
+def test_the_limits_themselves_are_inside() -> None:
+    for name in set(NUMBERS) & set(SamplingParams.__struct_fields__):
+        for limit in ("minimum", "maximum"):
+            if limit in NUMBERS[name]:
+                SamplingParams(**{"min_tokens": 0, name: NUMBERS[name][limit]}).validate()
+
+
+def test_the_fields_are_those_of_the_routes(schemas: dict[str, Any]) -> None:
+    assert set(schemas["SamplingParams"]["properties"]) == set(SamplingParams.__struct_fields__)
+    assert schemas["GenerateBody"]["properties"]["model"]["enum"] == ["tiny", "alias", None]
+    assert all(field["type"] == "null" for name, field in schemas["GenerateBody"]["properties"].items()
+               if name in ("features", "content_parts", "kv_transfer_params"))  # fmt: skip
+    for field in schemas["SamplingParams"]["properties"].values():
+        assert {"type": "null"} in field["anyOf"]
+
+
+def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[str, Any]) -> None:
+    described = server.get("/openapi.json").json()["paths"]
+    content = described[GENERATE]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"application/json", "text/event-stream"}
+    reply = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {"max_tokens": 2}}).json()
+    assert set(reply) <= set(schemas["Reply"]["properties"]) and set(schemas["Reply"]["required"]) <= set(reply)
+    choice = schemas["Choice"]
+    assert set(choice["required"]) <= set(reply["choices"][0]) <= set(choice["properties"])
+
+
+def test_every_reference_leads_somewhere(server: Site, schemas: dict[str, Any]) -> None:
+    text = json.dumps(server.get("/openapi.json").json())
+    for part in text.split('"#/components/schemas/')[1:]:
+        assert part.partition('"')[0] in schemas
