@@ -17,7 +17,7 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
     got: list[FromEngine] = []
 
     async def scene() -> None:
-        link = Link(address, got.append)
+        link = Link(address, got.append, lambda: None)
         link.send(Call(0, "hello"))
         count = 5 * BURST + 3
         with FakeEngine(address) as engine:
@@ -50,7 +50,7 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
             if isinstance(message, Dead):
                 link.close()
 
-        link = Link(address, deliver)
+        link = Link(address, deliver, lambda: None)
         link.send(Call(0, "hello"))
         with FakeEngine(address) as engine:
             await asyncio.to_thread(engine.wait, Call)
@@ -63,7 +63,7 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
 
 def forget(address: str) -> None:
     async def scene() -> None:
-        link = Link(address, lambda _: None)
+        link = Link(address, lambda _: None, lambda: None)
         link.itself = link  # type: ignore[attr-defined]
         link.send(Call(0, "hello"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,8 @@ class FakeStream:
         self.group = ""
         self._line: deque[Completion] = deque()
         self._choices = [_Choice(self, index) for index in range(self.params.n)]
+        self._error: Exception | None = None
+        self._playing: asyncio.Task[None] | None = None
 
     async def accepted(self) -> None:
         while self.llm.undecided and not self.llm.dead:
@@ -118,26 +120,52 @@ class FakeStream:
             self._forget(self.llm.refused)
             raise self.llm.refuse
 
-    def __aiter__(self) -> FakeStream:
-        return self
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._playing = asyncio.create_task(self._play(listener))
 
-    async def __anext__(self) -> Completion:
-        while not self._line:
-            going = [choice for choice in self._choices if choice.end is None]
-            if self.closed or not going:
+    async def _play(self, listener: Callable[[], None]) -> None:
+        """Turn after turn, each told once; a listener that does not poll gets everything at once later."""
+        try:
+            while going := [choice for choice in self._choices if choice.end is None]:
+                await self._turn()
+                for choice in going:
+                    delta = choice.step(self.abort_reason)
+                    if self.streamed or choice.end is not None:
+                        self._line.append(delta if self.streamed else choice.whole())
+                listener()
+        except Exception as error:
+            self._error = error
+            listener()
+
+    def poll(self) -> Completion | None:
+        if self._line:
+            delta = self._line.popleft()
+            if self.ended:
                 self._forget(self.llm.ended)
-                raise StopAsyncIteration
-            await self._turn()
-            for choice in going:
-                delta = choice.step(self.abort_reason)
-                if self.streamed or choice.end is not None:
-                    self._line.append(delta if self.streamed else choice.whole())
-        return self._line.popleft()
+            return delta
+        if self._error is not None:
+            raise self._error
+        return None
+
+    @property
+    def ended(self) -> bool:
+        return not self._line and all(choice.end is not None for choice in self._choices)
+
+    async def __aiter__(self) -> AsyncIterator[Completion]:
+        news = asyncio.Event()
+        self.listen(news.set)
+        while not self.ended:
+            await news.wait()
+            news.clear()
+            while (delta := self.poll()) is not None:
+                yield delta
 
     async def aclose(self) -> None:
         if not self.closed and any(choice.end is None for choice in self._choices):
             self._forget(self.llm.left)
         self._forget(self.llm.ended)
+        if self._playing is not None:
+            self._playing.cancel()
         self.closed = True
 
     def _forget(self, where: set[str]) -> None:

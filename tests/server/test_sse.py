@@ -115,25 +115,91 @@ def test_silence_is_filled_with_comments() -> None:
 def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
     async def scene() -> list[bytes]:
         sent: list[bytes] = []
-        go = asyncio.Event()
+        slow, freed = asyncio.Event(), asyncio.Event()
 
         async def send(message: Any) -> None:
             sent.append(message["body"])
-            await go.wait()
+            await slow.wait()
 
-        wire = _Wire(send, 0.01)
-        wire.start()
-        slow = asyncio.create_task(wire.write(b"slow"))
-        await asyncio.sleep(0.05)
-        go.set()
-        await slow
-        wire._tick()  # its comment has not been sent when the end comes
-        wire._last = 0.0
+        wire = _Wire(send, 60.0)
+        wire.start(freed.set)
+        wire.write(b"slow")
+        assert wire.blocked
+        wire._last = -60.0
+        wire._tick()  # silence, but the client does not even read what there is
+        slow.set()
+        await freed.wait()
+        assert not wire.blocked
         await wire.end(b"end")
-        await asyncio.sleep(0.03)
+        assert wire._timer is not None and wire._timer.cancelled()
         return sent
 
     assert asyncio.run(scene()) == [b"slow", b"end"]
+
+
+def test_the_end_waits_for_a_blocked_comment() -> None:
+    async def scene() -> list[bytes]:
+        sent: list[bytes] = []
+        slow = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await slow.wait()
+            sent.append(message["body"])
+
+        wire = _Wire(send, 60.0)
+        wire.start(lambda: None)
+        wire._last = -60.0
+        wire._tick()
+        ending = asyncio.create_task(wire.end(b"end"))
+        await asyncio.sleep(0)
+        slow.set()
+        await ending
+        return sent
+
+    assert asyncio.run(scene()) == [b": keep-alive\n\n", b"end"]
+
+
+class SlowReader(Caller):
+    """Reads two writes, then nothing until told."""
+
+    def __init__(self, site: Site, path: str, body: Any) -> None:
+        self.going = asyncio.Event()
+        super().__init__(site, path, body)
+
+    async def _send(self, message: Any) -> None:
+        await super()._send(message)
+        if len(self.writes) >= 2:
+            await self.going.wait()
+
+
+def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> None:
+    async def scene() -> list[bytes]:
+        s = site()
+        caller = SlowReader(s, GENERATE, BODY | {"stream": True, "sampling_params": {"max_tokens": 20}})
+        await caller.wait_for(lambda _: any(len(stream._line) == 18 for stream in s.llm.streams.values()))
+        assert len(caller.writes) == 2
+        caller.going.set()
+        await caller.task
+        return caller.writes
+
+    writes = asyncio.run(scene())
+    assert [write.count(b"data: {") for write in writes] == [1, 1, 18, 0]
+    events = parse_events(b"".join(writes).decode())
+    assert len(joined(events)[0]["token_ids"]) == 20
+
+
+def test_a_slow_reader_that_leaves_aborts() -> None:
+    async def scene() -> Site:
+        s = site()
+        body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 400}}
+        caller = SlowReader(s, GENERATE, body)
+        await caller.wait_for(lambda c: len(c.writes) == 2)
+        caller.hang_up()
+        await caller.task
+        return s
+
+    s = asyncio.run(scene())
+    assert s.llm.left == {"slow"} and not s.app.state.serving.flights
 
 
 def test_no_comments_while_tokens_come() -> None:

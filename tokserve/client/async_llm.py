@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,8 +49,8 @@ class _Submission:
 class Stream:
     """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
 
-    Closing or dropping it before its end aborts what has not ended.  A cancelled wait for the next
-    delta loses nothing.
+    Who must not wait uses `poll`, `ended` and `listen` instead.  Closing or dropping it before its end aborts what
+    has not ended.  A cancelled wait for the next delta loses nothing.
     """
 
     def __init__(self, llm: AsyncLLM, prepared: Prepared, delivery: Delivery, submission: _Submission) -> None:
@@ -92,9 +92,24 @@ class Stream:
             raise StopAsyncIteration
         return delta
 
+    def poll(self) -> Completion | None:
+        """The next delta, if there is one now.  Raises EngineDead."""
+        return self._delivery.poll()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        return self._delivery.ended
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the event loop's thread whenever there is something new to `poll`, or the engine is
+        gone.  It must not raise."""
+        self._delivery.listen(listener)
+
     def close(self) -> None:
         """Abort what has not ended; call it in the event loop's thread."""
         self._llm.release(self._delivery)
+        self._delivery.listen(None)
 
     async def aclose(self) -> None:
         """As `close`."""
@@ -150,6 +165,7 @@ class AsyncLLM:
         self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
         self._owners: dict[str, Choice] = {}  # by engine request
         self._submissions: dict[int, _Submission] = {}  # that wait for their verdict, by call
+        self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
 
@@ -186,7 +202,7 @@ class AsyncLLM:
                 watch(pid, lambda: self._on_end("the engine process ended"))
             except ProcessLookupError:
                 raise StartError("the engine process has ended") from None
-        self._link = Link(address, self._on_message, name)
+        self._link = Link(address, self._on_message, self._on_settled, name)
         self._link.send(Call(0, "hello"))
         loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
         started = False
@@ -432,13 +448,20 @@ class AsyncLLM:
             if choice.accept(ids, logprobs, extra):
                 stopped.append(choice.rid)
             delivery = choice.delivery
-            delivery.offer(choice)
+            if delivery.offer(choice):
+                self._news.append(delivery)
             if choice.finished:
                 del self._owners[choice.rid]
                 if delivery.num_open == 0:
                     del self._deliveries[delivery.request_id]
         if stopped and self._link is not None:
             self._link.send(Abort(stopped, "abort_stop_string"))
+
+    def _on_settled(self) -> None:
+        """Tell the consumers, once for all the steps that came together."""
+        news, self._news = self._news, []
+        for delivery in news:
+            delivery.tell()
 
     def _on_exit(self, exited: asyncio.Future[int]) -> None:
         if not exited.cancelled():

@@ -20,13 +20,17 @@ BURST = 64  # messages read before the loop's other work gets its turn
 
 
 class Link:
-    """Connects at once; `deliver` is called in the loop's thread with every message.
+    """Connects at once; `deliver` is called in the loop's thread with every message, and `settle` when there is
+    none left for now, or a burst is over.
 
     `name` is who this is to the engine, and nobody else's; without one, the engine makes one up.
     """
 
-    def __init__(self, address: str, deliver: Callable[[FromEngine], None], name: str | None = None) -> None:
+    def __init__(
+        self, address: str, deliver: Callable[[FromEngine], None], settle: Callable[[], None], name: str | None = None
+    ) -> None:
         self._deliver = deliver
+        self._settle = settle
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -48,15 +52,19 @@ class Link:
 
     def read(self) -> None:
         """Deliver what has come."""
+        if self._closed:
+            return
         for _ in range(BURST):
-            if self._closed:
-                return
             try:
                 packed = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._deliver(decode_from_engine(packed))
-        self._ask_again()
+            if self._closed:
+                break
+        else:
+            self._ask_again()
+        self._settle()
 
     def _ask_again(self) -> None:
         """Using the socket may have eaten the descriptor's signal."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -157,14 +157,17 @@ class Choice:
 
 
 class Delivery:
-    """The choices of one request, between the engine that brings their outputs and the consumer that fetches them."""
+    """The choices of one request, between the engine that brings their outputs and the consumer that fetches them.
+
+    The consumer is whoever listens: a callback, for as long as the request lives, or a wait in `fetch`.
+    """
 
     def __init__(self, request_id: str, choices: Sequence[Choice]) -> None:
         self.request_id = request_id
         self.choices = choices
         self.num_open = len(choices)
         self._line: deque[Choice] = deque()  # choices with something to fetch
-        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
         self._error: RequestError | None = None
         for choice in choices:
             choice.delivery = self
@@ -173,46 +176,64 @@ class Delivery:
         """Engine requests that have not ended."""
         return [choice.rid for choice in self.choices if not choice.finished]
 
-    def offer(self, choice: Choice) -> None:
-        """`choice` has accepted an output: wake the consumer if that makes something to fetch."""
+    def offer(self, choice: Choice) -> bool:
+        """`choice` has accepted an output.  True: there is something new to fetch, and `tell` is due."""
         if choice.finished:
             self.num_open -= 1
-        if choice.ready and not choice.waiting:
-            choice.waiting = True
-            self._line.append(choice)
-            self._wake()
+        if choice.waiting or not choice.ready:
+            return False
+        choice.waiting = True
+        self._line.append(choice)
+        return True
 
     def fail(self, error: RequestError) -> None:
         """Nothing more will come."""
         self._error = error
-        self._wake()
+        self.tell()
 
     def abandon(self) -> None:
         """The request is given up: for its consumer it ends here."""
         self.num_open = 0
-        self._wake()
+        self.tell()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Set who is told; None: nobody any more."""
+        if listener is not None and self._listener is not None:
+            raise RuntimeError("a stream has one consumer at a time")
+        self._listener = listener
+
+    def tell(self) -> None:
+        """Call the consumer, if there is one."""
+        if self._listener is not None:
+            self._listener()
+
+    @property
+    def ended(self) -> bool:
+        """All choices have ended, and their last deltas are fetched."""
+        return self.num_open == 0 and not self._line
+
+    def poll(self) -> Completion | None:
+        """The next delta of any choice, if there is one now.  Raises what `fail` was given."""
+        if self._line:
+            choice = self._line.popleft()
+            choice.waiting = False
+            return choice.take()
+        if self._error is not None:
+            raise self._error
+        return None
 
     async def fetch(self) -> Completion | None:
         """The next delta of any choice; None when all have ended.  Raises what `fail` was given."""
-        while not self._line:
-            if self._error is not None:
-                raise self._error
-            if self.num_open == 0:
-                return None
-            if self._waiter is not None:
-                raise RuntimeError("a stream has one consumer at a time")
-            self._waiter = asyncio.get_running_loop().create_future()
+        while True:
+            delta = self.poll()
+            if delta is not None or self.ended:
+                return delta
+            news = asyncio.Event()
+            self.listen(news.set)
             try:
-                await self._waiter
+                await news.wait()
             finally:
-                self._waiter = None
-        choice = self._line.popleft()
-        choice.waiting = False
-        return choice.take()
+                self.listen(None)
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:

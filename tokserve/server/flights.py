@@ -6,9 +6,9 @@ usage's.
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -57,7 +57,7 @@ class Answered(Protocol):
 
 
 class Flight:
-    """One HTTP request: its streams, iterated as one.  Choice index = prompt's place * n + the stream's index."""
+    """One HTTP request: its streams, polled as one.  Choice index = prompt's place * n + the stream's index."""
 
     def __init__(self, request_id: str, n: int, observer: Observer, on_close: Callable[[], None]) -> None:
         self.request_id = request_id
@@ -73,7 +73,7 @@ class Flight:
         self._cached: dict[int, int] = {}
         self._ended = 0
         self._closed = False
-        self._merged: _Merged | None = None
+        self._news: deque[int] = deque()  # places of streams that have something to poll
 
     @property
     def num_choices(self) -> int:
@@ -89,14 +89,34 @@ class Flight:
         """The prompt of a choice."""
         return self.streams[index // self.n].prompt_ids
 
-    def deltas(self) -> AsyncIterator[Completion]:
-        """All choices' deltas, as they come; each is to be passed to `take`."""
-        if len(self.streams) == 1:
-            return aiter(self.streams[0])
-        self._merged = _Merged(self.streams, self.n)
-        return self._merged
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at once, and whenever there is something new to `poll`; it must not raise."""
+        for place, stream in enumerate(self.streams):
+            self._news.append(place)
+            stream.listen(partial(self._on_news, place, listener))
+        listener()
 
-    def take(self, delta: Completion) -> Completion:
+    def _on_news(self, place: int, listener: Callable[[], None]) -> None:
+        self._news.append(place)
+        listener()
+
+    @property
+    def ended(self) -> bool:
+        """Every choice's last delta has been polled."""
+        return self._ended == self.num_choices
+
+    def poll(self) -> Completion | None:
+        """The next delta of any choice, if there is one now.  Raises EngineDead."""
+        while self._news:
+            place = self._news[0]
+            delta = self.streams[place].poll()
+            if delta is not None:
+                delta.index += place * self.n
+                return self._take(delta)
+            self._news.popleft()
+        return None
+
+    def _take(self, delta: Completion) -> Completion:
         """The delta as this request wants it, noted for the usage figures and, at a choice's end, for the metrics."""
         if self.adjust is not None:
             delta = self.adjust(delta)
@@ -126,8 +146,6 @@ class Flight:
             return
         self._closed = True
         self._on_close()
-        if self._merged is not None:
-            self._merged.stop()
         for stream in self.streams:
             await stream.aclose()
         if self._ended < self.num_choices and self.cause is not None:
@@ -135,37 +153,3 @@ class Flight:
         self._ended = self.num_choices
 
 
-class _Merged:
-    """Several streams as they come, with the choices numbered through.  A cancelled wait loses nothing."""
-
-    def __init__(self, streams: list[Stream], n: int) -> None:
-        self._queue: asyncio.Queue[Completion | BaseException | None] = asyncio.Queue()
-        self._running = len(streams)
-        self._pumps = [asyncio.create_task(self._pump(stream, place * n)) for place, stream in enumerate(streams)]
-        for pump in self._pumps:
-            pump.add_done_callback(self._ended)
-
-    async def _pump(self, stream: Stream, first: int) -> None:
-        async for delta in stream:
-            self._queue.put_nowait(dataclasses.replace(delta, index=first + delta.index))
-
-    def _ended(self, pump: asyncio.Task[None]) -> None:
-        self._queue.put_nowait(None if pump.cancelled() else pump.exception())
-
-    def __aiter__(self) -> _Merged:
-        return self
-
-    async def __anext__(self) -> Completion:
-        while self._running:
-            item = await self._queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is not None:
-                return item
-            self._running -= 1
-        raise StopAsyncIteration
-
-    def stop(self) -> None:
-        """Pull no more."""
-        for pump in self._pumps:
-            pump.cancel()

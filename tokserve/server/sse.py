@@ -1,15 +1,15 @@
-"""Server-sent events and their non-stream twin: pulls deltas until the end, the client's leaving or an error.
+"""Server-sent events and their non-stream twin: deltas until the end, the client's leaving or an error.
 
-One task per request watches the connection: when the client leaves, the pulling is cancelled and the flight
-closed, which aborts it in the engine.  What the events say is decided by a `Renderer`.
+One task per request watches the connection: when the client leaves, the request's own task is cancelled and the
+flight closed, which aborts it in the engine.  What the events say is decided by a `Renderer`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -71,10 +71,21 @@ class Watch:
 async def collect(flight: Flight, request: Request) -> list[Completion]:
     """All choices in order.  Raises `Gone` if the client leaves, `RequestFailed` if no choice came to an end."""
     done: list[Completion] = []
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take() -> None:
+        try:
+            while not ended.done() and (completion := flight.poll()) is not None:
+                done.append(completion)
+            if flight.ended and not ended.done():
+                ended.set_result(None)
+        except Exception as error:
+            ended.set_exception(error)
+
     try:
         async with Watch(request.receive):
-            async for completion in flight.deltas():
-                done.append(flight.take(completion))
+            flight.listen(take)
+            await ended
     except RequestError:
         flight.cause = "error"
         raise
@@ -105,64 +116,77 @@ class EventStream(Response):
         self._flight = flight
         self._renderer = renderer
         self._interval = keep_alive
-        self._ends: list[Completion] = []
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire = _Wire(send, self._interval)
+        pump = _Pump(self._flight, self._renderer, _Wire(send, self._interval))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            wire.start()
             async with Watch(receive):
-                await wire.end(await self._pump(wire) + DONE)
+                await pump.run()
         except Gone:
             pass
         finally:
-            wire.stop()
+            pump.stop()
             await self._flight.close()
 
-    async def _pump(self, wire: _Wire) -> bytes:
-        """Write all deltas; returns what is left to say."""
+
+class _Pump:
+    """Writes what a flight brings, in the very call that brings it, so a token costs no task its turn.
+
+    While the wire is blocked nothing is polled, and the client merges what comes.
+    """
+
+    def __init__(self, flight: Flight, renderer: Renderer, wire: _Wire) -> None:
+        self._flight = flight
+        self._renderer = renderer
+        self._wire = wire
+        self._ends: list[Completion] = []
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Until the response has ended."""
+        self._wire.start(self._write)
+        self._flight.listen(self._write)
+        await self._wire.end(await self._last_events() + DONE)
+
+    def stop(self) -> None:
+        """Write nothing any more."""
+        self._ended.cancel()
+        self._wire.stop()
+
+    def _write(self) -> None:
+        """All that there is, as one write."""
+        if self._wire.blocked or self._ended.done():
+            return
         flight = self._flight
-        deltas = flight.deltas()
-        several = flight.num_choices > 1
         try:
-            async for delta in deltas:
-                events = self._events(delta)
-                while several and (more := _ready(deltas)):
-                    events += self._events(more)
-                if events:
-                    await wire.write(events)
+            events = b""
+            while (delta := flight.poll()) is not None:
+                events += self._renderer.delta(delta)
+                if delta.finish_reason is not None:
+                    self._ends.append(delta)
+            if events:
+                self._wire.write(events)
+            if flight.ended:
+                self._ended.set_result(None)
+        except Exception as error:
+            self._ended.set_exception(error)
+
+    async def _last_events(self) -> bytes:
+        """What is left to say when all deltas are written, or something has failed."""
+        try:
+            await self._ended
             tail = self._renderer.tail()
             failed = failure(self._ends)
             return tail + event(errors.body(failed)) if failed else tail
         except RequestError as error:
-            flight.cause = "error"
+            self._flight.cause = "error"
             return event(errors.body(error))
         except Exception:
-            flight.cause = "error"
+            self._flight.cause = "error"
             logger.exception("a stream failed")
             return event(errors.body(RequestFailed("internal error")))
-
-    def _events(self, delta: Completion) -> bytes:
-        delta = self._flight.take(delta)
-        if delta.finish_reason is not None:
-            self._ends.append(delta)
-        return self._renderer.delta(delta)
-
-
-def _ready(deltas: AsyncIterator[Completion]) -> Completion | None:
-    """The next delta if there is one now.  (One choice's deltas are merged by the client until they are fetched.)"""
-    step = anext(deltas).__await__()
-    try:
-        next(step)
-    except StopIteration as arrived:
-        delta: Completion = arrived.value
-        return delta
-    except StopAsyncIteration:
-        return None  # the loop will see it again
-    step.close()  # it waits; a cancelled wait loses nothing
-    return None
 
 
 class _Wire:
@@ -173,39 +197,65 @@ class _Wire:
         self._interval = interval
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._busy = self._ended = False
         self._timer: asyncio.TimerHandle | None = None
-        self._comment: asyncio.Task[None] | None = None
+        self._rest: asyncio.Task[None] | None = None
+        self._on_free: Callable[[], None]
+        self.blocked = False
 
-    def start(self) -> None:
-        """Begin to watch for silence."""
+    def start(self, on_free: Callable[[], None]) -> None:
+        """Begin to watch for silence.  `on_free` is called when the wire is no longer blocked."""
+        self._on_free = on_free
         self._timer = self._loop.call_later(self._interval, self._tick)
 
     def stop(self) -> None:
-        """No more comments."""
-        self._ended = True
+        """No more comments, and no more of a write that is blocked."""
         if self._timer:
             self._timer.cancel()
+        if self._rest:
+            self._rest.cancel()
 
-    async def write(self, events: bytes) -> None:
-        """Send events; waits while the client reads slower than they come."""
-        self._busy = True
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._busy = False
+    def write(self, events: bytes) -> None:
+        """Send events.  Where the client reads slower than they come, the server makes `send` wait: then the wire is
+        blocked until it is done."""
+        sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         self._last = self._loop.time()
+        try:
+            waits_for = next(sending)  # as a task's first step; most sends are done after it and need no task
+        except StopIteration:
+            return
+        self.blocked = True
+        self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
+
+    async def _finish(self, sending: _Begun) -> None:
+        await sending
+        self.blocked = False
+        self._last = self._loop.time()
+        self._on_free()
 
     async def end(self, events: bytes) -> None:
         """Send the last events and end the response."""
-        self.stop()
+        if self._timer:
+            self._timer.cancel()
+        if self._rest:
+            await self._rest
         await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _tick(self) -> None:
         silence = self._loop.time() - self._last
         if silence >= self._interval:
-            self._comment = self._loop.create_task(self._say_something())
+            if not self.blocked:
+                self.write(KEEP_ALIVE)
             silence = 0.0
         self._timer = self._loop.call_later(self._interval - silence, self._tick)
 
-    async def _say_something(self) -> None:
-        if not (self._ended or self._busy):
-            await self.write(KEEP_ALIVE)
+
+class _Begun:
+    """An awaitable whose first step has been taken by hand: what it waits for, and how it goes on."""
+
+    def __init__(self, waits_for: Any, rest: Generator[Any, Any, Any]) -> None:
+        self._waits_for = waits_for
+        self._rest = rest
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        yield self._waits_for
+        return (yield from self._rest)
