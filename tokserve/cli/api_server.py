@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 
 import msgspec
+import uvloop
 
 from tokserve import log
 from tokserve.cli import listen
@@ -54,7 +55,7 @@ def main() -> None:
     opening = msgspec.json.decode(line, type=Opening)
     log.setup(f"api-{opening.place.index}", opening.config.server.log_level)
     with socket.socket(fileno=opening.listening) as sock:
-        sys.exit(asyncio.run(_run(opening, sock)))
+        sys.exit(uvloop.run(_run(opening, sock)))
 
 
 async def _run(opening: Opening, sock: socket.socket) -> int:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import msgspec
+import uvloop
 
 from tokserve import log
 from tokserve.cli import listen
@@ -31,7 +32,7 @@ def serve(values: dict[str, Any]) -> int:
     for group in ("model", "cache", "scheduler", "runtime", "server"):
         logger.info("%s: %s", group, _shown(getattr(config, group)))
     with listen.bind(config) as sock:
-        return asyncio.run(_run(config, sock, started))
+        return uvloop.run(_run(config, sock, started))
 
 
 def _shown(group: Any) -> str:
