@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, Site, ids, parse_events, says, site
+from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
+from tokserve.client.outputs import Completion
+from tokserve.params import SamplingParams
+from tokserve.server import tokens
 from tokserve.server.sse import _Wire
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -390,3 +394,26 @@ def test_everything_is_json() -> None:
     for line in site().post(CHAT, CHAT_BODY | {"stream": True}).text.split("\n\n")[:-2]:
         assert json.loads(line[6:])["object"] == "chat.completion.chunk"
     assert ids("a")
+
+
+# events that are put together from prepared parts
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("kind", ["objects", "arrays", "base64"])
+@pytest.mark.parametrize("mode", ["tokens", "text"])
+@pytest.mark.parametrize("usage", [False, True])
+def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
+    logprobs: int | None, kind: Any, mode: Any, usage: bool
+) -> None:
+    asked = tokens.GenerateBody(
+        token_ids=[5], logprobs_format=kind, output_mode=mode, stream=True, stream_options=tokens.StreamOptions(usage)
+    )
+    params = SamplingParams(logprobs=logprobs, n=2)
+    flight: Any = SimpleNamespace(key='a"\\\x00é')
+    render = tokens._Render(site().app.state.serving, flight, asked, params, packed=False)
+    render._first = False
+    for index, new in enumerate(([7], [4, 450_000, 0], [])):
+        rows = None if logprobs is None or not new else columns(new, logprobs, [])
+        delta = Completion(index, new, 'say "\\é\x01"' if mode == "text" else None, rows)
+        assert render._plain_event(delta) == render._event(delta) == render.delta(delta)

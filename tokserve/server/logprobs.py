@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -164,21 +164,19 @@ def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> Packed:
 
 def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> Columns:
     """The columns as lists."""
+    own = _floored(columns.token_logprobs)
+    ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
+    if not columns.width:
+        none: list[Any] = [[]] * len(own)
+        return Columns(own, ranks, none, none, columns.mode, start)
     ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
-    return Columns(
-        _floored(columns.token_logprobs),
-        memoryview(columns.ranks).cast("i").tolist(),
-        _table(ids, columns),
-        _table(_floored(columns.top_logprobs), columns),
-        columns.mode,
-        start,
-    )
+    values = _floored(columns.top_logprobs)
+    return Columns(own, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start)
 
 
-def _table(values: list[T], columns: Logprobs) -> list[list[T]]:
+def _table(values: list[T], width: int) -> list[list[T]]:
     """A column of all alternatives, cut into the tokens' rows."""
-    width, count = columns.width, num_rows(columns)
-    return [values[i * width : (i + 1) * width] for i in range(count)] if width else [[]] * count
+    return [values[i : i + width] for i in range(0, len(values), width)]
 
 
 def _floored(column: bytes) -> list[float]:

@@ -1,6 +1,6 @@
 """The token routes: ids in, ids and logprobs out, and their abort.  No text library is needed here.
 
-msgspec both ways on the raw body; a streamed token costs one small struct and one encode.  Unknown fields
+msgspec both ways on the raw body; most of a streamed token's event is encoded once per choice.  Unknown fields
 are refused with the nearest known name; fields that other servers' clients send out of habit and that mean
 nothing here are listed below by name.
 """
@@ -26,6 +26,7 @@ from tokserve.server.serving import Fields, Serving
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
 NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who asked for logprobs gets empty lists
+HOLE = Raw(b"\0")  # where a value goes that is not there yet: a byte that is in no JSON
 Format = Literal["objects", "arrays", "base64"]
 
 # sampling parameters of other servers: without effect on the result, whatever the value
@@ -108,13 +109,13 @@ class Choice(msgspec.Struct):
     """A choice, or a delta of one."""
 
     index: int
-    token_ids: list[int] | bytes
+    token_ids: list[int] | bytes | Raw
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     logprobs: Any
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
-    text: str | UnsetType | None = UNSET
+    text: str | Raw | UnsetType | None = UNSET
 
 
 class Reply(msgspec.Struct):
@@ -254,6 +255,7 @@ class _Render:
         self._usage = bool(options.include_usage)
         self._continuous = self._usage and bool(options.continuous_usage_stats)
         self._first = True
+        self._frames: dict[int, list[bytes]] = {}  # by choice
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
@@ -299,6 +301,30 @@ class _Render:
 
     def delta(self, delta: Completion) -> bytes:
         """One event."""
+        if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:
+            return self._event(delta)
+        return self._plain_event(delta)
+
+    def _plain_event(self, delta: Completion) -> bytes:
+        """The event of a delta in the middle: all of it but the tokens is the same every time, and encoded once."""
+        frame = self._frames.get(delta.index)
+        if frame is None:
+            frame = self._frames[delta.index] = self._frame(delta.index)
+        made = frame[0] + body.encode_json(delta.token_ids)
+        if self._wanted:
+            made += frame[1] + body.encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+        if self._text:
+            made += frame[-2] + body.encode_json(delta.text or "")
+        return made + frame[-1]
+
+    def _frame(self, index: int) -> list[bytes]:
+        """What is around the token ids, the logprobs if they are wanted, and the text if it is."""
+        logprobs, text = HOLE if self._wanted else None, HOLE if self._text else UNSET
+        choice = Choice(index, HOLE, None, None, logprobs, text=text)
+        chunk = Chunk(self._id, [choice], None if self._usage else UNSET)
+        return sse.event(body.encode_json(chunk)).split(HOLE)
+
+    def _event(self, delta: Completion) -> bytes:
         chunk = Chunk(self._id, [self._choice(delta)])
         if self._usage:
             chunk.usage = self._flight.usage() if self._continuous else None
