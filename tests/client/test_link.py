@@ -40,6 +40,26 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_what_came_together_is_settled_once(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/e.sock"
+    got: list[FromEngine | None] = []
+
+    async def scene() -> None:
+        link = Link(address, got.append, lambda: got.append(None))
+        link.send(Call(0, "hello"))
+        with FakeEngine(address) as engine:
+            await asyncio.to_thread(engine.wait, Call)
+            engine.send(*[Reply(i) for i in range(3 * BURST)])
+            async with asyncio.timeout(10):
+                while len([m for m in got if isinstance(m, Reply)]) < 3 * BURST or got[-1] is not None:
+                    await asyncio.sleep(0.005)
+        link.close()
+
+    asyncio.run(scene())
+    bursts = "".join("|" if message is None else "m" for message in got).split("|")
+    assert bursts[-1] == "" and all(len(burst) <= BURST for burst in bursts)
+
+
 def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/e.sock"
     got: list[FromEngine] = []

@@ -1,7 +1,13 @@
-"""Merging deltas gives what an unstreamed request returns."""
+"""Merging deltas gives what an unstreamed request returns; what waits for a consumer, and how it is told."""
 
-from tests.client.fake_engine import logprobs_for
-from tokserve.client.outputs import Completion, join_logprobs, merge
+from __future__ import annotations
+
+import pytest
+
+from tests.client.fake_engine import logprobs_for, stop
+from tokserve.client.outputs import Choice, Completion, Delivery, join_logprobs, merge
+from tokserve.errors import EngineDead
+from tokserve.messages import Extra, Finish
 
 
 def test_merge() -> None:
@@ -24,3 +30,63 @@ def test_join_logprobs() -> None:
     assert join_logprobs([]) is None
     parts = [logprobs_for([i], 3) for i in range(4)]
     assert join_logprobs(parts) == logprobs_for(range(4), 3) == parts[0].join(parts[1]).join(parts[2]).join(parts[3])
+
+
+# between the engine and the consumer
+
+
+def delivered(n: int = 1, hold: bool = False) -> tuple[Delivery, list[Choice]]:
+    choices = [Choice(index, f"r#{index}", hold) for index in range(n)]
+    return Delivery("r", choices), choices
+
+
+def bring(choice: Choice, ids: list[int], finish: Finish | None = None) -> bool:
+    """As the client does with a row of a step; True: the consumer is due to be told."""
+    choice.accept(ids, None, Extra(0, finish) if finish else None)
+    return choice.delivery.offer(choice)
+
+
+def test_a_delivery_tells_once_and_merges_until_it_is_polled() -> None:
+    delivery, [choice] = delivered()
+    assert delivery.poll() is None and not delivery.ended
+    assert bring(choice, [1])
+    assert not bring(choice, [2]) and not bring(choice, [3], stop())
+    assert not delivery.ended
+    delta = delivery.poll()
+    assert delta is not None and (delta.token_ids, delta.finish_reason) == ([1, 2, 3], "length")
+    assert delivery.poll() is None and delivery.ended
+
+
+def test_choices_are_polled_in_the_order_in_which_they_had_something() -> None:
+    delivery, (first, second) = delivered(2)
+    assert bring(second, [5]) and bring(first, [6]) and not bring(second, [7])
+    polled = [delivery.poll(), delivery.poll()]
+    assert [(delta.index, delta.token_ids) for delta in polled if delta] == [(1, [5, 7]), (0, [6])]
+    assert bring(first, [], stop()) and delivery.poll() and not delivery.ended
+    assert bring(second, [], stop()) and delivery.poll() and delivery.ended
+
+
+def test_a_held_choice_has_nothing_to_poll_before_its_end() -> None:
+    delivery, [choice] = delivered(hold=True)
+    assert not bring(choice, [1]) and delivery.poll() is None
+    assert bring(choice, [2], stop())
+    delta = delivery.poll()
+    assert delta is not None and delta.token_ids == [1, 2]
+
+
+def test_the_listener_is_told_of_the_end_too_and_there_is_one() -> None:
+    delivery, [choice] = delivered()
+    told: list[str] = []
+    delivery.tell()
+    delivery.listen(lambda: told.append("news"))
+    with pytest.raises(RuntimeError, match="one consumer"):
+        delivery.listen(lambda: None)
+    bring(choice, [1])
+    delivery.fail(EngineDead("gone"))
+    assert told == ["news"]
+    assert delivery.poll() is not None, "what came before the end is not lost"
+    with pytest.raises(EngineDead):
+        delivery.poll()
+    delivery.listen(None)
+    delivery.tell()
+    assert told == ["news"]
