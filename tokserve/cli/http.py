@@ -7,6 +7,7 @@ that it passes on.  What operators read (the banner, the line of statistics) is 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -56,6 +57,7 @@ class ApiServer:
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Serve until a signal or the engine's death; returns the exit code."""
         server, app = self._http
+        gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
         watching = asyncio.create_task(_watch(self.llm, server))
         await server.serve(sockets=[sock])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from tokserve.errors import RequestError
 from tokserve.messages import Extra, Finish, Logprobs, Ready, StepStats
@@ -22,8 +23,7 @@ __all__ = ["Choice", "Completion", "Delivery", "Logprobs", "Ready", "StepStats",
 TERMINATORS = ("eos", "stop_token")  # ends whose last token is no part of the text
 
 
-@dataclass(slots=True)
-class Completion:
+class Completion(msgspec.Struct):
     """New output of one choice since the last delta; with `finish_reason`, its last.
 
     `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
@@ -42,7 +42,7 @@ class Completion:
     stop_reason: int | str | list[int] | None = None
     stop_detail: str | None = None
     message: str | None = None
-    weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+    weight_versions: list[tuple[str, int, int]] = []
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 

@@ -32,6 +32,7 @@ from tokserve.server import (
     openapi,
     render,
     schemas,
+    sse,
     tokenize,
     tokens,
 )  # fmt: skip
@@ -82,6 +83,11 @@ class Api(FastAPI):
         if self.openapi_schema is None:
             self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, self.state.serving.names)
         return self.openapi_schema
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection or request, with the server's own `send` noted for streams."""
+        scope[sse.DIRECT] = send
+        await super().__call__(scope, receive, send)
 
 
 def build_app(llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0, place: Place | None = None) -> FastAPI:

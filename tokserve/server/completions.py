@@ -7,7 +7,6 @@ scores: the engine draws one token, which is dropped.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
 def drop_output(c: Completion) -> Completion:
     """What is left of a completion when only the prompt was of interest."""
     ended = c.finish_reason in ("stop", "length")
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
         stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail,
     )  # fmt: skip

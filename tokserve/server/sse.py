@@ -24,6 +24,7 @@ from tokserve.server.flights import Flight
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+DIRECT = "tokserve.send"  # in the scope: `send` without the layers that only look for the start of a response
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -119,7 +120,7 @@ class EventStream(Response):
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._flight, self._renderer, _Wire(send, self._interval))
+        pump = _Pump(self._flight, self._renderer, _Wire(scope.get(DIRECT, send), self._interval))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
