@@ -140,7 +140,7 @@ class Engine:
         for source in (self._socket, self._acks, sys.stdin.fileno()):
             poller.register(source, zmq.POLLIN)
         while True:
-            busy = bool(self._rows) and self._unread < self._window * len(self._rows)
+            busy = bool(self._rows) and self._unread <= (self._window - 1) * len(self._rows)
             ready = dict(poller.poll(0 if busy else None))
             if sys.stdin.fileno() in ready:
                 return
@@ -211,7 +211,6 @@ class Load:
         self.done: asyncio.Future[None]
         self._acks = acks
         self._read = 0  # tokens not yet told to the engine
-        self.batch = 1
         params: dict[str, Any] = {"max_tokens": args.output_len, "ignore_eos": True, "temperature": 1.0}
         if case.logprobs is not None:
             params["logprobs"] = case.logprobs
@@ -225,7 +224,6 @@ class Load:
         loop = asyncio.get_running_loop()
         self.done = loop.create_future()
         self.left, self.check, self.tokens, self.events = total, check, 0, 0
-        self.batch = concurrency
         made = [await loop.create_connection(lambda: Connection(self), "127.0.0.1", self.port)
                 for _ in range(concurrency)]  # fmt: skip
         started = time.perf_counter()
@@ -245,9 +243,13 @@ class Load:
         self.tokens += tokens
         self.events += events
         self._read += tokens
-        if self._read >= self.batch or (self._read and not self.left):
-            os.write(self._acks, ACK.pack(self._read))
-            self._read = 0
+        if self._read == tokens:
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        """Tell the engine what was read since the last time."""
+        os.write(self._acks, ACK.pack(self._read))
+        self._read = 0
 
 
 class Connection(asyncio.Protocol):

@@ -72,7 +72,7 @@ class Watch:
 async def collect(flight: Flight, request: Request) -> list[Completion]:
     """All choices in order.  Raises `Gone` if the client leaves, `RequestFailed` if no choice came to an end."""
     done: list[Completion] = []
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def take() -> None:
         try:
@@ -81,12 +81,13 @@ async def collect(flight: Flight, request: Request) -> list[Completion]:
             if flight.ended and not ended.done():
                 ended.set_result(None)
         except Exception as error:
-            ended.set_exception(error)
+            ended.set_result(error)
 
     try:
         async with Watch(request.receive):
             flight.listen(take)
-            await ended
+            if error := await ended:
+                raise error
     except RequestError:
         flight.cause = "error"
         raise
@@ -143,7 +144,7 @@ class _Pump:
         self._renderer = renderer
         self._wire = wire
         self._ends: list[Completion] = []
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Until the response has ended."""
@@ -172,12 +173,13 @@ class _Pump:
             if flight.ended:
                 self._ended.set_result(None)
         except Exception as error:
-            self._ended.set_exception(error)
+            self._ended.set_result(error)
 
     async def _last_events(self) -> bytes:
         """What is left to say when all deltas are written, or something has failed."""
         try:
-            await self._ended
+            if error := await self._ended:
+                raise error
             tail = self._renderer.tail()
             failed = failure(self._ends)
             return tail + event(errors.body(failed)) if failed else tail
@@ -228,10 +230,12 @@ class _Wire:
         self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
 
     async def _finish(self, sending: _Begun) -> None:
-        await sending
-        self.blocked = False
-        self._last = self._loop.time()
-        self._on_free()
+        try:
+            await sending
+        finally:
+            self.blocked = False
+            self._last = self._loop.time()
+            self._on_free()
 
     async def end(self, events: bytes) -> None:
         """Send the last events and end the response."""
