@@ -203,7 +203,7 @@ def test_a_slow_reader_that_leaves_aborts() -> None:
         return s
 
     s = asyncio.run(scene())
-    assert s.llm.left == {"slow"} and not s.app.state.serving.flights
+    assert s.llm.left == {"slow"} and s.llm.num_inflight == 0
 
 
 def test_no_comments_while_tokens_come() -> None:
