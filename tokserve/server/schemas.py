@@ -32,6 +32,7 @@ ACCEPTED = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "prediction",
 })  # fmt: skip
+NO_REASONING = ("reasoning_effort", "none")  # any other effort is ignored, and named
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
           "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
@@ -156,7 +157,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         if name in REFUSED:
             if extra is not None and (type(extra), extra) not in [(type(each), each) for each in REFUSED[name]]:
                 raise errors.unsupported(name)
-        elif name not in ACCEPTED:
+        elif name not in ACCEPTED and (name, extra) != NO_REASONING:
             ignored.append(name)
     if strict and ignored:
         raise errors.unknown_field(ignored[0], ignored[0], kind.model_fields)
