@@ -59,6 +59,7 @@ class Runner:
         self._allocate()
         with self._no_autograd:
             self._warm_up()
+        device.give_back_memory()  # loading and warming up leave holes
         facts = {
             "ops": bound,
             "threads": threads,
