@@ -111,9 +111,9 @@ def load_extension(device: str) -> str | None:
 
 
 def set_threads(device: str, count: int) -> None:
-    """Tell the compiled implementations for `device`, if they are loaded, how many threads to use."""
+    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use."""
     registrations = sys.modules.get(EXTENSIONS[device][1])
-    if registrations is not None:
+    if registrations is not None and hasattr(registrations, "set_threads"):
         registrations.set_threads(count)
 
 
