@@ -184,6 +184,11 @@ void add_values_up_to(int64_t rows, const float* weights, const T* const* values
   for (; column + kTileVectors * kLanes <= dim; column += kTileVectors * kLanes) {
     add_values<T, ROWS, kTileVectors>(weights, values, begin, end, column, kLanes, sums, width, next);
   }
+  if constexpr (kTileVectors > 2) {  // several chains at once for what is left, too
+    for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
+      add_values<T, ROWS, 2>(weights, values, begin, end, column, kLanes, sums, width, next);
+    }
+  }
   for (; column < dim; column += kLanes) {
     add_values<T, ROWS, 1>(weights, values, begin, end, column, least(kLanes, dim - column), sums, width, next);
   }

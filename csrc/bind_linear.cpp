@@ -39,13 +39,30 @@ void advise_huge_pages(void* memory, int64_t bytes) {
 // Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>
 void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
-  constexpr int64_t stretch = 64;  // of K at a time, so that the lines written stay in the cache
+  constexpr int64_t stretch = 64 / sizeof(T);  // of K at a time: a line of each row, and what is written stays in the cache
   for (int64_t begin = 0; begin < k; begin += stretch) {
     const int64_t end = std::min(begin + stretch, k);
     for (int64_t r = 0; r < rows; r++) {
-      for (int64_t c = begin; c < end; c++) panel[(c / depth * kPanel + r) * depth + c % depth] = weight[r * stride + c];
+      const T* from = weight + r * stride;
+      if (depth == 1) {
+        for (int64_t c = begin; c < end; c++) panel[c * kPanel + r] = from[c];
+      } else {
+        for (int64_t c = begin; c < end; c++) panel[(c / 2 * kPanel + r) * 2 + c % 2] = from[c];
+      }
     }
   }
+}
+
+using Pair __attribute__((may_alias)) = uint32_t;
+
+// pack_rows, with a pair moved as one word where pairs lie as words.
+template <class T>
+void pack_words(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
+  if (depth == 2 && k % 2 == 0 && stride % 2 == 0 && reinterpret_cast<uintptr_t>(weight) % 4 == 0) {
+    const auto* words = reinterpret_cast<const Pair*>(weight);
+    return pack_rows(words, stride / 2, rows, k / 2, 1, reinterpret_cast<Pair*>(panel));
+  }
+  pack_rows(weight, stride, rows, k, depth, panel);
 }
 
 template <class T>
@@ -57,8 +74,8 @@ void pack_panels(const Tensor& weight, const Tensor& packed, bool gated, int64_t
     T* panel = packed.data<T>() + i * size;
     if (rows < width || k % depth != 0) std::memset(static_cast<void*>(panel), 0, size * sizeof(T));
     const T* from = weight.data<T>() + i * width * stride;
-    pack_rows(from, stride, rows, k, depth, panel);
-    if (gated) pack_rows(from + n * stride, stride, rows, k, depth, panel + width * depth);
+    pack_words(from, stride, rows, k, depth, panel);
+    if (gated) pack_words(from + n * stride, stride, rows, k, depth, panel + width * depth);
   });
 }
 

@@ -130,16 +130,23 @@ TOKSERVE_INLINE F gumbel(I word) {
   return fzero() - log(select(rest == fset(1.0f), u, exact));
 }
 
+// Not below gumbel(word), for three instructions: -log(-log(1 - u)) <= -log(u), and the bits of a float, read as an
+// integer, are a line below its logarithm.  Room for what gumbel rounds is left to the caller.
+TOKSERVE_INLINE F most_gumbel(I word) {
+  const F u = (from_unsigned(word) + fset(0.5f)) * fset(0x1p-32f);
+  return (fset(127.0f) - from_int(as_int(u)) * fset(0x1p-23f)) * fset(0.69314724f);
+}
+
 constexpr float kMostGumbel = 22.875f;  // -log(2^-33), rounded up
 
 // The largest value and its lowest id.
 struct Best {
   F value = fset(kNever);
   I id = iset(0);
-  TOKSERVE_INLINE void see(F other, int64_t at) {
+  TOKSERVE_INLINE void see(F other, I ids) {  // each lane's ids come in ascending order
     const M better = value < other;
     value = select(better, other, value);
-    id = select(better, iota() + iset(static_cast<uint32_t>(at)), id);
+    id = select(better, ids, id);
   }
   int64_t winner() const {
     float values[kLanes];
@@ -154,33 +161,41 @@ struct Best {
   }
 };
 
-// The id of the largest logit / temperature + noise.  What no noise can lift to the top is told from the logits as they
-// are, so that few of them are divided and few draws are made.
+// The id of the largest logit / temperature + noise.  What no noise could lift to the top costs no randomness, and what
+// its own randomness does not lift there costs no logarithm.
 int64_t draw_noisy(const Scaled& x, uint64_t seed, uint64_t position) {
   Best best;
-  float limit = kNever;  // of logits: what is not above it cannot win
+  const float factor = 1.0f / x.temperature;
+  float reached = kNever;
   for (int64_t i = 0; i < x.vocab; i += 4 * kLanes) {
+    // A bound on the best so far, with room for all rounding of the comparisons below.
+    const F limit = fset(reached - (0.01f + 0x1p-19f * (__builtin_fabsf(reached) + kMostGumbel)));
     F raw[4];
     for (int j = 0; j < 4; j++) raw[j] = i + j * kLanes < x.vocab ? load_logits(x.row, i + j * kLanes, x.vocab) : fset(kNever);
-    if (!bits(fset(limit) < vmax(vmax(raw[0], raw[1]), vmax(raw[2], raw[3])))) continue;
+    const F highest = vmax(vmax(raw[0], raw[1]), vmax(raw[2], raw[3]));
+    if (!bits(limit - fset(kMostGumbel) < highest * fset(factor))) continue;
+    deinterleave(raw);  // lane b of raw[j] is now id i + 4 b + j, whose random word is lane b of random[j]
     I random[4];
-    uint32_t words[4][kLanes], in_order[4 * kLanes];
     philox(iota() + iset(static_cast<uint32_t>(i / 4)), position, seed, random);
-    for (int j = 0; j < 4; j++) istore(words[j], random[j]);
-    for (int b = 0; b < kLanes; b++) {
-      for (int j = 0; j < 4; j++) in_order[4 * b + j] = words[j][b];
+    for (int j = 0; j < 4; j++) {
+      if (!bits(limit < fma(raw[j], fset(factor), most_gumbel(random[j])))) continue;
+      best.see(x.scaled(raw[j]) + gumbel(random[j]), shl<2>(iota()) + iset(static_cast<uint32_t>(i + j)));
+      reached = largest(best.value);
     }
-    for (int j = 0; j < 4; j++) best.see(x.scaled(raw[j]) + gumbel(iload(in_order + j * kLanes)), i + j * kLanes);
-    const float reached = largest(best.value);
-    limit = (reached - kMostGumbel) * x.temperature;
-    limit -= 1.0f + __builtin_fabsf(limit) * 0x1p-20f + __builtin_fabsf(reached) * x.temperature * 0x1p-20f;  // room for rounding
   }
   return best.winner();
 }
 
-int64_t arg_max(const Scaled& x) {
+// `nan` becomes true if a logit is not a number.
+int64_t arg_max(const Scaled& x, bool& nan) {
   Best best;
-  for (int64_t i = 0; i < x.vocab; i += kLanes) best.see(x(i), i);
+  F found = fzero();
+  for (int64_t i = 0; i < x.vocab; i += kLanes) {
+    const F value = x(i);
+    found = select(value == value, found, fset(1.0f));
+    best.see(value, iota() + iset(static_cast<uint32_t>(i)));
+  }
+  nan = largest(found) != 0.0f;
   return best.winner();
 }
 
@@ -281,15 +296,18 @@ float largest_of(const Scaled& x) {
   return largest(highest);
 }
 
-bool any_nan(const float* row, int64_t vocab) {
-  F found[4] = {fzero(), fzero(), fzero(), fzero()};
+// The largest of a row; not a number if there is one that is not.
+float largest_or_nan(const float* row, int64_t vocab) {
+  F highest[4] = {fset(kNever), fset(kNever), fset(kNever), fset(kNever)}, found[4] = {fzero(), fzero(), fzero(), fzero()};
   for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
     for (int j = 0; j < 4 && i + j * kLanes < vocab; j++) {
       const F x = load_logits(row, i + j * kLanes, vocab);
+      highest[j] = vmax(highest[j], x);
       found[j] = select(x == x, found[j], fset(1.0f));
     }
   }
-  return largest(vmax(vmax(found[0], found[1]), vmax(found[2], found[3]))) != 0.0f;
+  if (largest(vmax(vmax(found[0], found[1]), vmax(found[2], found[3]))) != 0.0f) return __builtin_nanf("");
+  return largest(vmax(vmax(highest[0], highest[1]), vmax(highest[2], highest[3])));
 }
 
 float temperature_of(const float* temperatures, int64_t row) {
@@ -298,7 +316,8 @@ float temperature_of(const float* temperatures, int64_t row) {
 }
 
 int64_t sampled(const SampleArgs& a, int64_t row, const Scaled& x) {
-  return a.greedy[row] ? arg_max(x) : draw_noisy(x, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
+  bool nan;
+  return a.greedy[row] ? arg_max(x, nan) : draw_noisy(x, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
 }
 
 }  // namespace
@@ -314,9 +333,12 @@ void sample(const SampleArgs& a, int64_t row) {
 
 bool draw(const DrawArgs& a, int64_t row, const float* logits, char* scratch) {
   const Scaled raw{logits, a.sample.vocab, 1.0f}, scaled{logits, a.sample.vocab, temperature_of(a.temperature, row)};
-  const float top = largest_of(raw);
-  if (!(__builtin_fabsf(top) < __builtin_inff()) || any_nan(logits, a.sample.vocab)) return false;
-  const int64_t token = sampled(a.sample, row, scaled);
+  const bool best_is_it = a.sample.greedy[row] && scaled.temperature == 1.0f;
+  bool nan = false;
+  int64_t token = best_is_it ? arg_max(raw, nan) : 0;
+  const float top = best_is_it ? logits[token] : largest_or_nan(logits, a.sample.vocab);
+  if (nan || !(__builtin_fabsf(top) < __builtin_inff())) return false;
+  if (!best_is_it) token = sampled(a.sample, row, scaled);
   a.sample.ids[row] = token;
   if (a.logprobs.token_logprobs == nullptr) return true;
   const bool as_they_are = !a.scaled || scaled.temperature == 1.0f;

@@ -362,6 +362,27 @@ TOKSERVE_INLINE void store_part(T* p, F a, int64_t n) {
 }
 
 // Fixed trees over the lanes, the same in every instruction set.
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+TOKSERVE_INLINE __m256 low_half(F a) { return _mm512_castps512_ps256(a.v); }
+TOKSERVE_INLINE __m256 high_half(F a) { return _mm512_extractf32x8_ps(a.v, 1); }
+#else
+TOKSERVE_INLINE __m256 low_half(F a) { return a.a; }
+TOKSERVE_INLINE __m256 high_half(F a) { return a.b; }
+#endif
+TOKSERVE_INLINE float sum(F a) {
+  const __m256 eight = _mm256_add_ps(low_half(a), high_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+TOKSERVE_INLINE float largest(F a) {  // operands in the order of most(): the first if either is not a number
+  const __m256 eight = _mm256_max_ps(high_half(a), low_half(a));
+  const __m128 four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
+  const __m128 two = _mm_max_ps(_mm_movehl_ps(four, four), four);
+  return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(two), two));
+}
+#else
 TOKSERVE_INLINE float sum(F a) {
   float v[16];
   store(v, a);
@@ -376,6 +397,7 @@ TOKSERVE_INLINE float largest(F a) {
   for (int i = 0; i < 4; i++) v[i] = most(v[i], v[i + 4]);
   return most(most(v[0], v[2]), most(v[1], v[3]));
 }
+#endif
 
 // e^x for x <= 88.3 (above: e^88.3).  Below -87.3, where the result would be subnormal: exactly zero.
 TOKSERVE_INLINE F exp(F x) {
@@ -412,6 +434,25 @@ TOKSERVE_INLINE F log(F x) {
   // log m = f - s * (f - z p): accurate where m is close to one, since f is exact
   const F part = f - s * (f - z * p);
   return fma(whole, fset(0.693359375f), fma(whole, fset(-2.12194440e-4f), part));
+}
+
+// Of 64 elements in order: x[j] gets elements j, j + 4, j + 8, ...
+TOKSERVE_INLINE void deinterleave(F* x) {
+#if defined(__AVX512F__)
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512 evens[2] = {_mm512_permutex2var_ps(x[0].v, even, x[1].v), _mm512_permutex2var_ps(x[2].v, even, x[3].v)};
+  const __m512 odds[2] = {_mm512_permutex2var_ps(x[0].v, odd, x[1].v), _mm512_permutex2var_ps(x[2].v, odd, x[3].v)};
+  x[0].v = _mm512_permutex2var_ps(evens[0], even, evens[1]);
+  x[1].v = _mm512_permutex2var_ps(odds[0], even, odds[1]);
+  x[2].v = _mm512_permutex2var_ps(evens[0], odd, evens[1]);
+  x[3].v = _mm512_permutex2var_ps(odds[0], odd, odds[1]);
+#else
+  float in_order[4 * kLanes], apart[4 * kLanes];
+  for (int j = 0; j < 4; j++) store(in_order + j * kLanes, x[j]);
+  for (int i = 0; i < 4 * kLanes; i++) apart[i % 4 * kLanes + i / 4] = in_order[i];
+  for (int j = 0; j < 4; j++) x[j] = load(apart + j * kLanes);
+#endif
 }
 
 // Rounds down to a multiple of a vector.

@@ -5,6 +5,7 @@ Nothing else may ask the machine what it is.  This file must not know what runs 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -30,6 +31,13 @@ def set_threads(count: int | None) -> int:
     threads = count or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     return threads
+
+
+def give_back_memory() -> None:
+    """Hand what the C allocator holds but nobody uses back to the system, where the allocator can (glibc)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def free_memory() -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 
@@ -200,6 +200,17 @@ assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_bind_sets_the_threads_every_time() -> None:
+    bound = {name: getattr(ops, name) for name in OPS}
+    for count in (3, 1, 2):
+        ops.bind("cpu", threads=count)
+        assert _C.threads() == count
+    ops.bind("cpu")
+    assert _C.threads() == 2
+    for name, call in bound.items():
+        setattr(ops, name, call)
 
 
 def test_empty_inputs() -> None:

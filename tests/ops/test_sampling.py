@@ -316,3 +316,16 @@ def test_a_logprob_does_not_depend_on_what_else_is_asked(call: Any) -> None:
         assert torch.equal(token, alone[0]) and torch.equal(rank, alone[1])
         assert torch.equal(top[top_ids == 77], alone[0].expand(int((top_ids == 77).sum())))
     assert torch.equal(call(logits, ids, 0, None, torch.ones(1))[0], alone[0])
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 3e4, 3e7])
+@pytest.mark.parametrize("name", [name for name in OPS["draw"].available("cpu") if name != registry.REFERENCE])
+def test_what_a_draw_leaves_out_could_not_have_won(name: str, scale: float) -> None:
+    """Flat, usual and steep logits, hot and cold: the ids are those of noise on every logit."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(16, 3001, generator=generator) * scale
+    seeds = torch.randint(-(2**62), 2**62, (16,), generator=generator)
+    temperature = torch.tensor([0.3, 1.0, 1.7, 0.0]).repeat(4)
+    arguments = (logits, seeds, torch.arange(16), torch.zeros(16, dtype=torch.bool), temperature, False, -1)
+    drawn = OPS["draw"].implementations[name].call(*arguments)[0]
+    assert torch.equal(drawn, OPS["draw"].reference(*arguments)[0])

@@ -24,7 +24,7 @@ from tokserve.ops.linear import gated_linear as _gated_linear
 from tokserve.ops.linear import linear as _linear
 from tokserve.ops.linear import pack_gated as _pack_gated
 from tokserve.ops.linear import pack_linear as _pack_linear
-from tokserve.ops.registry import OPS, choose
+from tokserve.ops.registry import OPS, choose, set_threads
 from tokserve.ops.sampling import draw as _draw
 from tokserve.ops.sampling import filter_logits as _filter_logits
 from tokserve.ops.sampling import logprobs as _logprobs
@@ -59,13 +59,16 @@ penalize = _penalize.reference
 logprobs = _logprobs.reference
 
 
-def bind(device: str, overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+def bind(device: str, overrides: Mapping[str, str] | None = None, threads: int | None = None) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu"); returns op -> implementation name.
 
+    `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
     for a name that does not exist.  Weights packed before a bind that changes `linear` are not valid after it.
     """
     chosen = choose(device, overrides or {})
+    if threads is not None:
+        set_threads(device, threads)
     module = sys.modules[__name__]
     for name, implementation in chosen.items():
         setattr(module, name, OPS[name].implementations[implementation].call)

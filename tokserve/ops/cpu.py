@@ -93,7 +93,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
-    out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype)  # of x's dtype for None
     _C.linear(x, packed.packed, bias, out)
     return out
 
@@ -103,14 +103,14 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"gated_linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
-    out = torch.empty((x.shape[0], packed.rows // 2), dtype=x.dtype)
+    out = x.new_empty((x.shape[0], packed.rows // 2))
     _C.gated_linear(x, packed.packed, bias, activation, out)
     return out
 
 
 @embedding_op.implement("cpp", device="cpu")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    out = torch.empty((ids.shape[0], packed.columns), dtype=packed.dtype)
+    out = packed.packed.new_empty((ids.shape[0], packed.columns))
     _C.embedding(ids, packed.packed, packed.rows, out)
     return out
 
@@ -128,7 +128,7 @@ def norm_rope_store(
     slot_mapping: Tensor,
 ) -> Tensor:
     _, kv_heads, _, dim = k_cache.shape
-    q = torch.empty((qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim), dtype=qkv.dtype)
+    q = qkv.new_empty((qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim))
     _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
     return q
 

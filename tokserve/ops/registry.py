@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -107,6 +108,13 @@ def load_extension(device: str) -> str | None:
     except ImportError as error:
         return f"{extension} does not load ({error})"
     return None
+
+
+def set_threads(device: str, count: int) -> None:
+    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use."""
+    registrations = sys.modules.get(EXTENSIONS[device][1])
+    if registrations is not None and hasattr(registrations, "set_threads"):
+        registrations.set_threads(count)
 
 
 def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:

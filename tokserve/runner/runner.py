@@ -46,7 +46,7 @@ class Runner:
         config, runtime = self._config, self._runtime_config
         began = time.perf_counter()
         threads = device.set_threads(runtime.cpu_threads)
-        bound = ops.bind(runtime.device, runtime.ops)
+        bound = ops.bind(runtime.device, runtime.ops, threads)
         if "torch" not in bound.values():
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
         directory = checkpoint.locate(config.model, weights=config.load_format != "dummy")
@@ -59,6 +59,7 @@ class Runner:
         self._allocate()
         with self._no_autograd:
             self._warm_up()
+        device.give_back_memory()  # loading and warming up leave holes
         facts = {
             "ops": bound,
             "threads": threads,
