@@ -66,9 +66,10 @@ def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
         _C.select("z80")
 
 
-@pytest.mark.parametrize("isa", _C.instruction_sets()[1:])
+@pytest.mark.parametrize("isa", [isa for isa in _C.instruction_sets()[1:] if not isa.endswith("_vnni")])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
+    """The sets named _vnni differ from those without in linear_int8 alone, which has tests of its own on all sets."""
     op = OPS[name]
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in op.samples(dtype):
