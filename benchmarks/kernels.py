@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 CACHES = 256 << 20  # bytes that fit no cache of this machine
 WEIGHTS = {"qkv": (4096, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
 HEAD = {"lm_head": (VOCAB, HIDDEN)}
-PACKING = {"linear": "pack_linear", "linear_int8": "pack_linear_int8"}
+PACKING = {"linear": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"}
 
 Call = Callable[[], object]
 
@@ -98,7 +98,7 @@ def plain(
 
 
 def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None = None) -> Case:
-    """linear_int8's rival in torch is the bfloat16 product it replaces."""
+    """linear_int8's rival in torch is the bfloat16 product it replaces, gated_linear's the product without the gate."""
     rows, columns = (WEIGHTS | HEAD)[label]
     x, weight = randn(tokens, columns), randn(rows, columns)
     size = 1 if op == "linear_int8" else 2
@@ -107,7 +107,8 @@ def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None 
     def make(name: str) -> Call:
         pack, call = OPS[PACKING[op]].implementations[name].call, OPS[op].implementations[name].call
         packed = [pack(weight) for _ in range(copies if name != registry.REFERENCE else 1)]
-        return in_turn([lambda p=one: call(x, p, None, out_dtype) for one in packed])  # type: ignore[misc]
+        last = "silu" if op == "gated_linear" else out_dtype
+        return in_turn([lambda p=one: call(x, p, None, last) for one in packed])  # type: ignore[misc]
 
     def own() -> Call:
         weights = [weight.clone() for _ in range(max(1, min(12, CACHES // weight.nbytes)) if tokens < 64 else 1)]
@@ -115,6 +116,17 @@ def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None 
 
     moved = rows * columns * size + tokens * columns * 2 + tokens * rows * (4 if out_dtype else 2)
     return Case(op, f"{label} [{rows},{columns}] x {tokens}", moved, 2 * rows * columns * tokens, make, own)
+
+
+def embedding_case(tokens: int) -> Case:
+    ids, weight = torch.arange(tokens) * 7919 % 32768, randn(32768, HIDDEN)
+
+    def make(name: str) -> Call:
+        packed = OPS["pack_linear"].implementations[name].call(weight)
+        return lambda: OPS["embedding"].implementations[name].call(ids, packed)
+
+    size = 2 * tokens * HIDDEN * 2
+    return Case("embedding", f"{tokens} of [32768,{HIDDEN}]", size, 0, make, lambda: lambda: F.embedding(ids, weight))
 
 
 def elementwise_cases(tokens: int) -> Iterator[Case]:
@@ -143,6 +155,14 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
     yield plain(
         "rope", f"[{tokens},{HEADS}+{KV_HEADS},{DIM}]", (q, k, table, positions),
         traffic=2 * (q.nbytes + k.nbytes) + tokens * DIM * 4, operations=3 * (q.numel() + k.numel()), torch_call=None,
+    )  # fmt: skip
+    qkv, slots = randn(tokens, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(tokens)
+    caches = [randn(-(-tokens // PAGE), KV_HEADS, PAGE, DIM) for _ in range(2)]
+    norms = randn(2, DIM).unbind()
+    arguments = (qkv, *norms, 1e-6, table, positions, *caches, slots)
+    yield plain(
+        "norm_rope_store", f"[{tokens},{HEADS}+2x{KV_HEADS},{DIM}]", arguments,
+        traffic=2 * qkv.nbytes + tokens * DIM * 4, operations=7 * (q.numel() + k.numel()), torch_call=None,
     )  # fmt: skip
     yield plain(
         "quantize_rows", f"[{tokens},{HIDDEN}]", (x,), traffic=row * 3 // 2, operations=3 * x.numel(), torch_call=None
@@ -183,6 +203,10 @@ def sampling_cases(rows: int) -> Iterator[Case]:
         torch_call=lambda: torch.multinomial(logits.softmax(-1), 1),
     )  # fmt: skip
     yield plain(
+        "draw", shape, (logits, index, index, index < 0, ones, False, 0), traffic=size, operations=3 * count,
+        torch_call=lambda: (torch.multinomial(logits.softmax(-1), 1), logits.log_softmax(-1)),
+    )  # fmt: skip
+    yield plain(
         "logprobs", shape, (logits, index, 5, None, None), traffic=size, operations=2 * count,
         torch_call=lambda: logits.log_softmax(-1).topk(5),
     )  # fmt: skip
@@ -200,10 +224,11 @@ def cases(quick: bool) -> Iterator[Case]:
     """Decode alone, decode in a batch, prefill."""
     for tokens in (1, 512) if quick else (1, 16, 512):
         yield from elementwise_cases(tokens)
+        yield embedding_case(tokens)
     for op, tokens in itertools.product(PACKING, (1, 16, 512) if quick else (1, 4, 16, 64, 512)):
-        for label in ("gate_up",) if quick else WEIGHTS:
+        for label in ("gate_up",) if quick or op == "gated_linear" else WEIGHTS:
             yield linear_case(op, label, tokens)
-        if tokens <= 16 and not quick:
+        if tokens <= 16 and not quick and op != "gated_linear":
             yield linear_case(op, "lm_head", tokens, torch.float32)
     for rows, queries, length in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 4096)):
         yield from attention_cases(rows, queries, length)

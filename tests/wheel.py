@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import tokserve
-from tokserve import LLM, SamplingParams, _C
+from tokserve import _C, LLM, SamplingParams
 
 QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 

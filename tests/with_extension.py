@@ -1,4 +1,4 @@
-"""Runs pytest with the C++ extension of another build folder: `python tests/with_extension.py FOLDER [pytest arguments]`.
+"""Runs pytest with the C++ extension of another folder: `python tests/with_extension.py FOLDER [pytest arguments]`.
 
 For the sanitizers' builds (`make test-asan`, `make test-tsan`), so that the one in use stays as it is.
 """

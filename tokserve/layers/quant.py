@@ -17,7 +17,7 @@ Packed = ops.PackedWeight | ops.PackedInt8
 
 
 class QuantMethod(Protocol):
-    """`linear(x, pack(weight), bias, None)` is x [T, inputs] times the transpose of weight [outputs, inputs], plus bias.
+    """`linear(x, pack(weight), bias, None)` is x [T, inputs] times weight [outputs, inputs], transposed, plus bias.
 
     With `gated_linear` and `pack_gated`, activation(first half) * second half of that.  A packed weight is the method's
     own affair: what one of these pairs packs, it alone takes.

@@ -36,8 +36,8 @@ from tokserve.ops.sampling import penalize as _penalize
 from tokserve.ops.sampling import sample as _sample
 
 __all__ = [
-    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear", "gelu_mul",
-    "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_int8",
+    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear",
+    "gelu_mul", "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_int8",
     "paged_attention", "penalize", "quantize_rows", "rms_norm", "rope",
     "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
