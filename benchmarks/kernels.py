@@ -279,16 +279,17 @@ def measure(case: Case, sets: list[str], threads: int, budget: float, read: floa
         yield row("torch reference", seconds(case.make(registry.REFERENCE), budget), rival)
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """Markdown."""
-    yield "| op | shape | implementation | ms | GB/s | of read | GFLOP/s | of compute | torch's time / ours |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for r in rows:
-        ratio = "" if r.torch_ratio is None else f"{r.torch_ratio:.2f}"
-        yield (
-            f"| {r.op} | {r.shape} | {r.implementation} | {r.ms:.4g} | {r.gb_s:.3g} | {r.read_share:.0%} "
-            f"| {r.gop_s:.3g} | {r.compute_share:.0%} | {ratio} |"
-        )
+HEADER = """| op | shape | implementation | ms | GB/s | of read | GFLOP/s | of compute | torch's time / ours |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def line(r: Row) -> str:
+    """Of a Markdown table."""
+    ratio = "" if r.torch_ratio is None else f"{r.torch_ratio:.2f}"
+    return (
+        f"| {r.op} | {r.shape} | {r.implementation} | {r.ms:.4g} | {r.gb_s:.3g} | {r.read_share:.0%} "
+        f"| {r.gop_s:.3g} | {r.compute_share:.0%} | {ratio} |"
+    )
 
 
 def main() -> None:
@@ -311,11 +312,14 @@ def main() -> None:
     sets = _C.instruction_sets() if options.all_sets else _C.instruction_sets()[:1]
     budget = 0.05 if options.quick else 0.3
     rows: list[Row] = []
+    print(HEADER, flush=True)
     with torch.inference_mode():
         for case in cases(options.quick):
-            if case.op in wanted:
-                rows += measure(case, sets, options.threads, budget, max(read.values()), compute)
-    print("\n".join(table(rows)))
+            if case.op not in wanted:
+                continue
+            for row in measure(case, sets, options.threads, budget, max(read.values()), compute):
+                rows.append(row)
+                print(line(row), flush=True)
     if options.json:
         facts = {"device": device.name(), "threads": options.threads, "torch": torch.__version__}
         with open(options.json, "w", encoding="utf-8") as file:
