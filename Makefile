@@ -6,7 +6,7 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: install serve test test-all test-clients check format bench clean
+.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format bench clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,34 @@ test-all: install check
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+# The extension once more, with a sanitizer, in its own folder; minutes each. -O1 code, so only the extension's tests.
+build/asan build/tsan: SANITIZE = $(if $(filter build/asan,$@),address$(comma)undefined,thread)
+build/asan build/tsan: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -Cbuild-dir=$@-objects \
+	  -Cinstall.strip=false -Ccmake.define.TOKSERVE_SANITIZE=$(SANITIZE) .
+	touch $@
+comma := ,
+gcc_file = $(shell $(or $(CXX),c++) -print-file-name=$(1))
+
+# detect_leaks=0: Python and torch keep memory until the end on purpose, and it is theirs that would be listed.
+test-asan: build/asan
+	LD_PRELOAD="$(call gcc_file,libasan.so) $(call gcc_file,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(BIN)/python tests/with_extension.py build/asan/tokserve -q -p no:faulthandler tests/ops -k 'cpu or cpp'
+
+test-tsan: build/tsan
+	LD_PRELOAD="$(call gcc_file,libtsan.so)" TSAN_OPTIONS=suppressions=tests/tsan.supp:exitcode=66 \
+	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler tests/ops/test_cpu.py \
+	  -k 'threads or tile or bits'
+
+# A wheel, installed in an environment that knows nothing of this tree.
+test-wheel: install
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check build/wheel/*.whl
+	cd build/wheel && venv/bin/python -P $(CURDIR)/tests/wheel.py
 
 check: install
 	$(BIN)/ruff check .

@@ -37,8 +37,12 @@ inline Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind,
   return c;
 }
 
+// Weights that decoding streams through; defined beside linear's packing.
+void advise_huge_pages(void* memory, int64_t bytes);
+
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_quant(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 

@@ -13,17 +13,6 @@ namespace nb = nanobind;
 
 namespace tokserve {
 
-namespace {
-
-// Panels of a weight of n rows; of a gated one, of n outputs.
-int64_t panels_of(int64_t n, bool gated) {
-  const int64_t width = gated ? kGatedPanel : kPanel;
-  return (n + width - 1) / width;
-}
-
-// Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
-int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPanel * (pairs ? (k + 1) / 2 * 2 : k); }
-
 // Reading a weight is what decoding waits for: huge pages spare it most address translations.
 void advise_huge_pages(void* memory, int64_t bytes) {
 #if defined(__linux__)
@@ -35,6 +24,17 @@ void advise_huge_pages(void* memory, int64_t bytes) {
   (void)memory, (void)bytes;
 #endif
 }
+
+namespace {
+
+// Panels of a weight of n rows; of a gated one, of n outputs.
+int64_t panels_of(int64_t n, bool gated) {
+  const int64_t width = gated ? kGatedPanel : kPanel;
+  return (n + width - 1) / width;
+}
+
+// Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
+int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPanel * (pairs ? (k + 1) / 2 * 2 : k); }
 
 // Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>

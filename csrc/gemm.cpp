@@ -10,8 +10,6 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-constexpr int64_t kStretch = 128;  // elements of K held in the first-level cache while several row tiles use them
-
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Rows of x as the format wants them: in place if they are so already, else in scratch [rows][padded K].
@@ -41,34 +39,6 @@ const float* widened_rows(const T* x, int64_t& stride, int64_t rows, int64_t k, 
 }
 [[maybe_unused]] const float* rows_of(const f16* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded, float* scratch) {
   return widened_rows(x, stride, rows, k, padded, scratch);
-}
-
-// sums [rows][64] = x times one panel.
-template <class Format>
-void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows, const typename Format::Weight* panel,
-                    int64_t padded, float* sums) {
-  using Weight = typename Format::Weight;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  if (tiles == 1) {  // a stream: each weight is used once, so fetch well ahead
-    const char* ahead = reinterpret_cast<const char*>(panel) + 6144;
-    constexpr int lines = kPanel * Format::kDepth * sizeof(Weight) / 64;
-    return multiply_up_to<Format, lines>(rows, x, stride, panel, padded / Format::kDepth, sums, true, ahead);
-  }
-  for (int64_t k = 0; k < padded; k += kStretch) {
-    const int64_t depth = least(kStretch, padded - k);
-    const Weight* stretch = panel + k * kPanel;
-    const char* ahead = reinterpret_cast<const char*>(stretch + depth * kPanel);
-    constexpr int64_t line = 64 / sizeof(Weight);
-    const int64_t steps = depth / Format::kDepth, lines = depth * kPanel / line;
-    for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
-      const int64_t count = (rows - row) / (tiles - tile);  // tiles of nearly equal height
-      const typename Format::Row* from = x + row * stride + k;
-      const int64_t at = tile * 2 * steps;  // two lines a step until the next stretch is fetched
-      if (at < lines) multiply_up_to<Format, 2>(count, from, stride, stretch, steps, sums + row * kPanel, k == 0, ahead + at * 64);
-      else multiply_up_to<Format, 0>(count, from, stride, stretch, steps, sums + row * kPanel, k == 0, ahead);
-      row += count;
-    }
-  }
 }
 
 template <class T, class Out>

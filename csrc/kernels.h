@@ -90,6 +90,25 @@ struct LinearArgs {
   int64_t m, n, k, x_stride;
 };
 
+struct QuantizeArgs {
+  DType dtype;
+  const void* x;   // [M, K], rows x_stride elements apart
+  int8_t* values;  // [M, K]
+  float* scales;   // [M]
+  int64_t k, x_stride;
+};
+
+struct Int8Args {
+  DType dtype, out_dtype;
+  const void* x;          // [M, K], rows x_stride elements apart
+  const uint8_t* packed;  // [panels][ceil(K / 4)][64][4], each value plus 128
+  const float* scales;    // [N], of the weight's rows
+  const void* bias;       // [N] of dtype, or null
+  void* out;              // [M, N]
+  int64_t m, n, k, x_stride;
+  char* rows;  // x quantized, int8_rows_size(args) bytes in the instruction set's own layout
+};
+
 struct AttentionArgs {
   DType dtype;
   const void* q;        // [T, heads, dim], rows q_stride elements apart
@@ -173,6 +192,11 @@ struct Kernels {
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
   int64_t (*linear_scratch)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
+  void (*quantize_rows)(const QuantizeArgs&, int64_t begin, int64_t end);
+  // First rows [begin, end) of x into args.rows, for all; then panels as linear does.
+  int64_t (*int8_rows_size)(const Int8Args&);
+  void (*int8_rows)(const Int8Args&, int64_t begin, int64_t end);
+  void (*linear_int8)(const Int8Args&, int64_t row0, int64_t begin, int64_t end);
   // A whole tile into out; or one split of it into `partial`, then all partials of the tile into out.
   int64_t (*attention_scratch)(const AttentionArgs&);
   int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result
@@ -194,7 +218,13 @@ extern const Kernels table;
 namespace avx2 {
 extern const Kernels table;
 }
+namespace avx2_vnni {
+extern const Kernels table;
+}
 namespace avx512f {
+extern const Kernels table;
+}
+namespace avx512_vnni {
 extern const Kernels table;
 }
 namespace avx512_bf16 {

@@ -38,7 +38,7 @@ struct Exchange {
 };
 inline Exchange exchange;
 
-enum class Kind { f32, bf16, f16, i32, i64, boolean, u8, other };
+enum class Kind { f32, bf16, f16, i32, i64, boolean, u8, i8, other };
 
 // A CPU tensor for the length of one call.
 class Tensor {
@@ -69,6 +69,7 @@ class Tensor {
       case 0 << 8 | 64: return Kind::i64;
       case 6 << 8 | 8: return Kind::boolean;
       case 1 << 8 | 8: return Kind::u8;
+      case 0 << 8 | 8: return Kind::i8;
       default: return Kind::other;
     }
   }

@@ -46,6 +46,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "float32"],
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8"] | None,
+        about(
+            "int8: quantize the projections of a floating checkpoint as it loads; per channel, activations per token."
+        ),
+    ] = None
+    quantize_lm_head: Annotated[
+        bool,
+        about("With quantization, quantize the output projection too: faster, a little further from the original."),
+    ] = False
     max_model_len: Annotated[
         Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
     ] = None
@@ -246,6 +256,11 @@ def resolve(config: Config) -> Config:
 
 
 def _check(config: Config) -> None:
+    model = config.model
+    if model.quantize_lm_head and model.quantization is None:
+        raise StartError("quantize_lm_head needs a quantization")
+    if model.quantize_lm_head and model.head_dtype != "auto":
+        raise StartError("quantize_lm_head and head_dtype exclude each other")
     server = config.server
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise StartError("ssl_keyfile and ssl_certfile must be given together")

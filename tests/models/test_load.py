@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.driver import prefill, random_ids
+from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
@@ -220,3 +221,31 @@ def test_positions_default_to_the_configs_limit(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, UNTIED)
     assert len(opened(tmp_path).rope_table) == UNTIED["max_position_embeddings"]
     assert len(opened(tmp_path, max_model_len=33).rope_table) == 33
+
+
+def test_int8_is_near_the_original_and_quantizes_the_head_only_if_asked(tmp_path: Path) -> None:
+    """Tied too: the embedding keeps its own copy."""
+    for hf in (UNTIED, TIED):
+        directory = write_checkpoint(tmp_path / str(hf["tie_word_embeddings"]), hf)
+        original = logits(directory).log_softmax(-1)
+        apart = []
+        for quantize_lm_head in (False, True):
+            decoder = opened(directory, quantization="int8", quantize_lm_head=quantize_lm_head)
+            blocks = [decoder.blocks[0].attention.qkv, decoder.blocks[0].mlp.gate_up, decoder.blocks[-1].mlp.down]
+            assert all(isinstance(linear.packed, ops.PackedInt8) for linear in blocks)
+            assert isinstance(decoder.head.linear.packed, ops.PackedInt8) == quantize_lm_head
+            quantized = prefill(decoder, IDS).log_softmax(-1)
+            apart.append((quantized - original).abs().mean().item())
+            assert 0 < apart[-1] < 0.2
+        assert apart[0] != apart[1]
+
+
+def test_int8_takes_a_new_weight_and_says_what_it_keeps(tmp_path: Path) -> None:
+    decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0), quantization="int8")
+    new = write_checkpoint(tmp_path / "new", TIED, seed=1)
+    wanted = decoder.parameters_by_name()
+    weights.pour(stored(new).items(), wanted)
+    assert torch.equal(prefill(decoder, IDS), logits(new, quantization="int8"))
+    kept = {name: parameter.dtype for name, parameter in wanted.items()}
+    assert kept["model.layers.0.mlp.up_proj.weight"] == torch.int8
+    assert kept["model.norm.weight"] == kept[EMBEDDING] == torch.float32

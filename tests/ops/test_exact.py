@@ -18,6 +18,7 @@ from tokserve.ops.registry import OPS
 registry.load_extension("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MOST = 70  # rows
+PACKING = {"linear": "pack_linear", "linear_int8": "pack_linear_int8"}
 Outputs = tuple[Tensor, ...]
 
 
@@ -116,13 +117,22 @@ def packing(name: str, of: str, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 37, 257, 5000])
+@every("quantize_rows")
+def test_quantized_rows_stand_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+    x = randn(dtype, 1, MOST, width)
+    x[::9], x[4, -1], x[8, 0] = 0.0, float("inf"), float("nan")
+    rows_stand_alone(lambda r: call(x[r]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("columns", "rows"), [(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)]
 )
-@every("linear")
+@every("linear", "linear_int8")
 def test_linear_rows_stand_alone(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = randn(dtype, 1, MOST, columns), randn(dtype, 2, rows, columns), randn(dtype, 3, rows)
-    packed = packing("pack_linear", name, call)(weight)
+    packed = packing(PACKING[name], name, call)(weight)
     rows_stand_alone(lambda rows: call(x[rows], packed, None, None), trials=8)
     rows_stand_alone(lambda rows: call(x[rows], packed, bias, torch.float32), trials=4)
 
@@ -168,10 +178,10 @@ def test_norm_rope_store_tokens_stand_alone(
     rows_stand_alone(lambda rows: stored(rows, None, None), trials=2)
 
 
-@every("linear")
+@every("linear", "linear_int8")
 def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -> None:
     x, weight = randn(torch.bfloat16, 1, MOST, 192), randn(torch.bfloat16, 2, 256, 192)
-    packed = packing("pack_linear", name, call)(weight)
+    packed = packing(PACKING[name], name, call)(weight)
     whole = call(x, packed, None, None)
     for size in range(1, MOST + 1):
         assert torch.equal(call(x[:size], packed, None, None), whole[:size])

@@ -23,7 +23,9 @@ OTHERS = [
     if name != registry.REFERENCE
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PACKING = {"linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated"}  # of the second argument
+PACKING = {  # of the second argument
+    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
+}  # fmt: skip
 
 
 def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -120,6 +122,39 @@ def test_linear_to_float32_keeps_what_a_16_bit_result_would_lose() -> None:
     packed = OPS["pack_linear"].reference(weight)
     assert OPS["linear"].reference(x, packed, None, torch.float32).item() == 257.0
     assert OPS["linear"].reference(x, packed, None, None).item() == 256.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype) -> None:
+    for (x,) in OPS["quantize_rows"].samples(dtype):
+        values, scales = OPS["quantize_rows"].reference(x)
+        assert values.dtype == torch.int8 and int(values.min()) >= -127
+        finite = x.isfinite().all(-1)
+        assert torch.equal(scales.isfinite(), finite) and not values[~finite].any()
+        apart = (values[finite] * scales[finite, None].double() - x[finite].double()).abs()
+        assert (apart <= scales[finite, None].double() * 0.5001).all()
+        assert ((values.abs().amax(-1) == 127) == (finite & (x.abs().amax(-1) > 1e-30))).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_int8_is_the_product_of_what_was_quantized(dtype: torch.dtype) -> None:
+    for x, weight, bias, out_dtype in OPS["linear_int8"].samples(dtype):
+        packed = OPS["pack_linear_int8"].reference(weight)
+        result = OPS["linear_int8"].reference(x, packed, bias, out_dtype)
+        assert result.dtype == (out_dtype or dtype) and result.is_contiguous()
+        row, column = (
+            values.double() * scales[:, None].double()
+            for values, scales in map(OPS["quantize_rows"].reference, (x, weight))
+        )
+        exact = F.linear(row, column, None if bias is None else bias.double())
+        torch.testing.assert_close(result.double(), **rounded(exact, result), equal_nan=True)
+        assert torch.equal(result.isfinite().all(-1), x.isfinite().all(-1))
+
+
+def test_ties_go_to_even_and_zeros_stay() -> None:
+    values, scales = OPS["quantize_rows"].reference(torch.tensor([[0.5, 1.5, 2.5, -3.5, 127.0], [0.0] * 5]))
+    assert values.tolist() == [[0, 2, 2, -4, 127], [0] * 5]
+    assert scales[0] == 1 and 0 < scales[1] < 1e-30
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

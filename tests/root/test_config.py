@@ -29,6 +29,7 @@ def test_unknown_option_names_the_nearest() -> None:
     [
         {"port": 70000}, {"max_num_seqs": 0}, {"dtype": "int4"}, {"gpu_memory_utilization": 1.5}, {"block_size": 0},
         {"depth": 3}, {"max_model_len": "x"}, {"scheduling_policy": "lifo"}, {"keep_alive": 1},
+        {"quantization": "gptq"}, {"quantize_lm_head": 1},
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_with_the_options_name(option: dict[str, object]) -> None:
@@ -88,3 +89,12 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
 def test_tls_needs_both_files(checkpoint: Path) -> None:
     with pytest.raises(StartError, match="ssl_keyfile and ssl_certfile"):
         resolve(Config.make(model=str(checkpoint), ssl_keyfile="x"))
+
+
+def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="quantize_lm_head needs a quantization"):
+        resolve(Config.make(model=str(checkpoint), quantize_lm_head=True))
+    both = Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True)
+    assert resolve(both).model.quantization == "int8"
+    with pytest.raises(StartError, match="quantize_lm_head and head_dtype exclude each other"):
+        resolve(Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True, head_dtype="float32"))

@@ -14,6 +14,7 @@ from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.plan import KVSpec
 
 
@@ -36,14 +37,15 @@ class Attention:
         norm_eps: float | None,
         qkv_bias: bool,
         out_bias: bool,
+        quant: QuantMethod = UNQUANTIZED,
     ) -> None:
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.window = window
         self.scale = dim**-0.5
         self.dtype = dtype
         sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias)
-        self.out = Linear(heads * dim, {"o_proj": hidden}, dtype, bias=out_bias)
+        self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias, quant=quant)
+        self.out = Linear(heads * dim, {"o_proj": hidden}, dtype, bias=out_bias, quant=quant)
         self.norm_eps = norm_eps or 0.0
         self.q_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
         self.k_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)

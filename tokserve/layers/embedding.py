@@ -12,6 +12,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.parameter import Parameter
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 
 
 class Embedding:
@@ -27,7 +28,7 @@ class Embedding:
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.vocab, self.hidden), self.load)}
+        return {"weight": Parameter((self.vocab, self.hidden), self.load, self.dtype)}
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [vocab, hidden], for the tied head too."""
@@ -45,17 +46,18 @@ class Embedding:
 class Head:
     """Hidden rows to float32 logits; `dtype` is the type of the product's operands."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, *, quant: QuantMethod = UNQUANTIZED) -> None:
         self.dtype = dtype
-        self.linear = Linear(hidden, {"lm_head": vocab}, dtype)
+        self.linear = Linear(hidden, {"lm_head": vocab}, dtype, quant=quant)
 
     def parameters(self) -> dict[str, Parameter]:
         """`lm_head.weight`."""
         return self.linear.parameters()
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
-        """Use an embedding's weight [vocab, hidden]: what it packed, if that is of the head's dtype."""
-        self.linear.adopt(packed if weight.dtype == self.dtype else ops.pack_linear(weight.to(self.dtype)))
+        """Use an embedding's weight [vocab, hidden]: what it packed, if that is what the head would pack."""
+        same = weight.dtype == self.dtype and self.linear.quant is UNQUANTIZED
+        self.linear.adopt(packed if same else self.linear.pack(weight.to(self.dtype)))
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         return self.linear(hidden.to(self.dtype), out_dtype=torch.float32)

@@ -1,8 +1,8 @@
 """A linear layer whose rows come from one or several checkpoint tensors.
 
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
-ends in the activation.  The layer fills an unpacked weight shard by shard, packs it for the bound op when the last
-one is there, and keeps only the packed form.  It must not know file formats or what its shards mean.
+ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
+the last one is there, and keeps only the packed form.  It must not know file formats or what its shards mean.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tokserve import ops
 from tokserve.layers.parameter import Parameter
+from tokserve.layers.quant import UNQUANTIZED, Packed, QuantMethod
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -23,13 +23,22 @@ Activation = Literal["silu", "gelu_tanh"]
 class Linear:
     """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output."""
 
-    packed: ops.PackedWeight
+    packed: Packed
 
-    def __init__(self, inputs: int, shards: Mapping[str, int], dtype: torch.dtype, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        shards: Mapping[str, int],
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        quant: QuantMethod = UNQUANTIZED,
+    ) -> None:
         self.inputs = inputs
         self.shards = dict(shards)
         self.outputs = sum(shards.values())
         self.dtype = dtype
+        self.quant = quant
         self.bias = torch.zeros(self.outputs, dtype=dtype) if bias else None  # [outputs]
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
@@ -37,10 +46,11 @@ class Linear:
     def parameters(self) -> dict[str, Parameter]:
         """`<shard>.weight` and, with a bias, `<shard>.bias`."""
         found = {}
+        kept = self.quant.kept_dtype(self.dtype)
         for shard, size in self.shards.items():
-            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard))
+            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard), kept)
             if self.bias is not None:
-                found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard))
+                found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard), self.dtype)
         return found
 
     def load(self, shard: str, tensor: Tensor) -> None:
@@ -62,14 +72,13 @@ class Linear:
             raise ValueError(f"{shard} has no bias")
         _fill(self._rows(self.bias, shard), shard, tensor)
 
-    def adopt(self, packed: ops.PackedWeight) -> None:
-        """Share a weight [outputs, inputs] of this layer's dtype with its owner."""
+    def adopt(self, packed: Packed) -> None:
+        """Share a weight [outputs, inputs] with its owner, who packed it as this layer's method does."""
         self.packed = packed
 
-    @staticmethod
-    def pack(weight: Tensor) -> ops.PackedWeight:
-        """The whole weight for the op of this layer; a copy."""
-        return ops.pack_linear(weight)
+    def pack(self, weight: Tensor) -> Packed:
+        """The whole weight for the product of this layer; a copy."""
+        return self.quant.pack(weight)
 
     def finalize(self) -> None:
         """Pack the weight and drop the unpacked copy; nothing to do if none was loaded since the last time."""
@@ -80,7 +89,7 @@ class Linear:
             self._weight = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [T, inputs] -> [T, outputs]
-        return ops.linear(x, self.packed, self.bias, out_dtype)
+        return self.quant.linear(x, self.packed, self.bias, out_dtype)
 
     def _rows(self, tensor: Tensor, shard: str) -> Tensor:
         if shard not in self.shards:
@@ -94,18 +103,24 @@ class GatedLinear(Linear):
     """activation(first half) * second half of x W^T + b, for two shards of equal size: a gate and what it gates."""
 
     def __init__(
-        self, inputs: int, shards: Mapping[str, int], dtype: torch.dtype, activation: Activation, *, bias: bool = False
+        self,
+        inputs: int,
+        shards: Mapping[str, int],
+        dtype: torch.dtype,
+        activation: Activation,
+        *,
+        bias: bool = False,
+        quant: QuantMethod = UNQUANTIZED,
     ) -> None:
-        super().__init__(inputs, shards, dtype, bias=bias)
+        super().__init__(inputs, shards, dtype, bias=bias, quant=quant)
         self.activation = activation
 
-    @staticmethod
-    def pack(weight: Tensor) -> ops.PackedWeight:
-        """The whole weight for the op of this layer; a copy."""
-        return ops.pack_gated(weight)
+    def pack(self, weight: Tensor) -> Packed:
+        """The whole weight for the product of this layer; a copy."""
+        return self.quant.pack_gated(weight)
 
     def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]  # [T, inputs] -> [T, outputs / 2] of x's dtype
-        return ops.gated_linear(x, self.packed, self.bias, self.activation)
+        return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
 
 
 def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:

@@ -24,7 +24,7 @@ class RMSNorm:
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.size,), self.load)}
+        return {"weight": Parameter((self.size,), self.load, self.dtype)}
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [size]."""

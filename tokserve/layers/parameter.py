@@ -16,10 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`load` takes one tensor of `shape` in any floating dtype."""
+    """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`."""
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
+    dtype: torch.dtype
 
 
 def under(prefix: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:

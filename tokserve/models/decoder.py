@@ -15,6 +15,7 @@ from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.layers.rope import rope_table
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import KVSpec
@@ -23,7 +24,7 @@ from tokserve.plan import KVSpec
 class Block:
     """One layer: norm, attention, norm, feed-forward."""
 
-    def __init__(self, spec: DecoderSpec, window: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: DecoderSpec, window: int, dtype: torch.dtype, quant: QuantMethod) -> None:
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.attention = Attention(
             spec.hidden,
@@ -35,9 +36,10 @@ class Block:
             norm_eps=spec.norm_eps if spec.qk_norm else None,
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
+            quant=quant,
         )
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
-        self.mlp = GatedMLP(spec.hidden, spec.inner, dtype, activation=spec.activation, bias=spec.mlp_bias)
+        self.mlp = GatedMLP(spec.hidden, spec.inner, dtype, activation=spec.activation, bias=spec.mlp_bias, quant=quant)
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
@@ -50,14 +52,26 @@ class Block:
 
 
 class Decoder:
-    """A dense decoder that serves up to `positions` positions; `head_dtype`: type of the head's operands."""
+    """A dense decoder that serves up to `positions` positions; `head_dtype`: type of the head's operands.
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, head_dtype: torch.dtype, positions: int) -> None:
+    `quant`, `head_quant`: what the blocks' projections and the head do with their weights.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        head_dtype: torch.dtype,
+        positions: int,
+        *,
+        quant: QuantMethod = UNQUANTIZED,
+        head_quant: QuantMethod = UNQUANTIZED,
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
-        self.head = Head(spec.vocab, spec.hidden, head_dtype)
+        self.head = Head(spec.vocab, spec.hidden, head_dtype, quant=head_quant)
         self.embedding = Embedding(spec.vocab, spec.hidden, dtype, head=self.head if spec.tied else None)
-        self.blocks = [Block(spec, window, dtype) for window in spec.windows]
+        self.blocks = [Block(spec, window, dtype, quant) for window in spec.windows]
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.rope_table = rope_table(spec.rope, positions)  # [positions, rope.dim] float32
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tokserve.errors import StartError
+from tokserve.layers.quant import METHODS, UNQUANTIZED
 from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec
@@ -34,32 +35,37 @@ def load(
     load_format: str,
     seed: int,
     max_model_len: int | None = None,
+    quantization: str | None = None,
+    quantize_lm_head: bool = False,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
-    `max_model_len`: positions to serve, by default the config's own limit.
+    `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" quantizes the
+    projections as they are loaded, with `quantize_lm_head` the head too.
     """
     spec = decoder_spec(hf)
+    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+
+    def build(spec: DecoderSpec) -> Decoder:
+        model_type = _dtype(dtype)
+        head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
+        positions, head_quant = max_model_len or spec.max_position, quant if quantize_lm_head else UNQUANTIZED
+        return Decoder(spec, model_type, head_type, positions, quant=quant, head_quant=head_quant)
+
     if load_format == "dummy":
-        decoder = _build(spec, dtype, head_dtype, max_model_len)
+        decoder = build(spec)
         wanted = decoder.parameters_by_name()
         weights.pour(dummy.tensors(wanted, seed), wanted)
         return decoder
     found = weights.own_names(weights.catalogue(directory), spec.renames)
     if spec.tied and HEAD in found:
         spec, found = _settle_tie(spec, found)
-    decoder = _build(spec, dtype, head_dtype, max_model_len)
+    decoder = build(spec)
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
     weights.pour(weights.stream(found), wanted)
     return decoder
-
-
-def _build(spec: DecoderSpec, dtype: str, head_dtype: str, max_model_len: int | None) -> Decoder:
-    model_type = _dtype(dtype)
-    head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-    return Decoder(spec, model_type, head_type, max_model_len or spec.max_position)
 
 
 def _dtype(name: str) -> torch.dtype:

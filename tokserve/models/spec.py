@@ -173,7 +173,11 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("quantization_config", "compression_config"):
         if fields.present(name):
             method = fields.inner(name).values.get("quant_method", "unnamed")
-            raise fields.refuse(name, f"asks for quantization {method!r}; quantized checkpoints are not supported")
+            raise fields.refuse(
+                name,
+                f"asks for quantization {method!r}; quantized checkpoints are not supported, "
+                "an unquantized one can be quantized as it loads: --quantization int8",
+            )
     if fields.values.get("per_layer_config"):
         raise fields.refuse("per_layer_config", "(layers of different sizes) is not supported")
     if not fields.flag("is_causal", True):

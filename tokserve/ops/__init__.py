@@ -24,6 +24,10 @@ from tokserve.ops.linear import gated_linear as _gated_linear
 from tokserve.ops.linear import linear as _linear
 from tokserve.ops.linear import pack_gated as _pack_gated
 from tokserve.ops.linear import pack_linear as _pack_linear
+from tokserve.ops.quant import PackedInt8
+from tokserve.ops.quant import linear_int8 as _linear_int8
+from tokserve.ops.quant import pack_linear_int8 as _pack_linear_int8
+from tokserve.ops.quant import quantize_rows as _quantize_rows
 from tokserve.ops.registry import OPS, choose, set_threads
 from tokserve.ops.sampling import draw as _draw
 from tokserve.ops.sampling import filter_logits as _filter_logits
@@ -32,8 +36,9 @@ from tokserve.ops.sampling import penalize as _penalize
 from tokserve.ops.sampling import sample as _sample
 
 __all__ = [
-    "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear", "gelu_mul", "linear",
-    "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "paged_attention", "penalize", "rms_norm", "rope",
+    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear",
+    "gelu_mul", "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_int8",
+    "paged_attention", "penalize", "quantize_rows", "rms_norm", "rope",
     "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
 
@@ -49,6 +54,9 @@ linear = _linear.reference
 pack_gated = _pack_gated.reference
 gated_linear = _gated_linear.reference
 embedding = _embedding.reference
+quantize_rows = _quantize_rows.reference
+pack_linear_int8 = _pack_linear_int8.reference
+linear_int8 = _linear_int8.reference
 store_kv = _store_kv.reference
 norm_rope_store = _norm_rope_store.reference
 paged_attention = _paged_attention.reference
@@ -64,7 +72,8 @@ def bind(device: str, overrides: Mapping[str, str] | None = None, threads: int |
 
     `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
-    for a name that does not exist.  Weights packed before a bind that changes `linear` are not valid after it.
+    for a name that does not exist.  Weights packed before a bind that changes `linear`
+    or `linear_int8` are not valid after it.
     """
     chosen = choose(device, overrides or {})
     if threads is not None:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import attention, elementwise, sampling
+from tokserve.ops import attention, elementwise, quant, sampling
 from tokserve.ops.linear import PackedWeight
 from tokserve.ops.linear import embedding as embedding_op
 from tokserve.ops.linear import gated_linear as gated_linear_op
 from tokserve.ops.linear import linear as linear_op
 from tokserve.ops.linear import pack_gated as pack_gated_op
 from tokserve.ops.linear import pack_linear as pack_linear_op
+from tokserve.ops.quant import PackedInt8
 
 if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
     raise ImportError("this torch has no DLPack exchange table for C")
@@ -131,6 +132,33 @@ def norm_rope_store(
     q = qkv.new_empty((qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim))
     _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
     return q
+
+
+@quant.quantize_rows.implement("cpp", device="cpu")
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; rows of x may lie apart."""
+    values, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
+    _C.quantize_rows(x, values, scales)
+    return values, scales
+
+
+@quant.pack_linear_int8.implement("cpp", device="cpu")
+def pack_linear_int8(weight: Tensor) -> PackedInt8:
+    """In panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
+    rows, columns = weight.shape
+    packed, scales = torch.empty(_C.packed_int8_size(rows, columns), dtype=torch.uint8), torch.empty(rows)
+    _C.pack_linear_int8(weight, packed, scales)
+    return PackedInt8(rows, columns, packed, scales)
+
+
+@quant.linear_int8.implement("cpp", device="cpu")
+def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As the reference; rows of x may lie apart."""
+    if x.shape[-1] != packed.columns:
+        raise ValueError(f"linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
+    out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    _C.linear_int8(x, packed.packed, packed.scales, bias, out)
+    return out
 
 
 @attention.store_kv.implement("cpp", device="cpu")

@@ -54,6 +54,7 @@ class Runner:
         self._model = load.load(
             directory, hf, dtype=config.dtype, head_dtype=config.head_dtype,
             load_format=config.load_format, seed=config.seed, max_model_len=config.max_model_len,
+            quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
         )  # fmt: skip
         loaded = time.perf_counter()
         self._allocate()
@@ -64,6 +65,7 @@ class Runner:
             "ops": bound,
             "threads": threads,
             "dtype": config.dtype,
+            "quantization": config.quantization,
             "load_seconds": round(loaded - began, 3),
             "warm_up_seconds": round(time.perf_counter() - loaded, 3),
             **self._memory(),
@@ -168,6 +170,6 @@ class Runner:
 
     def _memory(self) -> dict[str, int]:
         """Bytes by use."""
-        shapes = (parameter.shape for parameter in self._model.parameters_by_name().values())
-        weights = sum(math.prod(shape) for shape in shapes) * self._model.dtype.itemsize
+        kept = self._model.parameters_by_name().values()
+        weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in kept)
         return {"weight_bytes": weights, "kv_bytes": self._layout.bytes()}

@@ -1,0 +1,116 @@
+// Bindings of the int8 matrix product, and the packing of its weights, which is the same for all instruction sets.
+#include <nanobind/stl/optional.h>
+
+#include <cstring>
+
+#include "bind.h"
+
+namespace nb = nanobind;
+
+namespace tokserve {
+
+namespace {
+
+constexpr int64_t kLongest = 1 << 17;  // of K: 127 * 127 * 2^17 is below 2^31, so no sum overflows
+constexpr int64_t kQuad = 4;           // elements of K side by side in a panel
+
+int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
+int64_t packed_int8_size(int64_t n, int64_t k) { return panels_of(n) * kPanel * ((k + kQuad - 1) / kQuad * kQuad); }
+
+void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) {
+  const char* op = "quantize_rows";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
+  require(values, Kind::i8, {x.size(0), x.size(1)}, op, "values must be int8 [T,K]");
+  require(scales, Kind::f32, {x.size(0)}, op, "scales must be float32 [T]");
+  const QuantizeArgs a{dtype, x.data<void>(), values.data<int8_t>(), scales.data<float>(), x.size(1), x.stride(0)};
+  over_rows(x.size(0), 0.15 * static_cast<double>(x.size(1)), [&](int64_t begin, int64_t end) {
+    kernels().quantize_rows(a, begin, end);
+  });
+}
+
+// One panel of quantized rows: element (row r, column c of K) goes to [c / 4][r][c % 4], plus 128.
+void pack_panel(const int8_t* values, int64_t rows, int64_t k, uint8_t* panel) {
+  const int64_t quads = packed_int8_size(kPanel, k) / (kPanel * kQuad);
+  std::memset(panel, 128, quads * kPanel * kQuad);
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t q = 0; q < quads; q++) {
+      uint32_t quad = 0;
+      std::memcpy(&quad, values + r * k + q * kQuad, std::min(kQuad, k - q * kQuad));
+      quad ^= 0x80808080;  // the same as adding 128 to each
+      std::memcpy(panel + (q * kPanel + r) * kQuad, &quad, sizeof quad);
+    }
+  }
+}
+
+void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales) {
+  const char* op = "pack_linear_int8";
+  const DType dtype = float_type(weight, op);
+  require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
+  const int64_t n = weight.size(0), k = weight.size(1);
+  require(k <= kLongest, op, "takes at most 131072 columns");
+  require(packed, Kind::u8, {packed_int8_size(n, k)}, op, "packed has the wrong size or dtype");
+  require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
+  nb::gil_scoped_release unlocked;
+  advise_huge_pages(packed.data<void>(), packed.elements());
+  parallel(panels_of(n), [&](int64_t i) {
+    const int64_t first = i * kPanel, rows = std::min(kPanel, n - first);
+    int8_t* values = reinterpret_cast<int8_t*>(thread_scratch(rows * k));
+    const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
+    kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
+    pack_panel(values, rows, k, packed.data<uint8_t>() + i * packed_int8_size(kPanel, k));
+  });
+}
+
+void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+                 const Tensor& out) {
+  const char* op = "linear_int8";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
+  require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
+  require(out.kind() == x.kind() || out.kind() == Kind::f32, op, "out must be float32 or have x's dtype");
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  require(k <= kLongest, op, "takes at most 131072 columns");
+  require(packed, Kind::u8, {packed_int8_size(n, k)}, op, "the weight was packed for another shape");
+  require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
+  if (bias) require(*bias, x.kind(), {n}, op, "bias must be [N] of x's dtype");
+  if (m == 0 || n == 0) return;
+  Int8Args a{dtype,      float_type(out, op), x.data<void>(), packed.data<uint8_t>(), scales.data<float>(), bias ? bias->data<void>() : nullptr,
+             out.data<void>(), m,             n,              k,                      x.stride(0),          nullptr};
+  const Kernels& kernel = kernels();
+  a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
+  const double cost = static_cast<double>(n) * k * std::max(0.02, 0.0025 * m);  // ns of one core, about
+  const int64_t panels = panels_of(n), blocks = (m + kRowBlock - 1) / kRowBlock;
+  if (cost < 6000.0 || pool().threads() == 1) {
+    std::optional<nb::gil_scoped_release> unlocked;
+    if (cost > 20000.0) unlocked.emplace();
+    kernel.int8_rows(a, 0, m);
+    for (int64_t row = 0; row < m; row += kRowBlock) kernel.linear_int8(a, row, 0, panels);
+    return;
+  }
+  nb::gil_scoped_release unlocked;
+  if (m * k < 100000) {
+    kernel.int8_rows(a, 0, m);
+  } else {
+    const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
+    parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
+  }
+  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
+  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
+  const int64_t pieces = std::min(panels, wanted);
+  parallel(blocks * pieces, [&](int64_t i) {
+    const int64_t block = i / pieces, piece = i % pieces;
+    kernel.linear_int8(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
+  });
+}
+
+}  // namespace
+
+void bind_quant(nb::module_& m) {
+  m.def("packed_int8_size", packed_int8_size, nb::arg("rows"), nb::arg("columns"));
+  m.def("quantize_rows", quantize_rows);
+  m.def("pack_linear_int8", pack);
+  m.def("linear_int8", linear_int8, nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
+}
+
+}  // namespace tokserve

@@ -1,0 +1,92 @@
+"""How a linear layer keeps and multiplies its weight: as it is, or quantized while it loads.
+
+A method packs a floating weight and multiplies rows with what it packed; it holds no state, so one object serves all
+layers.  It must not know which layer asks, nor where the weight comes from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+
+Packed = ops.PackedWeight | ops.PackedInt8
+
+
+class QuantMethod(Protocol):
+    """`linear(x, pack(weight), bias, None)` is x [T, inputs] times weight [outputs, inputs], transposed, plus bias.
+
+    With `gated_linear` and `pack_gated`, activation(first half) * second half of that.  A packed weight is the method's
+    own affair: what one of these pairs packs, it alone takes.
+    """
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What an element of a weight of `dtype` is kept as."""
+
+    def pack(self, weight: Tensor) -> Packed:
+        """Take a floating weight; nothing of it is kept."""
+
+    def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        """[T, outputs] in `out_dtype`; None: x's dtype."""
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        """Likewise, of a gate and what it gates."""
+
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+        """[T, outputs / 2] in x's dtype."""
+
+
+class Unquantized:
+    """The weight in its own dtype."""
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The same."""
+        return dtype
+
+    def pack(self, weight: Tensor) -> Packed:
+        """In the layout of `ops.linear`."""
+        return ops.pack_linear(weight)
+
+    def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        """Summed in float32."""
+        return ops.linear(x, packed, bias, out_dtype)
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        """In the layout of `ops.gated_linear`."""
+        return ops.pack_gated(weight)
+
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+        """One op."""
+        return ops.gated_linear(x, packed, bias, activation)
+
+
+class Int8:
+    """Weights int8 with a scale per output, activations int8 with a scale per token, both symmetric."""
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """int8; the scales are not worth counting."""
+        return torch.int8
+
+    def pack(self, weight: Tensor) -> Packed:
+        """Quantize, in the layout of `ops.linear_int8`."""
+        return ops.pack_linear_int8(weight)
+
+    def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        """Summed as integers."""
+        return ops.linear_int8(x, packed, bias, out_dtype)
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        """As any other."""
+        return ops.pack_linear_int8(weight)
+
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+        """Two ops: the product, then the gate."""
+        both = ops.linear_int8(x, packed, bias, None)
+        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+
+
+UNQUANTIZED = Unquantized()
+METHODS: dict[str, QuantMethod] = {"int8": Int8()}

@@ -1,0 +1,121 @@
+"""Int8: rows scaled to whole numbers of -127 to 127, and the matrix product of two such matrices.
+
+A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
+one float32 scale a row.  Products are summed as integers, which is exact in any order; the rest is one fixed float
+expression per element.  So every implementation has the reference's bits.  This file must not know layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.ops.registry import op
+
+LEVELS = 127.0
+LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+STRETCH = 1024  # of K: 1024 products of at most 127 * 127 are below 2^24, so their float32 sum is exact
+EXACT = {torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0), torch.float16: (0.0, 0.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt8:
+    """An int8 weight [rows, columns] in the layout that the `linear_int8` it was packed for wants."""
+
+    rows: int  # N, outputs
+    columns: int  # K, inputs
+    packed: Tensor
+    scales: Tensor  # [N] float32
+
+
+def _random(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _row_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for rows, width, scale in ((1, 64, 1.0), (5, 192, 30.0), (3, 257, 1e-3), (70, 33, 1.0), (2, 1, 1.0)):
+        yield (_random(dtype, width, rows, width) * scale,)
+    odd = _random(dtype, 9, 7, 40)
+    odd[0], odd[1], odd[1, 3] = 0.0, 0.0, 1e-38
+    odd[2, 5], odd[3, 39], odd[4, 0] = float("inf"), float("nan"), float("-inf")
+    odd[5] = torch.arange(40).to(dtype) + 0.5  # ties, to even
+    odd[5, 0] = 127.0
+    odd[6] = torch.finfo(dtype).max
+    yield (odd,)
+
+
+@op(samples=_row_samples, tolerance=EXACT)
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T,K] as (int8 values [T,K], float32 scales [T]) with x close to values * scales; ties go to even.
+
+    A row's scale is its largest magnitude / 127.  A row that holds an infinity or not-a-number has the scale
+    not-a-number and the values zero.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
+    finite = largest.isfinite()
+    largest = largest.clamp(min=LEAST)
+    inverse = torch.full_like(largest, LEVELS) / largest  # rounded once; torch makes number / tensor of two roundings
+    values = torch.where(finite, (wide * inverse).round(), 0.0)
+    scales = torch.where(finite, largest / LEVELS, torch.nan)
+    return values.to(torch.int8), scales.squeeze(-1)
+
+
+def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    return iter(())  # a layout is an implementation's own affair; `linear_int8` is what shows whether it is right
+
+
+@op(samples=_pack_samples, tolerance=EXACT, follows="linear_int8")
+def pack_linear_int8(weight: Tensor) -> PackedInt8:
+    """The floating weight [N,K], K at most 131072, quantized by rows, in the layout of `linear_int8`."""
+    values, scales = quantize_rows.reference(weight)
+    return PackedInt8(weight.shape[0], weight.shape[1], values, scales)
+
+
+def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Weights come unpacked: the test packs them with the `pack_linear_int8` of the implementation."""
+    shapes = (
+        (1, 64, 64),
+        (3, 192, 576),
+        (17, 512, 192),
+        (70, 96, 40),
+        (2, 33, 17),
+        (1, 1, 1),
+        (5, 1030, 3),
+        (4, 7, 130),
+    )
+    for tokens, columns, rows in shapes:
+        x, weight, bias = (
+            _random(dtype, tokens, tokens, columns) * 3,
+            _random(dtype, 1, rows, columns) / columns**0.5,
+            _random(dtype, 2, rows),
+        )
+        x[tokens // 2 :: 9] = 0.0
+        yield x, weight, None, None
+        yield x, weight, bias, None
+        yield x, weight, bias, torch.float32
+    x = torch.full((3, 2100), 5.0, dtype=dtype)  # the largest sums there are
+    x[1], x[2, 7] = -5.0, float("inf")
+    yield x, torch.full((65, 2100), 1.0, dtype=dtype), None, torch.float32
+
+
+@op(samples=_linear_samples, tolerance=EXACT)
+def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized as `quantize_rows` does.
+
+    An element is float32(sum of products) * scale of x's row * scale of the weight's row + bias, in float32 and in this
+    order, rounded to `out_dtype` (None: x's dtype).
+    """
+    values, scales = quantize_rows.reference(x)
+    sums = torch.zeros(x.shape[0], packed.rows, dtype=torch.int32)
+    for start in range(0, packed.columns, STRETCH):
+        part = slice(start, start + STRETCH)
+        sums += torch.mm(values[:, part].float(), packed.packed[:, part].float().t()).to(torch.int32)
+    result = sums.float() * scales[:, None] * packed.scales
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(out_dtype or x.dtype)
