@@ -1,6 +1,10 @@
-"""Shared by all tests: one torch thread unless a test says otherwise, and an end that cannot hang."""
+"""Shared by all tests: one torch thread unless a test says otherwise, and an end that cannot hang.
+
+Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRITON_INTERPRET=0 to run them on a GPU.
+"""
 
 import faulthandler
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +14,8 @@ HERE = Path(__file__).parent
 # tests of real processes and sockets get a second try, shown in the summary as RERUN; tests of exactness never do
 LIVE = ("bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_wire.py")
 EXACT = ("e2e/test_exact.py", "e2e/test_parallel.py")
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Mapping
 
+import torch
+
 from tokserve.ops.attention import norm_rope_store as _norm_rope_store
 from tokserve.ops.attention import paged_attention as _paged_attention
 from tokserve.ops.attention import store_kv as _store_kv
@@ -34,15 +36,19 @@ from tokserve.ops.sampling import filter_logits as _filter_logits
 from tokserve.ops.sampling import logprobs as _logprobs
 from tokserve.ops.sampling import penalize as _penalize
 from tokserve.ops.sampling import sample as _sample
+from tokserve.ops.step import edit_rows as _edit_rows
+from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
-    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "embedding", "filter_logits", "gated_linear",
-    "gelu_mul", "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_int8",
-    "paged_attention", "penalize", "quantize_rows", "rms_norm", "rope",
-    "sample", "silu_mul", "store_kv",
+    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "edit_rows", "embedding", "filter_logits",
+    "gated_linear", "gelu_mul", "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear",
+    "pack_linear_int8", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "sample",
+    "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
+
+home = torch.device("cpu")  # where tensors that the bound ops take are to lie
 
 rms_norm = _rms_norm.reference
 add_rms_norm = _add_rms_norm.reference
@@ -62,13 +68,15 @@ norm_rope_store = _norm_rope_store.reference
 paged_attention = _paged_attention.reference
 sample = _sample.reference
 draw = _draw.reference
+edit_rows = _edit_rows.reference
+prepare_step = _prepare_step.reference
 filter_logits = _filter_logits.reference
 penalize = _penalize.reference
 logprobs = _logprobs.reference
 
 
 def bind(device: str, overrides: Mapping[str, str] | None = None, threads: int | None = None) -> dict[str, str]:
-    """Choose an implementation for each op on `device` ("cpu"); returns op -> implementation name.
+    """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
     `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
@@ -79,6 +87,7 @@ def bind(device: str, overrides: Mapping[str, str] | None = None, threads: int |
     if threads is not None:
         set_threads(device, threads)
     module = sys.modules[__name__]
+    module.home = torch.device(device)
     for name, implementation in chosen.items():
         setattr(module, name, OPS[name].implementations[implementation].call)
     logger.info("ops: %s", ", ".join(f"{name}={implementation}" for name, implementation in chosen.items()))

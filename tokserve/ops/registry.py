@@ -23,8 +23,11 @@ R = TypeVar("R")
 Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
 
 REFERENCE = "torch"
-ORDER = {"cpu": ("cpp", REFERENCE)}  # by device kind, best first
-EXTENSIONS = {"cpu": ("tokserve._C", "tokserve.ops.cpu")}  # compiled module, module that registers what is in it
+ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
+EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
+    "cpu": ("tokserve._C", "tokserve.ops.cpu"),
+    "cuda": ("triton", "tokserve.ops.triton"),
+}
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import attention
+from tokserve.ops.triton.elementwise import rotate
 from tokserve.ops.triton.launch import EXACT, programs, warps
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
@@ -102,7 +103,7 @@ def decode_kernel(
     start = tl.load(start_ptr + each, mask=each < rows, other=0)
     queries = tl.load(start_ptr + each + 1, mask=each < rows, other=0) - start
     first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
-    count = tl.where((queries == 1) & (length > 0), (length + SPLIT - 1) // SPLIT - first, 0)
+    count = tl.where(queries == 1, (length + SPLIT - 1) // SPLIT - first, 0)
     up_to = tl.cumsum(count, 0)
     items = tl.sum(count, 0) * KV_HEADS
     slot = tl.arange(0, TILE)
@@ -141,7 +142,7 @@ def merge_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + row)
     length = tl.load(len_ptr + row)
-    if (tl.load(start_ptr + row + 1) - start == 1) & (length > 0):
+    if tl.load(start_ptr + row + 1) - start == 1:
         column = tl.arange(0, DIM_BLOCK)
         result = tl.zeros([1, DIM_BLOCK], tl.float32)
         top = tl.full([1], NEVER, tl.float32)
@@ -222,7 +223,7 @@ def paged_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """As the reference; q may be a slice of a tensor [T, ...].  A row of length 0 is padding: its output is not made."""
+    """As the reference; q may be a slice of a tensor [T, ...]."""
     tokens, heads, dim = q.shape
     rows, width = block_tables.shape
     kv_heads, page = k_cache.shape[1:3]
@@ -261,23 +262,22 @@ def store_kernel(
     k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of one token into its slot; a negative slot takes nothing."""
+    """Keys and values of one token into its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
-    if slot >= 0:
-        head = tl.arange(0, HEADS_BLOCK)[:, None]
-        column = tl.arange(0, DIM_BLOCK)[None, :]
-        inside = (head < HEADS) & (column < DIM)
-        place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
-        k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
-        v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
-        tl.store(k_cache + place, k, mask=inside)
-        tl.store(v_cache + place, v, mask=inside)
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    inside = (head < HEADS) & (column < DIM)
+    place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
+    v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
+    tl.store(k_cache + place, k, mask=inside)
+    tl.store(v_cache + place, v, mask=inside)
 
 
 @attention.store_kv.implement("triton", device="cuda")
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """As the reference; k and v may be slices of one tensor [T, ...].  A negative slot is padding and is skipped."""
+    """As the reference; k and v may be slices of one tensor [T, ...]."""
     tokens, heads, dim = k.shape
     if tokens:
         heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
@@ -285,3 +285,77 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
             k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
         )  # fmt: skip
+
+
+@triton.jit
+def prepared_heads(
+    x_ptr, weight_ptr, eps, head, column, inside, cos, sin, DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads [H,1] x elements [1,D] of x_ptr [H,DIM], normed, rounded to their dtype and rotated: [H,D] float32."""
+    first = column < ROT // 2
+    turning = column < ROT
+    partner_column = tl.where(first, column + ROT // 2, tl.where(turning, column - ROT // 2, column))
+    x = tl.load(x_ptr + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(x_ptr + head * DIM + partner_column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        weight = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+        partner_weight = tl.load(weight_ptr + partner_column, mask=column < DIM, other=0.0).to(tl.float32)
+        x = (x * root * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+        partner = (partner * root * partner_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return tl.where(turning, rotate(x, partner, cos, sin, first), x)
+
+
+@triton.jit
+def norm_rope_store_kernel(
+    qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token: its queries out, its keys and values into their slot."""
+    token = tl.program_id(0).to(tl.int64)
+    qkv = qkv_ptr + token * qkv_stride
+    column = tl.arange(0, DIM_BLOCK)[None, :]
+    angle = column % (ROT // 2)
+    row = table_ptr + tl.load(position_ptr + token) * ROT
+    cos = tl.load(row + angle, mask=column < ROT, other=1.0)
+    sin = tl.load(row + ROT // 2 + angle, mask=column < ROT, other=0.0)
+    head = tl.arange(0, Q_BLOCK)[:, None]
+    inside = (head < Q_HEADS) & (column < DIM)
+    q = prepared_heads(qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
+    tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
+    slot = tl.load(slot_ptr + token)
+    head = tl.arange(0, K_BLOCK)[:, None]
+    inside = (head < K_HEADS) & (column < DIM)
+    k = prepared_heads(qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
+    v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
+    place = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=inside)
+    tl.store(v_cache + place, v, mask=inside)
+
+
+@attention.norm_rope_store.implement("triton", device="cuda")
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    table: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """As the reference, but for the order of the norm's sum."""
+    tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = qkv.new_empty(tokens, heads, dim)
+    if tokens:
+        q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+        norm_rope_store_kernel[(tokens,)](
+            qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
+            k_cache, v_cache, slot_mapping, q, qkv.stride(0), heads, kv_heads, dim, table.shape[1], page,
+            q_weight is not None, q_block, triton.next_power_of_2(kv_heads), dim_block,
+            num_warps=warps(q_block * dim_block), **EXACT,
+        )  # fmt: skip
+    return q

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
 
 EXACT = {"enable_fp_fusion": False}
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
@@ -26,3 +27,10 @@ def programs(device: int | None) -> int:
     if device is None:
         return 2
     return PER_MULTIPROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def home() -> torch.device:
+    """Where the kernels' tensors lie: the current GPU, or the CPU under the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -21,7 +21,7 @@ from tokserve.ops.linear import linear as linear_op
 from tokserve.ops.linear import pack_gated as pack_gated_op
 from tokserve.ops.linear import pack_linear as pack_linear_op
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT
+from tokserve.ops.triton.launch import EXACT, home
 
 BLOCK_K = 64  # inputs of one step; part of the arithmetic
 # rows up to which the tile serves -> (rows, outputs) of a tile, warps, stages of the pipeline
@@ -65,18 +65,18 @@ def linear_kernel(
 
 def _packed(weight: Tensor) -> PackedWeight:
     rows, columns = weight.shape
-    return PackedWeight(rows, columns, weight.dtype, weight.contiguous())
+    return PackedWeight(rows, columns, weight.dtype, weight.to(home(), copy=True, memory_format=torch.contiguous_format))
 
 
 @pack_linear_op.implement("triton", device="cuda")
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """The weight as it is."""
+    """A copy of the weight on the GPU, as it is."""
     return _packed(weight)
 
 
 @pack_gated_op.implement("triton", device="cuda")
 def pack_gated(weight: Tensor) -> PackedWeight:
-    """The weight as it is."""
+    """A copy of the weight on the GPU, as it is."""
     return _packed(weight)
 
 
@@ -110,13 +110,13 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
 
 @pack_linear_op.implement("cublas", device="cuda")
 def pack_for_cublas(weight: Tensor) -> PackedWeight:
-    """The weight as it is."""
+    """A copy of the weight on the GPU, as it is."""
     return _packed(weight)
 
 
 @pack_gated_op.implement("cublas", device="cuda")
 def pack_gated_for_cublas(weight: Tensor) -> PackedWeight:
-    """The weight as it is."""
+    """A copy of the weight on the GPU, as it is."""
     return _packed(weight)
 
 

@@ -41,15 +41,50 @@ def gumbel(seed, position, block, COUNT: tl.constexpr):
 
 
 @triton.jit
+def ordered(x):
+    """uint32 numbers in the order of the floats x; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def read(logits_ptr, place, there, finite):
+    """Logits; zeros in a row that is not finite, -inf outside."""
+    x = tl.load(logits_ptr + place, mask=there, other=NEVER)
+    return tl.where(finite, x, tl.where(there, 0.0, NEVER))
+
+
+@triton.jit
+def scaled(x, temperature):
+    """Logits over the temperature, rounded as a division is."""
+    return tl.div_rn(x, temperature + tl.zeros_like(x))
+
+
+@triton.jit
+def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr):
+    """The row's divisor (1 for a temperature of 0), and whether its logits are to be believed."""
+    temperature = 1.0
+    finite = True
+    if TEMPERATURE:
+        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    if FINITE:
+        finite = tl.load(finite_ptr + row) != 0
+    return temperature, finite
+
+
+@triton.jit
 def draw_slice_kernel(
-    logits_ptr, seed_ptr, position_ptr, greedy_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr, width, slices,
-    SLICE: tl.constexpr,
+    logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr,
+    width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Of one slice of one row: the largest perturbed logit and its id, the same for logits of zero, the largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     there = id < width
-    x = tl.load(logits_ptr + row * width + id, mask=there, other=NEVER)
+    temperature, finite = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
+    raw = read(logits_ptr, row * width + id, there, finite)
+    x = scaled(raw, temperature)
     place = row * slices + slice
     noise = tl.zeros([SLICE], tl.float32)
     if tl.load(greedy_ptr + row) == 0:
@@ -61,8 +96,8 @@ def draw_slice_kernel(
     best, at = tl.max(tl.where(there, noise, NEVER), 0, return_indices=True)
     tl.store(blank_ptr + place, best)
     tl.store(blank_id_ptr + place, slice * SLICE + at)
-    broken = tl.sum((x != x).to(tl.int32), 0) > 0
-    tl.store(top_ptr + place, tl.where(broken, float("nan"), tl.max(x, 0)))
+    broken = tl.sum((raw != raw).to(tl.int32), 0) > 0
+    tl.store(top_ptr + place, tl.where(broken, float("nan"), tl.max(raw, 0)))
 
 
 @triton.jit
@@ -89,7 +124,9 @@ def draw_merge_kernel(
     tl.store(finite_ptr + row, finite.to(tl.int8))
 
 
-def _draw(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, temperature: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Ids int64 [R], and whether each row's largest logit is finite, bool [R]."""
     rows, width = logits.shape
     ids, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.int8)
@@ -99,8 +136,9 @@ def _draw(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> t
     if rows:
         size = min(SLICE, max(4, triton.next_power_of_2(width)))
         draw_slice_kernel[(rows, slices)](
-            logits, seeds, positions, greedy.view(torch.int8), floats[0], whole[0], floats[1], floats[2], whole[1],
-            width, slices, size, num_warps=warps(size), **EXACT,
+            logits, seeds, positions, greedy.view(torch.int8), logits if temperature is None else temperature,
+            floats[0], whole[0], floats[1], floats[2], whole[1], width, slices, temperature is not None, size,
+            num_warps=warps(size), **EXACT,
         )  # fmt: skip
         draw_merge_kernel[(rows,)](
             floats[0], whole[0], floats[1], floats[2], whole[1], ids, finite, slices,
@@ -112,35 +150,7 @@ def _draw(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> t
 @sampling.sample.implement("triton", device="cuda")
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
     """As the reference."""
-    return _draw(logits.contiguous(), seeds, positions, greedy)[0]
-
-
-@triton.jit
-def ordered(x):
-    """uint32 numbers in the order of the floats x; both zeros are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def read(logits_ptr, place, there, finite, temperature):
-    """Logits over the temperature; zeros in a row that is not finite."""
-    x = tl.load(logits_ptr + place, mask=there, other=NEVER)
-    x = tl.where(finite, x, tl.where(there, 0.0, NEVER))
-    return x, tl.div_rn(x, temperature + tl.zeros_like(x))
-
-
-@triton.jit
-def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr):
-    """The row's divisor (1 for a temperature of 0), and whether its logits are to be believed."""
-    temperature = 1.0
-    finite = True
-    if TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
-        temperature = tl.where(temperature == 0.0, 1.0, temperature)
-    if FINITE:
-        finite = tl.load(finite_ptr + row) != 0
-    return temperature, finite
+    return _draw(logits.contiguous(), seeds, positions, greedy, None)[0]
 
 
 @triton.jit
@@ -153,8 +163,9 @@ def logprobs_slice_kernel(
     id = slice * SLICE + tl.arange(0, SLICE)
     there = id < width
     temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
-    raw, x = read(logits_ptr, row * width + id, there, finite, temperature)
-    token, _ = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite, temperature)
+    raw = read(logits_ptr, row * width + id, there, finite)
+    x = scaled(raw, temperature)
+    token = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite)
     place = row * slices + slice
     top = tl.max(x, 0)
     tl.store(top_ptr + place, top)
@@ -186,8 +197,8 @@ def logprobs_merge_kernel(
     mass = tl.log(tl.sum(tl.where(tops == NEVER, 0.0, sums * tl.exp(tops - top)), 0))
     greater = tl.sum(tl.load(greater_ptr + place, mask=slice < slices, other=0), 0)
     temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
-    _, x = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite, temperature)
-    tl.store(logprob_ptr + row, (x - top) - mass)
+    token = scaled(read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite), temperature)
+    tl.store(logprob_ptr + row, (token - top) - mass)
     tl.store(rank_ptr + row, greater + 1)
     out = row * (K + num_named)
     if K > 0:
@@ -195,18 +206,18 @@ def logprobs_merge_kernel(
         key = tl.load(candidate_ptr + row * slices * K + candidate, mask=candidate < slices * K, other=LEAST)
         for i in range(K):
             best = tl.max(key, 0)
-            id = 4294967295 - (best & 4294967295)
-            _, x = read(logits_ptr, row * width + id, True, finite, temperature)
-            tl.store(id_ptr + out + i, id.to(tl.int32))
+            largest = 4294967295 - (best & 4294967295)
+            x = scaled(read(logits_ptr, row * width + largest, True, finite), temperature)
+            tl.store(id_ptr + out + i, largest.to(tl.int32))
             tl.store(value_ptr + out + i, (x - top) - mass)
             key = tl.where(key == best, LEAST, key)
     for start in range(0, num_named, NAMED):
         column = start + tl.arange(0, NAMED)
         there = column < num_named
         id = tl.load(named_ptr + row * num_named + column, mask=there, other=0)
-        _, x = read(logits_ptr, row * width + id, there, finite, temperature)
+        named = scaled(read(logits_ptr, row * width + id, there, finite), temperature)
         tl.store(id_ptr + out + K + column, id.to(tl.int32), mask=there)
-        tl.store(value_ptr + out + K + column, (x - top) - mass, mask=there)
+        tl.store(value_ptr + out + K + column, (named - top) - mass, mask=there)
 
 
 def _logprobs(
@@ -261,15 +272,21 @@ def logprobs(
 
 @sampling.draw.implement("triton", device="cuda")
 def draw(
-    logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, k: int
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor,
+    temperature: Tensor | None,
+    scaled: bool,
+    k: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the reference."""
     logits = logits.contiguous()
-    ids, finite = _draw(logits, seeds, positions, greedy)
+    ids, finite = _draw(logits, seeds, positions, greedy, temperature)
     if k < 0:
         floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
         return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
-    return ids, finite, *_logprobs(logits, ids, k, None, None, finite)
+    return ids, finite, *_logprobs(logits, ids, k, None, temperature if scaled else None, finite)
 
 
 @triton.jit

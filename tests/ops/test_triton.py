@@ -1,0 +1,184 @@
+"""The Triton kernels against the references, and their exactness with ==: in the interpreter, or on a GPU if
+TRITON_INTERPRET=0 says so; and, with no GPU either, that all of them compile for sm_90.
+
+The interpreter's products of bfloat16 are wrong and its conversions to it truncate, so that dtype is for the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from tests.ops.test_exact import Outputs, Paged, outputs, randn, same  # noqa: E402
+from tests.ops.test_ops import PACKING, close, run  # noqa: E402
+from tokserve import ops  # noqa: E402, F401  (declares the ops)
+from tokserve.ops import registry  # noqa: E402
+from tokserve.ops.registry import OPS, Op  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("neither the interpreter nor a GPU", allow_module_level=True)
+assert registry.load_extension("cuda") is None
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities the kernels mean
+# where a kernel may be further from the reference than an implementation in float32 throughout
+FURTHER = {
+    # weights are rounded to the dtype of the values before the product, as flash attention does
+    ("paged_attention", torch.float16): (1e-3, 2e-3),
+    ("paged_attention", torch.bfloat16): (8e-3, 16e-3),
+    # 1 + tanh cancels in the reference and here, not equally
+    ("gelu_mul", torch.float32): (4e-6, 4e-6),
+    ("gelu_mul", torch.float16): (4e-6, 1e-3),
+    ("gelu_mul", torch.bfloat16): (4e-6, 8e-3),
+    ("gated_linear", torch.float32): (3e-5, 3e-5),
+}
+CASES = [
+    pytest.param(op, name, dtype, id=f"{op.name}-{name}-{str(dtype)[6:]}")
+    for op in OPS.values()
+    for name in op.available("cuda")
+    if name != registry.REFERENCE and not (name == "cublas" and INTERPRETED)
+    for dtype in op.tolerance
+    if dtype in DTYPES or dtype == torch.int32
+]
+
+
+def there(value: Any) -> Any:
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+
+def back(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(back(each) for each in value)
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def on_device(name: str) -> Callable[..., Any]:
+    """The Triton implementation of an op, called with tensors of the CPU."""
+    call = OPS[name].implementations["triton"].call
+    return lambda *arguments: back(call(*(there(argument) for argument in arguments)))
+
+
+@pytest.mark.parametrize(("op", "name", "dtype"), CASES)
+def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
+    for arguments in op.samples(dtype):
+        found = back(run(op, name, tuple(there(argument) for argument in arguments)))
+        expected = run(op, registry.REFERENCE, arguments)
+        if not expected[1] or op.name in PACKING:
+            found, expected = found[0], expected[0]
+        close(found, expected, FURTHER.get((op.name, dtype), op.tolerance[dtype]))
+
+
+def test_every_op_has_a_kernel() -> None:
+    assert all("triton" in op.available("cuda") for op in OPS.values())
+
+
+def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:
+    """`call` maps row numbers to their outputs; whoever else is asked, a row's are the same."""
+    whole = outputs(call(torch.arange(count)))
+    rng = random.Random(count)
+    for size in (1, 2, count - 1, rng.randint(3, count)):
+        rows = torch.tensor(rng.choices(range(count), k=size))
+        same(outputs(call(rows)), tuple(x[rows] for x in whole))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elementwise_rows_stand_alone(dtype: torch.dtype) -> None:
+    x, residual, weight = randn(dtype, 1, 9, 130) * 4, randn(dtype, 2, 9, 130), randn(dtype, 3, 130)
+    norm, add, silu, gelu = (on_device(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul"))
+    rows_stand_alone(lambda r: norm(x[r], weight, 1e-6), 9)
+    rows_stand_alone(lambda r: add(x[r], residual[r], weight, 1e-6), 9)
+    rows_stand_alone(lambda r: silu(x[r]), 9)
+    rows_stand_alone(lambda r: gelu(x[r]), 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prepared_tokens_stand_alone(dtype: torch.dtype) -> None:
+    qkv, norms, table = randn(dtype, 1, 7, 8 * 80), randn(dtype, 2, 2, 80), randn(torch.float32, 3, 50, 64)
+    positions = torch.arange(7) * 6
+    call = OPS["norm_rope_store"].implementations["triton"].call
+
+    def prepared(rows: Tensor) -> Outputs:
+        caches = torch.zeros(2, 8, 2, 4, 80, dtype=dtype, device=DEVICE)
+        places = torch.arange(len(rows))
+        q = call(
+            there(qkv[rows]), *there(norms), 1e-6, there(table), there(positions[rows]), *caches, there(places + 5)
+        )
+        stored = caches.transpose(2, 3).flatten(1, 2)[:, 5 : 5 + len(rows)]
+        return back((q, stored[0], stored[1]))
+
+    rows_stand_alone(prepared, 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "outputs_"), [(100, 40), (192, 70)])
+def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int, dtype: torch.dtype) -> None:
+    most = 300  # rows: every tile shape is used
+    x, weight = randn(dtype, 1, most, columns), randn(dtype, 2, outputs_, columns)
+    packed = OPS["pack_linear"].implementations["triton"].call(weight)
+    call = on_device("linear")
+    whole = call(x, packed, None, torch.float32)
+    for size in (1, 2, 33, 64, 65, 128, 129):
+        assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
+        assert torch.equal(call(x[most - size :], packed, None, torch.float32), whole[most - size :])
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 80, 16, 0), (5, 1, 64, 7, 70), (2, 2, 32, 64, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, page, window = shape
+    lengths = [270, 17]
+    paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype)
+    call = on_device("paged_attention")
+    whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
+    assert all(part.isfinite().all() for part in whole)
+    paged.forget()
+    for start, end in ((0, 1), (1, 100), (100, 255), (255, 256), (256, 257), (257, 270)):
+        parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
+        assert torch.equal(parts[0], whole[1][min(start, 16) : min(end, 17)])
+        assert torch.equal(parts[1], whole[0][start:end])
+
+
+def test_sampling_rows_stand_alone() -> None:
+    count, width = 6, 4500  # two slices
+    logits = randn(torch.float32, 1, count, width) * 3
+    logits[::2] = logits[::2].round()  # ties
+    index = torch.arange(count)
+    seeds, positions, strength = index * 7919 - 9, index * 3, index * 0.2
+    top_k, top_p, min_p = (index % 3 * 300).int(), 1.0 - index % 2 * 0.15, index % 3 * 0.01
+    history = (torch.arange(count * 40).view(count, 40) * 37 % width).int()
+    lens = (index * 7 % 41).int()
+    draw, filtered, penalize = (on_device(name) for name in ("draw", "filter_logits", "penalize"))
+    rows_stand_alone(lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count)
+    rows_stand_alone(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
+    rows_stand_alone(
+        lambda r: penalize(logits[r], history[r], lens[r] // 3, lens[r], strength[r], strength[r], 0.5 + strength[r]),
+        count,
+    )
+
+
+def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    program = Path(__file__).with_name("compile_sm90.py")
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=280, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    for name, figures in found.items():
+        assert figures["stack"] <= 64, f"{name} spills: {figures}"
+        if name.partition("#")[0] in ("linear", "decode", "prefill"):
+            assert figures["wgmma"], f"{name} does without the matrix unit of Hopper"
+    assert len({name.partition("#")[0] for name in found}) == 16

@@ -1,0 +1,82 @@
+"""The tables of slots on the GPU: edits go in, a step's batch comes out, with one small launch each.
+
+This file must not know plans or models.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import step
+from tokserve.ops.triton.launch import EXACT
+
+CHUNK = 1024  # entries that a program moves at a time
+
+
+@triton.jit
+def edit_kernel(table_ptr, edit_ptr, value_ptr, table_stride, CHUNK: tl.constexpr):
+    """One edit."""
+    edit = edit_ptr + tl.program_id(0) * 4
+    slot, column = tl.load(edit).to(tl.int64), tl.load(edit + 1)
+    start, count = tl.load(edit + 2), tl.load(edit + 3)
+    for first in range(0, count, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        value = tl.load(value_ptr + start + at, mask=at < count)
+        tl.store(table_ptr + slot * table_stride + column + at, value, mask=at < count)
+
+
+@step.edit_rows.implement("triton", device="cuda")
+def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
+    """As the reference."""
+    if len(edits):
+        edit_kernel[(len(edits),)](table, edits, values, table.stride(0), CHUNK, num_warps=4, **EXACT)
+
+
+@triton.jit
+def prepare_kernel(
+    token_ptr, block_ptr, slot_ptr, computed_ptr, start_ptr, id_out, position_out, mapping_out, len_out, table_out,
+    token_stride, block_stride, width, table_stride, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row: its tokens, its length, its part of the block table."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    computed = tl.load(computed_ptr + row)
+    start = tl.load(start_ptr + row)
+    count = tl.load(start_ptr + row + 1) - start
+    tl.store(len_out + row, computed + count)
+    for first in range(0, count, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        position = computed + at
+        token = tl.load(token_ptr + slot * token_stride + position, mask=at < count)
+        block = tl.load(block_ptr + slot * block_stride + position // PAGE, mask=at < count).to(tl.int64)
+        tl.store(id_out + start + at, token.to(tl.int64), mask=at < count)
+        tl.store(position_out + start + at, position.to(tl.int64), mask=at < count)
+        tl.store(mapping_out + start + at, block * PAGE + position % PAGE, mask=at < count)
+    for first in range(0, width, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        block = tl.load(block_ptr + slot * block_stride + at, mask=at < width)
+        tl.store(table_out + row.to(tl.int64) * table_stride + at, block, mask=at < width)
+
+
+@step.prepare_step.implement("triton", device="cuda")
+def prepare_step(
+    tokens: Tensor,
+    blocks: Tensor,
+    slots: Tensor,
+    computed: Tensor,
+    query_start: Tensor,
+    page: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
+    """As the reference."""
+    prepare_kernel[(len(slots),)](
+        tokens, blocks, slots, computed, query_start, input_ids, positions, slot_mapping, seq_lens, block_tables,
+        tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), page, CHUNK,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
