@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,6 +46,7 @@ FURTHER = {
     ("gelu_mul", torch.bfloat16): (4e-6, 8e-3),
     ("gated_linear", torch.float32): (3e-5, 3e-5),
 }
+MOST = {"filter_logits": 8_000}  # elements of a sample in the interpreter
 CASES = [
     pytest.param(op, name, dtype, id=f"{op.name}-{name}-{str(dtype)[6:]}")
     for op in OPS.values()
@@ -71,9 +73,17 @@ def on_device(name: str) -> Callable[..., Any]:
     return lambda *arguments: back(call(*(there(argument) for argument in arguments)))
 
 
+def samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """The op's own; the interpreter, which takes programs one by one, is spared many rows and long ones."""
+    found = list(op.samples(dtype))
+    if not INTERPRETED or op.name in ("paged_attention", "edit_rows", "prepare_step"):
+        return found
+    return [each for each in found if each[0].shape[0] <= 17 and each[0].numel() <= MOST.get(op.name, 12_000)]
+
+
 @pytest.mark.parametrize(("op", "name", "dtype"), CASES)
 def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
-    for arguments in op.samples(dtype):
+    for arguments in samples(op, dtype):
         found = back(run(op, name, tuple(there(argument) for argument in arguments)))
         expected = run(op, registry.REFERENCE, arguments)
         if not expected[1] or op.name in PACKING:
@@ -89,7 +99,7 @@ def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int) -> 
     """`call` maps row numbers to their outputs; whoever else is asked, a row's are the same."""
     whole = outputs(call(torch.arange(count)))
     rng = random.Random(count)
-    for size in (1, 2, count - 1, rng.randint(3, count)):
+    for size in (1, count - 1):
         rows = torch.tensor(rng.choices(range(count), k=size))
         same(outputs(call(rows)), tuple(x[rows] for x in whole))
 
@@ -130,34 +140,41 @@ def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int,
     packed = OPS["pack_linear"].implementations["triton"].call(weight)
     call = on_device("linear")
     whole = call(x, packed, None, torch.float32)
-    for size in (1, 2, 33, 64, 65, 128, 129):
+    for size in (1, 64, 65, 129):
         assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
         assert torch.equal(call(x[most - size :], packed, None, torch.float32), whole[most - size :])
 
 
-@pytest.mark.parametrize("shape", [(6, 2, 80, 16, 0), (5, 1, 64, 7, 70), (2, 2, 32, 64, 0)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    heads, kv_heads, dim, page, window = shape
+SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
+    (3, 1, 80, 16, 0, torch.float16),
+    (5, 1, 64, 7, 70, torch.float16),
+    (2, 2, 32, 64, 0, torch.float32),
+    (8, 2, 128, 64, 0, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] in DTYPES], ids=str)
+def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ...]) -> None:
+    heads, kv_heads, dim, page, window, dtype = shape
     lengths = [270, 17]
     paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype)
     call = on_device("paged_attention")
     whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     assert all(part.isfinite().all() for part in whole)
     paged.forget()
-    for start, end in ((0, 1), (1, 100), (100, 255), (255, 256), (256, 257), (257, 270)):
+    for start, end in ((0, 1), (1, 100), (100, 256), (256, 257), (257, 270)):
         parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
         assert torch.equal(parts[0], whole[1][min(start, 16) : min(end, 17)])
         assert torch.equal(parts[1], whole[0][start:end])
 
 
 def test_sampling_rows_stand_alone() -> None:
-    count, width = 6, 4500  # two slices
+    count, width = 4, 4100  # two slices
     logits = randn(torch.float32, 1, count, width) * 3
     logits[::2] = logits[::2].round()  # ties
     index = torch.arange(count)
     seeds, positions, strength = index * 7919 - 9, index * 3, index * 0.2
-    top_k, top_p, min_p = (index % 3 * 300).int(), 1.0 - index % 2 * 0.15, index % 3 * 0.01
+    top_k, top_p, min_p = (index % 3 * 300).int(), 1.0 - index // 2 * 0.15, index % 3 * 0.01
     history = (torch.arange(count * 40).view(count, 40) * 37 % width).int()
     lens = (index * 7 % 41).int()
     draw, filtered, penalize = (on_device(name) for name in ("draw", "filter_logits", "penalize"))
@@ -181,4 +198,6 @@ def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
         assert figures["stack"] <= 64, f"{name} spills: {figures}"
         if name.partition("#")[0] in ("linear", "decode", "prefill"):
             assert figures["wgmma"], f"{name} does without the matrix unit of Hopper"
-    assert len({name.partition("#")[0] for name in found}) == 16
+    source = Path(registry.__file__).parent / "triton"
+    kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
+    assert kernels == {name.partition("#")[0] for name in found}
