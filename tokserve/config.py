@@ -9,6 +9,7 @@ after it nothing is set.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ from tokserve.params import LogprobsMode
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
+DEFAULT_BLOCK_SIZE = 16
+GPU_BLOCK_SIZE = 64
+GPU_FILE = Path("/dev/nvidiactl")
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -83,12 +87,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache."""
 
-    block_size: Annotated[Annotated[int, Meta(ge=1, le=512)] | None, about("Tokens in a KV page; default 16.")] = None
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=512)] | None, about("Tokens in a KV page; default 16, on a GPU 64.")
+    ] = None
     kv_cache_memory_bytes: Annotated[
         Positive | None,
         about("Size of the KV cache in bytes (suffixes K, M, G are understood); default: what "
-             "max_num_seqs full contexts need, at most 4 GiB (or one full context, if that is more) "
-             "and gpu_memory_utilization of the free memory."),
+             "max_num_seqs full contexts need, at most gpu_memory_utilization of the free memory and, on a CPU, "
+             "4 GiB (or one full context, if that is more)."),
     ] = None  # fmt: skip
     gpu_memory_utilization: Annotated[
         float, about("Share of the device's free memory that the KV cache may take.", gt=0, le=1)
@@ -128,7 +134,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device and its kernels."""
 
-    device: Annotated[Literal["auto", "cpu"], about("Device; auto is cpu in this version.")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], about("Device; auto: cuda where there are an NVIDIA GPU and Triton, else cpu.")
+    ] = "auto"
+    exact: Annotated[
+        bool,
+        about("On a GPU, matrix products whose bits do not depend on the batch; off: cuBLAS. A CPU is always exact."),
+    ] = True
+    enforce_eager: Annotated[bool, about("Launch every decode step anew instead of repeating CUDA graphs.")] = False
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
     ] = None
@@ -230,6 +243,7 @@ def resolve(config: Config) -> Config:
     hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
     generation = checkpoint.read_json(directory, "generation_config.json") or {}
     names = config.server.served_model_name or [model.model]
+    device = _device(config.runtime.device)
     keys = list(config.server.api_key or [])
     if os.environ.get("TOKSERVE_API_KEY"):
         keys.append(os.environ["TOKSERVE_API_KEY"])
@@ -245,9 +259,9 @@ def resolve(config: Config) -> Config:
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
         ),
-        cache=replace(config.cache, block_size=config.cache.block_size or 16),
+        cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
         runtime=replace(
-            config.runtime, device="cpu", cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
+            config.runtime, device=device, cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
         ),
         server=replace(config.server, served_model_name=names, api_key=keys),
     )
@@ -270,6 +284,16 @@ def _check(config: Config) -> None:
             raise StartError(f"option {name}: no file {path!r}")
     if server.tokens_only and server.chat_template:
         raise StartError("chat_template has no use with tokens_only")
+
+
+def _device(asked: str) -> Any:
+    if asked != "auto":
+        return asked
+    return "cuda" if GPU_FILE.exists() and importlib.util.find_spec("triton") else "cpu"
+
+
+def _block_size(device: str) -> int:
+    return GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE
 
 
 def _dtype(asked: str, hf: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The device under the ops: its name, its threads, its free memory.  The CPU is the only one so far.
+"""The device under the ops: its name, its threads, its memory, and how values get there and back.
 
 Nothing else may ask the machine what it is.  This file must not know what runs on the device.
 """
@@ -8,14 +8,24 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.errors import StartError
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
+STAGES = 4  # copies to a GPU that may be under way at once
+ALIGN = 16  # bytes
 NO_LIMIT = 1 << 60  # what version 1 writes for "none" is about 2^63
 
 
@@ -80,3 +90,177 @@ def _reclaimable(statistics: Path) -> int:
         return 0
     pairs = dict(line.split(" ", 1) for line in statistics.read_text(encoding="utf-8").splitlines() if " " in line)
     return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))
+
+
+class Fetched(Protocol):
+    """Tensors on their way to the host."""
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Their values; waits until they are there.  Any thread may ask, and ask again."""
+
+
+class Device(Protocol):
+    """Where the runner's tensors are.  `staged`: in memory of its own, and work is done some time after the call."""
+
+    home: torch.device
+    staged: bool
+
+    def free_memory(self) -> int:
+        """Bytes that can still be taken."""
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most while it runs, beyond what is taken now."""
+
+    def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """The arrays as tensors, in one copy if they have to be copied.  They are the caller's again at once."""
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Begin to copy out what the tensors hold once all work so far is done."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`run` to be repeated at little cost: each call computes anew, from and into the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    values: list[NDArray[Any]]
+
+    def arrays(self) -> list[NDArray[Any]]:
+        return self.values
+
+
+class Host:
+    """The CPU: a tensor is an array, work is done when the call returns."""
+
+    home = torch.device("cpu")
+    staged = False
+
+    def free_memory(self) -> int:
+        return free_memory()
+
+    def peak(self, run: Callable[[], object]) -> int:
+        return 0  # the caller takes what it needs as it goes
+
+    def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        return _There([tensor.numpy() for tensor in tensors])
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return run
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A pinned buffer, and the end of its last copy."""
+
+    buffer: Tensor  # [bytes] uint8
+    copied: torch.cuda.Event
+
+
+class Cuda:
+    """The current NVIDIA GPU.  Plans run on one stream; what is fetched leaves on another, so nothing waits for it."""
+
+    staged = True
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
+        self.home = torch.device("cuda", torch.cuda.current_device())
+        self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
+        self._next = 0
+
+    def _stage(self, size: int) -> _Stage:
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return _Stage(buffer, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def free_memory(self) -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
+    def peak(self, run: Callable[[], object]) -> int:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated()) - before
+
+    def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        places, size = pack(arrays)
+        self._next = (self._next + 1) % STAGES
+        stage = self._stages[self._next]
+        stage.copied.synchronize()  # of the copy STAGES calls ago
+        if size > len(stage.buffer):
+            stage = self._stages[self._next] = self._stage(2 * size)
+        fill(stage.buffer, arrays, places)
+        staged = stage.buffer[:size].to(self.home, non_blocking=True)
+        stage.copied.record()
+        return views(staged, arrays, places)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            copies = []
+            for tensor in tensors:
+                tensor.record_stream(self._out)
+                copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+                copies[-1].copy_(tensor, non_blocking=True)
+            done.record()
+        return _Leaving(copies, done)
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()  # compiles, and sets up what libraries set up at their first call
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    copies: list[Tensor]
+    done: torch.cuda.Event
+
+    def arrays(self) -> list[NDArray[Any]]:
+        self.done.synchronize()
+        return [copy.numpy() for copy in self.copies]
+
+
+def pack(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
+    """Where each array begins in one buffer, aligned for any dtype and a GPU's wide loads, and the buffer's size."""
+    places, size = [], 0
+    for array in arrays:
+        places.append(size)
+        size += -(-array.nbytes // ALIGN) * ALIGN
+    return places, max(size, ALIGN)
+
+
+def fill(buffer: Tensor, arrays: Sequence[NDArray[Any]], places: list[int]) -> None:
+    """Copy the arrays to their places in a uint8 buffer of the host."""
+    target = buffer.numpy()
+    for array, place in zip(arrays, places, strict=True):
+        target[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def views(buffer: Tensor, arrays: Sequence[NDArray[Any]], places: list[int]) -> list[Tensor]:
+    """Tensors of the arrays' shapes and dtypes at their places in a uint8 buffer."""
+    found = []
+    for array, place in zip(arrays, places, strict=True):
+        part = buffer[place : place + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        found.append(part.view(array.shape))
+    return found
+
+
+def use(kind: str) -> Device:
+    """The device of that kind.  Raises StartError where it cannot be used."""
+    return Cuda() if kind == "cuda" else Host()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,19 @@ from tokserve.executor.base import Executor, make
 from tokserve.plan import DeviceFacts, KVLayout, StepPlan, StepResult
 
 FACTS = DeviceFacts(KVLayout((), 1, 16), 10, "0", {})
+
+
+@dataclass
+class FakeFlight:
+    """A step that has begun; `late` says why its result never comes."""
+
+    value: StepResult
+    late: Exception | None = None
+
+    def result(self) -> StepResult:
+        if self.late is not None:
+            raise self.late
+        return self.value
 
 
 class FakeRunner:
@@ -32,11 +46,11 @@ class FakeRunner:
         self._remember("load")
         return FACTS
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self._remember("execute", plan.step)
+    def launch(self, plan: StepPlan) -> FakeFlight:
+        self._remember("launch", plan.step)
         if plan.step == 13:
             raise ZeroDivisionError
-        return StepResult(plan.step, np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        return FakeFlight(StepResult(plan.step, np.zeros(0, np.int32), np.zeros(0, np.bool_)))
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         self._remember("call", method, args)
@@ -76,7 +90,7 @@ def test_the_runner_gets_its_groups_and_the_plans_in_order(depth: int) -> None:
     executor.close()
     what = [call[:-1] for call in FakeRunner.calls]
     assert what[:2] == [("init", config.model, config.cache, config.scheduler, config.runtime), ("load",)]
-    assert what[2:] == [*(("execute", step) for step in range(5)), ("call", "weights", {"x": 1})]
+    assert what[2:] == [*(("launch", step) for step in range(5)), ("call", "weights", {"x": 1})]
 
 
 @DEPTHS
@@ -90,20 +104,32 @@ def test_all_of_the_runners_life_is_in_one_thread(depth: int) -> None:
     assert depth == 1 or not thread.is_alive()
 
 
-def test_depth_one_has_run_when_submit_returns() -> None:
+def test_depth_one_has_begun_when_submit_returns() -> None:
     executor, _ = started(1)
-    assert executor.submit(plan(0)).done()
+    executor.submit(plan(0))
+    assert FakeRunner.calls[-1][:2] == ("launch", 0)
+
+
+@DEPTHS
+def test_an_error_of_the_device_comes_with_the_result(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    flight = FakeFlight(StepResult(0, np.zeros(0, np.int32), np.zeros(0, np.bool_)), OSError("lost"))
+    monkeypatch.setattr(FakeRunner, "launch", lambda self, plan: flight)
+    executor, _ = started(depth)
+    future = executor.submit(plan(0))
+    with pytest.raises(OSError, match="lost"):
+        future.result()
+    executor.close()
 
 
 def test_depth_two_returns_before_the_plan_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    execute = FakeRunner.execute
+    launch = FakeRunner.launch
 
-    def slow(self: FakeRunner, plan: StepPlan) -> StepResult:
+    def slow(self: FakeRunner, plan: StepPlan) -> FakeFlight:
         assert go.wait(20)
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(FakeRunner, "execute", slow)
+    monkeypatch.setattr(FakeRunner, "launch", slow)
     executor, _ = started(2)
     first, second = executor.submit(plan(0)), executor.submit(plan(1))
     assert not first.done() and not second.done()

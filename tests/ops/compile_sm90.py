@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve import ops
 from tokserve.ops.registry import OPS
 from tokserve.ops.triton import launch
 

@@ -22,8 +22,11 @@ registry.load_extension("cpu")
 PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
 }  # fmt: skip
-NAMES = [name for name in OPS if name not in PACKING.values()]
-CALLS: dict[str, Callable[..., Any]] = {name: op.implementations["cpp"].call for name, op in OPS.items()}
+STAGED = {"edit_rows", "prepare_step"}  # for devices with memory of their own
+NAMES = [name for name in OPS if name not in PACKING.values() and name not in STAGED]
+CALLS: dict[str, Callable[..., Any]] = {
+    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in STAGED
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +56,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def test_every_op_has_a_cpp_implementation() -> None:
-    assert all("cpp" in op.available("cpu") for op in OPS.values())
+    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == STAGED
 
 
 def test_the_best_kernels_are_chosen_and_others_can_be() -> None:

@@ -178,7 +178,9 @@ def test_sampling_rows_stand_alone() -> None:
     history = (torch.arange(count * 40).view(count, 40) * 37 % width).int()
     lens = (index * 7 % 41).int()
     draw, filtered, penalize = (on_device(name) for name in ("draw", "filter_logits", "penalize"))
-    rows_stand_alone(lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count)
+    rows_stand_alone(
+        lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
+    )
     rows_stand_alone(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
     rows_stand_alone(
         lambda r: penalize(logits[r], history[r], lens[r] // 3, lens[r], strength[r], strength[r], 0.5 + strength[r]),

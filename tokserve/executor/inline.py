@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Deferred(Future[T]):
+    """A future that is worked out, or waited for, by the first to ask for its result."""
+
+    def __init__(self, work_out: Callable[[], T]) -> None:
+        super().__init__()
+        self._work_out = work_out
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value; an exception of the work reaches the caller as it is."""
+        if not self.done():
+            self.set_result(self._work_out())
+        return super().result(timeout)
+
+
 class InlineExecutor:
     """Executor protocol, see `base`.  An exception of the runner reaches the caller as it is."""
 
@@ -39,8 +53,9 @@ class InlineExecutor:
         return self._runner.load()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Run a plan, or queue it for the worker thread."""
-        return self._run(self._loaded().execute, plan)
+        """Begin a plan, or queue it for the worker thread; whoever asks for the result waits for the device."""
+        begun = self._run(self._loaded().launch, plan)
+        return Deferred(lambda: begun.result().result())
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Wait for the plans submitted so far, then call."""

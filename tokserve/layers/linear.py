@@ -39,7 +39,7 @@ class Linear:
         self.outputs = sum(shards.values())
         self.dtype = dtype
         self.quant = quant
-        self.bias = torch.zeros(self.outputs, dtype=dtype) if bias else None  # [outputs]
+        self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokserve import ops
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -29,7 +31,7 @@ def under(prefix: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]
 
 
 def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous copy in own memory; ValueError for another shape."""
+    """A contiguous copy in own memory, on the device of the bound ops; ValueError for another shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"expected a tensor of shape {list(shape)}, found {list(tensor.shape)}")
-    return torch.empty(shape, dtype=dtype).copy_(tensor)
+    return torch.empty(shape, dtype=dtype, device=ops.home).copy_(tensor)

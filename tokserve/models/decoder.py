@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
@@ -73,7 +74,7 @@ class Decoder:
         self.embedding = Embedding(spec.vocab, spec.hidden, dtype, head=self.head if spec.tied else None)
         self.blocks = [Block(spec, window, dtype, quant) for window in spec.windows]
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
-        self.rope_table = rope_table(spec.rope, positions)  # [positions, rope.dim] float32
+        self.rope_table = rope_table(spec.rope, positions).to(ops.home)  # [positions, rope.dim] float32
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """What each layer keeps in the cache."""

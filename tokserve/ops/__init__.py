@@ -30,7 +30,7 @@ from tokserve.ops.quant import PackedInt8
 from tokserve.ops.quant import linear_int8 as _linear_int8
 from tokserve.ops.quant import pack_linear_int8 as _pack_linear_int8
 from tokserve.ops.quant import quantize_rows as _quantize_rows
-from tokserve.ops.registry import OPS, choose, set_threads
+from tokserve.ops.registry import FAST, OPS, choose, set_threads
 from tokserve.ops.sampling import draw as _draw
 from tokserve.ops.sampling import filter_logits as _filter_logits
 from tokserve.ops.sampling import logprobs as _logprobs
@@ -75,20 +75,24 @@ penalize = _penalize.reference
 logprobs = _logprobs.reference
 
 
-def bind(device: str, overrides: Mapping[str, str] | None = None, threads: int | None = None) -> dict[str, str]:
+def bind(
+    device: str, overrides: Mapping[str, str] | None = None, threads: int | None = None, *, exact: bool = True
+) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
     `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
-    for a name that does not exist.  Weights packed before a bind that changes `linear`
-    or `linear_int8` are not valid after it.
+    for a name that does not exist.  `exact` False: products may be those of the device's own library, where a row's
+    bits may depend on the batch.  Weights packed before a bind that changes `linear` or `linear_int8` are not valid
+    after it.
     """
+    if not exact and device in FAST:
+        overrides = {"linear": FAST[device], "gated_linear": FAST[device]} | dict(overrides or {})
     chosen = choose(device, overrides or {})
     if threads is not None:
         set_threads(device, threads)
-    module = sys.modules[__name__]
-    module.home = torch.device(device)
-    for name, implementation in chosen.items():
-        setattr(module, name, OPS[name].implementations[implementation].call)
+    bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
+    for name, value in (bound | {"home": torch.device(device)}).items():
+        setattr(sys.modules[__name__], name, value)
     logger.info("ops: %s", ", ".join(f"{name}={implementation}" for name, implementation in chosen.items()))
     return chosen

@@ -24,6 +24,7 @@ Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
 
 REFERENCE = "torch"
 ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
+FAST = {"cuda": "cublas"}  # by device kind: the implementation where a row's bits may depend on the batch
 EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
     "cpu": ("tokserve._C", "tokserve.ops.cpu"),
     "cuda": ("triton", "tokserve.ops.triton"),

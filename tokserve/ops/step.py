@@ -22,7 +22,9 @@ def _table_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for slots, width, count in ((1, 1, 1), (5, 40, 3), (3, 3000, 2), (2, 9, 0)):
         table = torch.arange(slots * width, dtype=dtype).view(slots, width)
         lengths = [(7 * edit + width) % (width + 1) for edit in range(count)]
-        edits = [(edit % slots, (width - length) // 2, sum(lengths[:edit]), length) for edit, length in enumerate(lengths)]
+        edits = [
+            (edit % slots, (width - length) // 2, sum(lengths[:edit]), length) for edit, length in enumerate(lengths)
+        ]
         values = -torch.arange(sum(lengths) + 1, dtype=dtype)
         yield table, torch.tensor(edits, dtype=torch.int32).view(count, 4), values
 
@@ -46,7 +48,17 @@ def _step_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         starts = torch.tensor([0, *counts.tolist()]).cumsum(0).int()
         total = int(starts[-1])
         longs = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
-        yield tokens, blocks, slots, computed, starts, page, *longs, torch.zeros_like(slots), torch.zeros(len(rows), width, dtype=dtype)
+        yield (
+            tokens,
+            blocks,
+            slots,
+            computed,
+            starts,
+            page,
+            *longs,
+            torch.zeros_like(slots),
+            torch.zeros(len(rows), width, dtype=dtype),
+        )
 
 
 @op(samples=_step_samples, tolerance=WHOLE)
@@ -63,7 +75,7 @@ def prepare_step(
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """Fill in a batch: row r has tokens query_start[r] .. query_start[r+1] - 1, from position computed[r] of slots[r] on.
+    """Fill in a batch: row r has tokens query_start[r] .. query_start[r+1] - 1, from computed[r] of slots[r] on.
 
     From tokens [S,L] and blocks [S,W]: input_ids, positions and slot_mapping (block * page + offset), int64 [T];
     seq_lens [R] and block_tables [R,W], int32.

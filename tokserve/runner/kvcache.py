@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from tokserve.config import DEFAULT_CPU_KV_BYTES, CacheConfig
+from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
 from tokserve.errors import StartError
 from tokserve.plan import KVLayout, KVSpec
 
@@ -20,15 +20,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def layout(
-    specs: tuple[KVSpec, ...], cache: CacheConfig, *, max_num_seqs: int, max_model_len: int, free_bytes: int
+    specs: tuple[KVSpec, ...],
+    cache: CacheConfig,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    free_bytes: int,
+    bounded: bool = True,
 ) -> KVLayout:
     """How many blocks to have.  `free_bytes` of the device's memory are free.
 
-    `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most
-    4 GiB (or one such context, where that is more) and at most the configured share of the free memory.
+    `kv_cache_memory_bytes` if given; else what `max_num_seqs` contexts of `max_model_len` need, at most the
+    configured share of the free memory and, if `bounded`, 4 GiB (or one such context, where that is more).
     Raises StartError if one request of `max_model_len` would not fit.
     """
-    block_size = cache.block_size or 16
+    block_size = cache.block_size or DEFAULT_BLOCK_SIZE
     block_bytes = block_size * sum(spec.bytes_per_token() for spec in specs)
     context_blocks = -(-max_model_len // block_size)
     one = context_blocks * block_bytes
@@ -36,7 +42,8 @@ def layout(
         limit, why = cache.kv_cache_memory_bytes, "given by --kv-cache-memory-bytes"
     else:
         share = int(cache.gpu_memory_utilization * free_bytes)
-        limit, why = min(max(DEFAULT_CPU_KV_BYTES, one), share), "the share of the free memory that may be taken"
+        limit = min(max(DEFAULT_CPU_KV_BYTES, one), share) if bounded else share
+        why = "the share of the free memory that may be taken"
     if limit < one:
         raise StartError(
             f"the KV cache of one request of max_model_len {max_model_len} needs {one} bytes, but only {limit} "
@@ -52,6 +59,22 @@ def layout(
 def allocate(layout: KVLayout) -> list[tuple[Tensor, Tensor]]:
     """Per layer K and V of shape [num_blocks, heads, block_size, dim].  Raises StartError."""
     return [(_reserve(layout, spec), _reserve(layout, spec)) for spec in layout.specs]
+
+
+def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """As `allocate`, in a device's own memory, with `spare` blocks more."""
+
+    def reserve(spec: KVSpec) -> Tensor:
+        shape = (layout.num_blocks + spare, spec.heads, layout.block_size, spec.dim)
+        return torch.zeros(shape, dtype=DTYPES[spec.dtype], device=home)
+
+    try:
+        return [(reserve(spec), reserve(spec)) for spec in layout.specs]
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"cannot allocate {layout.bytes()} bytes for the KV cache; lower --gpu-memory-utilization or give "
+            "--kv-cache-memory-bytes"
+        ) from error
 
 
 def _reserve(layout: KVLayout, spec: KVSpec) -> Tensor:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,10 @@ class Work:
         self.buffer = buffer  # [n, V]
         self.logits = logits  # [n, V]
 
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        """The array beside the logits."""
+        return torch.from_numpy(array).to(self.buffer.device)
+
     def edit(self) -> Tensor:
         """The logits, to be edited in place."""
         if self.logits is self._source:
@@ -68,26 +72,29 @@ class Work:
     def places(self, which: Int64, ids: list[Int64]) -> Tensor:
         """Where `flat` holds ids[0] of row which[0], ids[1] of row which[1], ..."""
         starts = np.repeat(which * self.logits.shape[1], [len(each) for each in ids])
-        return torch.from_numpy(starts + np.concatenate(ids))
+        return self.tensor(starts + np.concatenate(ids))
 
     def take(self, which: Int64) -> Tensor:
         """The rows `which`."""
         if which.size == self.logits.shape[0]:
             return self.logits
-        return self.logits.index_select(0, torch.from_numpy(which))
+        return self.logits.index_select(0, self.tensor(which))
 
     def put(self, which: Int64, rows: Tensor) -> None:
         """Replace the rows `which`."""
         if which.size == self.logits.shape[0]:
             self.logits = rows
         else:
-            self.edit().index_copy_(0, torch.from_numpy(which), rows)
+            self.edit().index_copy_(0, self.tensor(which), rows)
 
 
 class Processor(Protocol):
-    """One step of the list.  `masks`: whether it may leave a row with nothing to draw."""
+    """One step of the list.  `masks`: whether it may leave a row with nothing to draw; `looks_back`: whether it
+    reads the tokens so far.
+    """
 
     masks: bool
+    looks_back: bool = False
 
     @abstractmethod
     def enter(self, row: NewRow) -> bool:
@@ -117,6 +124,7 @@ class Pipeline:
             Filter(slots, vocab_size),
         ]
         self.scaling = 1 << self.processors.index(temperature)  # the bit of the temperature in `needs`
+        self._looking_back = sum(1 << i for i, step in enumerate(self.processors) if step.looks_back)
         self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
         self._needy: set[int] = set()  # slots that need any
         self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
@@ -131,6 +139,10 @@ class Pipeline:
         """The slot is free."""
         self._needs[slot] = 0
         self._needy.discard(slot)
+
+    def looks_back(self, slots: Int32) -> bool:
+        """Whether any of these slots has a processor that reads the tokens so far."""
+        return bool(self._needy) and bool((self._needs[slots] & self._looking_back).any())
 
     def needs(self, rows: Rows) -> int:
         """Bit i: some row needs processor i; 0 if all are to be drawn from as they are."""
@@ -153,7 +165,7 @@ class Pipeline:
                 if which.size:
                     step.apply(work, rows, which)
                     masked |= step.masks
-        return work.logits, np.isfinite(work.logits.amax(1).numpy()) if masked else None
+        return work.logits, np.isfinite(work.logits.amax(1).cpu().numpy()) if masked else None
 
 
 def extreme(params: SamplingParams) -> bool:
@@ -179,7 +191,7 @@ class Bias(Processor):
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
         asked = [self._asked[slot] for slot in rows.slots[which].tolist()]
-        values = torch.from_numpy(np.concatenate([values for _, values in asked]))
+        values = work.tensor(np.concatenate([values for _, values in asked]))
         work.flat().index_add_(0, work.places(which, [ids for ids, _ in asked]), values)
 
 
@@ -213,7 +225,7 @@ class TokenIds(Processor):
         for part in _parts(which[keeps], [self._keep[slot] for slot in slots if slot in self._keep]):
             places = work.places(*part)
             kept = work.logits.view(-1).index_select(0, places)
-            work.edit().index_fill_(0, torch.from_numpy(part[0]), -INF)
+            work.edit().index_fill_(0, work.tensor(part[0]), -INF)
             work.flat().index_copy_(0, places, kept)
 
 
@@ -221,6 +233,7 @@ class BadSequences(Processor):
     """bad_token_sequences: the last id is forbidden where the ids before it are what the row ends with."""
 
     masks = True
+    looks_back = True
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self._tokens = slots.tokens
@@ -250,7 +263,7 @@ class BadSequences(Processor):
         hit = ((prefixes < 0) | ((prefixes == seen) & (at >= 0))).all(1)
         if hit.any():
             places = index[hit] * work.logits.shape[1] + last[hit]
-            work.flat().index_fill_(0, torch.from_numpy(places), -INF)
+            work.flat().index_fill_(0, work.tensor(places), -INF)
 
 
 class MinTokens(Processor):
@@ -283,6 +296,7 @@ class Penalties(Processor):
     """repetition over prompt and output, presence and frequency over output."""
 
     masks = False
+    looks_back = True
 
     def __init__(self, slots: Slots) -> None:
         self._tokens = slots.tokens
@@ -300,13 +314,13 @@ class Penalties(Processor):
         width = int(lengths.max())
         history = self._tokens[slots, :width]  # [n, width]
         history[np.arange(width) >= lengths[:, None]] = -1
-        presence, frequency, repetition = torch.from_numpy(self._columns.take(slots, axis=1))
-        prompt_lens = torch.from_numpy(rows.prompt_lens[which].astype(np.int32))
+        presence, frequency, repetition = work.tensor(self._columns.take(slots, axis=1))
+        prompt_lens = work.tensor(rows.prompt_lens[which].astype(np.int32))
         penalized = ops.penalize(
-            work.take(which), torch.from_numpy(history), prompt_lens, torch.from_numpy(lengths.astype(np.int32)),
+            work.take(which), work.tensor(history), prompt_lens, work.tensor(lengths.astype(np.int32)),
             presence, frequency, repetition,
         )  # fmt: skip
-        far = torch.from_numpy(self._extreme[slots])[:, None] & (work.take(which) > -INF)  # what is forbidden stays so
+        far = work.tensor(self._extreme[slots])[:, None] & (work.take(which) > -INF)  # what is forbidden stays so
         work.put(which, penalized.clamp(-MOST, MOST).where(far, penalized) if far.any() else penalized)
 
 
@@ -328,7 +342,7 @@ class Temperature(Processor):
         if far.size:
             logits = work.take(far)
             work.put(far, logits - logits.amax(1, keepdim=True).clamp(min=-MOST))
-        temperature = torch.from_numpy(self._column[rows.slots])[:, None]
+        temperature = work.tensor(self._column[rows.slots])[:, None]
         work.logits = torch.div(work.logits, temperature, out=work.buffer)
 
 
@@ -355,7 +369,7 @@ class Filter(Processor):
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
         slots = rows.slots[which]
-        columns = (torch.from_numpy(column[slots]) for column in (self._top_k, self._top_p, self._min_p))
+        columns = (work.tensor(column[slots]) for column in (self._top_k, self._top_p, self._min_p))
         work.put(which, ops.filter_logits(work.take(which), *columns))
 
 

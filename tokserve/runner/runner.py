@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,19 @@ import torch
 from torch import Tensor
 
 from tokserve import checkpoint, device, ops
-from tokserve.config import CacheConfig, ModelConfig, RuntimeConfig, SchedulerConfig
+from tokserve.config import DEFAULT_BLOCK_SIZE, CacheConfig, ModelConfig, RuntimeConfig, SchedulerConfig
 from tokserve.errors import NotFound
+from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
 from tokserve.runner import kvcache
+from tokserve.runner.flights import Flight, sampled
+from tokserve.runner.graphs import Graphs
 from tokserve.runner.logits import Rows
-from tokserve.runner.sampler import Drawn, Sampler, join
-from tokserve.runner.slots import Slots
+from tokserve.runner.sampler import Drawing, Sampler, join
+from tokserve.runner.slots import Int64, Slots
+from tokserve.runner.staging import StagedSlots
 
 PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of about this size
 
@@ -40,14 +45,17 @@ class Runner:
         self._runtime_config = runtime
         self._weight_version = "0"
         self._no_autograd = torch.inference_mode()
+        self._graphs: Graphs | None = None
+        self._flights: deque[tuple[Flight, Int64]] = deque()  # not in the host's table yet, with their generations
 
     def load(self) -> DeviceFacts:
         """Bind ops, load the weights, reserve the KV cache and run once.  Raises StartError."""
         config, runtime = self._config, self._runtime_config
         began = time.perf_counter()
         threads = device.set_threads(runtime.cpu_threads)
-        bound = ops.bind(runtime.device, runtime.ops, threads)
-        if "torch" not in bound.values():
+        self._device = device.use(runtime.device)
+        bound = ops.bind(runtime.device, runtime.ops, threads, exact=runtime.exact)
+        if bound["linear"] != "torch":
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
         directory = checkpoint.locate(config.model, weights=config.load_format != "dummy")
         hf = checkpoint.hf_config(directory) | (config.hf_overrides or {})
@@ -60,6 +68,7 @@ class Runner:
         self._allocate()
         with self._no_autograd:
             self._warm_up()
+            self._record()
         device.give_back_memory()  # loading and warming up leave holes
         facts = {
             "ops": bound,
@@ -75,15 +84,50 @@ class Runner:
     def _allocate(self) -> None:
         max_num_seqs, max_model_len = self._scheduler_config.max_num_seqs, self._config.max_model_len
         assert max_model_len is not None, "the configuration is not resolved"
-        self._layout = kvcache.layout(
-            self._model.kv_specs(), self._cache_config,
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, free_bytes=device.free_memory(),
-        )  # fmt: skip
+        specs = self._model.kv_specs()
         self._vocab_size = self._model.spec.vocab
-        self._kv = kvcache.allocate(self._layout)
-        self._slots = Slots(max_num_seqs, max_model_len, self._layout.block_size)
-        self._sampler = Sampler(self._slots, self._vocab_size, self._config.logprobs_mode)
         self._chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * self._vocab_size)))
+        activations = self._measure() if self._device.staged else 0
+        self._layout = kvcache.layout(
+            specs, self._cache_config, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            free_bytes=max(0, self._device.free_memory() - activations), bounded=not self._device.staged,
+        )  # fmt: skip
+        if not self._device.staged:
+            self._kv = kvcache.allocate(self._layout)
+            self._slots = Slots(max_num_seqs, max_model_len, self._layout.block_size)
+        else:  # a page more, for padding
+            self._kv = kvcache.allocate_on(self._device.home, self._layout, spare=1)
+            self._slots = self._staged = StagedSlots(
+                self._device, max_num_seqs, max_model_len, self._layout.block_size, self._layout.num_blocks
+            )
+        self._sampler = Sampler(self._slots, self._vocab_size, self._config.logprobs_mode, self._device)
+
+    def _measure(self) -> int:
+        """Bytes that the largest step takes beside weights and cache."""
+        scheduler, block_size = self._scheduler_config, self._cache_config.block_size or DEFAULT_BLOCK_SIZE
+        tokens = min(scheduler.max_num_batched_tokens, self._model.rope_table.shape[0])
+        blocks = -(-tokens // block_size)
+        kv = kvcache.allocate_on(self._device.home, KVLayout(self._model.kv_specs(), blocks, block_size))
+        home = self._device.home
+        whole = torch.arange(tokens, device=home)
+        batch = ForwardBatch(
+            input_ids=whole * 0, positions=whole, query_start=torch.tensor([0, tokens], device=home).int(),
+            seq_lens=torch.tensor([tokens], device=home).int(),
+            block_tables=torch.arange(blocks, device=home).int()[None], slot_mapping=whole, kv=kv,
+        )  # fmt: skip
+        rows = whole[: scheduler.max_num_seqs] * 0
+        with self._no_autograd:
+            return self._device.peak(lambda: self._model.logits(self._model.forward(batch).index_select(0, rows)) * 1.0)
+
+    def _record(self) -> None:
+        """Graphs of the decode steps, where the device has them and they are wanted."""
+        if self._device.staged and not self._runtime_config.enforce_eager:
+            most = self._scheduler_config.max_num_seqs
+            step = self._decode_logits
+            self._graphs = Graphs(self._device, self._staged, self._kv, most, step)
+
+    def _decode_logits(self, batch: ForwardBatch) -> Tensor:
+        return self._model.logits(self._model.forward(batch))
 
     def _warm_up(self) -> None:
         """A prompt and a token through every path, so that the first request is not slower than others."""
@@ -103,19 +147,43 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Begin a step; a device that works on its own has it done later."""
         with self._no_autograd:
             return self._step(plan)
 
-    def _step(self, plan: StepPlan) -> StepResult:
+    def _step(self, plan: StepPlan) -> Flight:
         began = time.perf_counter()
         self._update(plan)
         if len(plan.slots) == 0:
-            return StepResult(plan.step, np.zeros(0, np.int32), np.zeros(0, np.bool_))
-        hidden = self._model.forward(self._slots.build(plan, self._kv))  # [T, H]
-        prompt_logprobs = self._score(plan, hidden) if self._sampler.scoring else {}
-        drawn = self._draw(plan, hidden)
-        seconds = time.perf_counter() - began
-        return StepResult(plan.step, drawn.token_ids, drawn.finite, drawn.logprobs, prompt_logprobs, seconds)
+            return Flight(plan, None, {}, began)
+        self._settle(wait=self._sampler.looks_back(plan.slots))
+        graph = self._graphs.fitting(plan) if self._graphs else None
+        logits: Tensor | None
+        prompt_logprobs: dict[int, LogprobRows] = {}
+        if graph is not None:
+            logits = graph.run(self._staged, plan)
+        else:
+            hidden = self._model.forward(self._slots.build(plan, self._kv))  # [T, H]
+            if self._sampler.scoring:
+                prompt_logprobs = self._score(plan, hidden)
+            logits = self._last_logits(plan, hidden)
+        flight = Flight(plan, self._draw(plan, logits), prompt_logprobs, began)
+        if self._device.staged:
+            self._flights.append((flight, self._slots.generation(flight.slots)))
+        else:
+            self._slots.learn(
+                flight.slots, flight.lengths, self._slots.generation(flight.slots), flight.result().token_ids
+            )
+        return flight
+
+    def _settle(self, *, wait: bool) -> None:
+        """Write what the device has drawn into the host's table; of steps that may still run only if it must `wait`."""
+        while len(self._flights) > (0 if wait else self._scheduler_config.depth - 1):
+            flight, generation = self._flights.popleft()
+            self._slots.learn(flight.slots, flight.lengths, generation, flight.result().token_ids)
 
     def _update(self, plan: StepPlan) -> None:
         """Bring the tables up to date.  What a request leaves in its slot, the next one overwrites."""
@@ -127,21 +195,23 @@ class Runner:
         for slot, first, blocks in plan.blocks:
             self._slots.extend(slot, first, blocks)
 
-    def _draw(self, plan: StepPlan, hidden: Tensor) -> Drawn:
-        """Tokens for the rows that end their request's known tokens; they go into the slots' tables too."""
-        slots, lengths = plan.slots, np.add(plan.num_computed, plan.num_tokens, dtype=np.int64)
+    def _last_logits(self, plan: StepPlan, hidden: Tensor) -> Tensor | None:  # [T, H] -> [n, V]
+        """Logits of the rows that end their request's known tokens; None if there are none."""
         count = np.count_nonzero(plan.samples)
         if count == 0:
-            return Drawn(np.zeros(0, np.int32), np.zeros(0, np.bool_), None)
-        if count < len(slots):
-            slots, lengths = slots[plan.samples], lengths[plan.samples]
+            return None
         if count < hidden.shape[0]:
-            last = np.cumsum(plan.num_tokens)[plan.samples] - 1
-            hidden = hidden.index_select(0, torch.from_numpy(last))
-        rows = Rows(slots, lengths, self._slots.prompt_lens[slots])
-        drawn = self._sampler.draw(self._model.logits(hidden), rows)
-        self._slots.tokens[slots, lengths] = drawn.token_ids
-        return drawn
+            hidden = hidden.index_select(0, self._slots.last(plan))
+        return self._model.logits(hidden)
+
+    def _draw(self, plan: StepPlan, logits: Tensor | None) -> Drawing | None:
+        """Tokens for those rows; they go into the slots' tables too."""
+        if logits is None:
+            return None
+        slots, lengths = sampled(plan)
+        drawing = self._sampler.begin(logits, Rows(slots, lengths, self._slots.prompt_lens[slots]))
+        self._slots.keep(drawing.token_ids)
+        return drawing
 
     def _score(self, plan: StepPlan, hidden: Tensor) -> dict[int, LogprobRows]:
         """Plan row -> logprobs of the prompt tokens that its positions predict, as far as they are asked for."""

@@ -10,6 +10,7 @@ cannot touch the other rows.  Knows nothing of plans, models or the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.device import Device, Fetched, Host
 from tokserve.params import LOGPROBS_MODES, LogprobsMode
 from tokserve.plan import Int32, LogprobRows, NewRow
 from tokserve.runner.logits import INF, Pipeline, Rows
@@ -35,12 +37,29 @@ class Drawn:
     logprobs: LogprobRows | None
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """New tokens that may still be on their way to the host: the ids, and what comes with them or is known."""
+
+    token_ids: Tensor  # [n] int64, where the logits are
+    fetched: Fetched  # ids; and unless `known`: finite, and the columns of `LogprobRows` if there are any
+    known: tuple[NDArray[np.bool_], LogprobRows | None] | None = None
+
+    def result(self) -> Drawn:
+        """Waits for them."""
+        token_ids, *rest = self.fetched.arrays()
+        if self.known is not None:
+            return Drawn(token_ids.astype(np.int32), *self.known)
+        return Drawn(token_ids.astype(np.int32), rest[0], LogprobRows(*rest[1:]) if len(rest) > 1 else None)
+
+
 class Sampler:
     """The processors, and what logprobs each slot asks for."""
 
-    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode) -> None:
+    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device | None = None) -> None:
         max_num_seqs = len(slots.seeds)
         self._slots = slots
+        self._device = device or Host()
         self._vocab_size = vocab_size
         self._mode = mode  # of requests that do not say
         self._pipeline = Pipeline(slots, vocab_size)
@@ -79,26 +98,35 @@ class Sampler:
     def _top(self, asked: int) -> int:
         return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
 
+    def looks_back(self, slots: Int32) -> bool:
+        """Whether the tokens so far of any of these slots must be in the host's table."""
+        return self._pipeline.looks_back(slots)
+
     def draw(self, logits: Tensor, rows: Rows) -> Drawn:
+        """As `begin`, and waits for the result."""
+        return self.begin(logits, rows).result()
+
+    def begin(self, logits: Tensor, rows: Rows) -> Drawing:
         """New tokens from the model's logits [n, V] float32, which are the sampler's to change."""
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
         if form is not None and needs in (0, self._pipeline.scaling):
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
                 return self._draw_at_once(logits, rows, form, scaling=needs != 0)
-        finite = np.isfinite(logits.amax(1).numpy())
+        finite = np.isfinite(logits.amax(1).cpu().numpy())
         if np.count_nonzero(finite) < len(finite):
-            logits[torch.from_numpy(~finite)] = 0.0
+            logits[self._tensor(~finite)] = 0.0
         work, drawable = self._pipeline.run(logits, rows)
         if drawable is not None and not drawable.all():
-            work[torch.from_numpy(~drawable)] = 0.0
+            work[self._tensor(~drawable)] = 0.0
             finite &= drawable
-        seeds, greedy = self._slots.seeds[rows.slots], self._slots.greedy[rows.slots]
-        token_ids = ops.sample(
-            work, torch.from_numpy(seeds), torch.from_numpy(rows.lengths), torch.from_numpy(greedy)
-        )  # [n] int64
+        columns = self._slots.columns(rows.slots, rows.lengths)
+        token_ids = ops.sample(work, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
         logprobs = self._drawn_logprobs(logits, work, rows, token_ids) if self._asking else None
-        return Drawn(token_ids.numpy().astype(np.int32), finite, logprobs)
+        return Drawing(token_ids, self._device.fetch([token_ids]), (finite, logprobs))
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device.home)
 
     def _shared_form(self, rows: Rows) -> int | None:
         """What logprobs all rows ask for, if it is the same for all and no ids are named."""
@@ -108,21 +136,15 @@ class Sampler:
         first = int(forms[0])
         return first if first <= self._vocab_size * _KINDS + _KINDS - 1 and (forms == first).all() else None
 
-    def _draw_at_once(self, logits: Tensor, rows: Rows, form: int, *, scaling: bool) -> Drawn:
+    def _draw_at_once(self, logits: Tensor, rows: Rows, form: int, *, scaling: bool) -> Drawing:
         """For rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
-        slots = self._slots
-        ids, finite, *columns = ops.draw(
-            logits,
-            torch.from_numpy(slots.seeds[rows.slots]),
-            torch.from_numpy(rows.lengths),
-            torch.from_numpy(slots.greedy[rows.slots]),
-            torch.from_numpy(slots.temperature[rows.slots]) if scaling else None,
-            LOGPROBS_MODES[kind] == "temperature",
-            k,
-        )
-        logprobs = LogprobRows(*(column.numpy() for column in columns)) if k >= 0 else None
-        return Drawn(ids.numpy().astype(np.int32), finite.numpy(), logprobs)
+        columns = self._slots.columns(rows.slots, rows.lengths)
+        drawn = ops.draw(
+            logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
+            LOGPROBS_MODES[kind] == "temperature", k,
+        )  # fmt: skip
+        return Drawing(drawn[0], self._device.fetch(drawn if k >= 0 else drawn[:2]))
 
     def _drawn_logprobs(self, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows | None:
         """Rows that ask for the same form go through the op together, each form by itself."""
@@ -132,7 +154,7 @@ class Sampler:
         parts: list[tuple[Int64, LogprobRows]] = []
         for form in np.unique(forms[forms != _NONE]).tolist():
             which = np.flatnonzero(forms == form)
-            index = torch.from_numpy(which)
+            index = self._tensor(which)
             source = work if LOGPROBS_MODES[form % _KINDS] == "processed" else logits
             part = source.index_select(0, index)
             mine = Rows(rows.slots[which], rows.lengths[which], rows.prompt_lens[which])
@@ -144,7 +166,7 @@ class Sampler:
         num_named, k = divmod(rest, self._vocab_size + 1)
         named = None
         if num_named:
-            named = torch.from_numpy(np.stack([self._named[slot] for slot in rows.slots.tolist()]))
+            named = self._tensor(np.stack([self._named[slot] for slot in rows.slots.tolist()]))
         return self._logprobs(kind, k, named, logits, work, rows, token_ids)
 
     def _logprobs(
@@ -153,9 +175,9 @@ class Sampler:
         mode = LOGPROBS_MODES[kind]
         temperature = None
         if mode == "temperature":
-            temperature = torch.from_numpy(self._slots.temperature[rows.slots])
+            temperature = self._tensor(self._slots.temperature[rows.slots])
         columns = ops.logprobs(work if mode == "processed" else logits, token_ids, k, named, temperature)
-        return LogprobRows(*(column.numpy() for column in columns))
+        return LogprobRows(*(column.cpu().numpy() for column in columns))
 
     @property
     def scoring(self) -> bool:
@@ -176,7 +198,7 @@ class Sampler:
         count = logits.shape[0]
         lengths = np.arange(first, first + count, dtype=np.int64)
         rows = Rows(np.full(count, slot, np.int32), lengths, lengths, drawing=False)
-        token_ids = torch.from_numpy(self._slots.tokens[slot, first : first + count].astype(np.int64))
+        token_ids = self._tensor(self._slots.tokens[slot, first : first + count].astype(np.int64))
         kind, k = int(self._kind[slot]), int(self._prompt_k[slot])
         work, drawable = logits, None
         if LOGPROBS_MODES[kind] == "processed":

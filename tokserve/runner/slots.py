@@ -7,6 +7,8 @@ nothing of models, of logits or of why a request is scheduled.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +19,21 @@ from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
 COLDEST = 2.0**-100  # a temperature below is taken as this one, which leaves the best of the logits nothing else either
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What drawing reads of n rows, as tensors."""
+
+    seeds: Tensor  # [n] int64
+    lengths: Tensor  # [n] int64, tokens before the new one
+    greedy: Tensor  # [n] bool
+    temperature: Tensor  # [n] float32
+
+
+def last_tokens(plan: StepPlan) -> Int64:
+    """Where the last tokens of the rows that draw are among the plan's tokens."""
+    return np.cumsum(plan.num_tokens, dtype=np.int64)[plan.samples] - 1
 
 
 class Slots:
@@ -32,11 +49,13 @@ class Slots:
         self.seeds: Int64 = np.zeros(max_num_seqs, np.int64)
         self.greedy: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
+        self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was entered
         self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
 
     def enter(self, row: NewRow) -> None:
         """A request takes the slot."""
         slot = row.slot
+        self._generation[slot] += 1
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.prompt_lens[slot] = row.prompt_len
         self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -46,6 +65,29 @@ class Slots:
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
         """Append to the slot's block table, from index `first` on."""
         self.blocks[slot, first : first + len(blocks)] = blocks
+
+    def generation(self, slots: Int32) -> Int64:
+        """Numbers that change when a slot is entered."""
+        return self._generation[slots]
+
+    def learn(self, slots: Int32, lengths: Int64, generation: Int64, token_ids: Int32) -> None:
+        """Tokens drawn a step ago, for those slots that have not been entered since."""
+        same = self._generation[slots] == generation
+        self.tokens[slots[same], lengths[same]] = token_ids[same]
+
+    def last(self, plan: StepPlan) -> Tensor:
+        """Where the last tokens of the rows that draw are in the batch, [n] int64."""
+        return torch.from_numpy(last_tokens(plan))
+
+    def columns(self, slots: Int32, lengths: Int64) -> Columns:
+        """What drawing for the step's rows reads."""
+        return Columns(
+            torch.from_numpy(self.seeds[slots]), torch.from_numpy(lengths),
+            torch.from_numpy(self.greedy[slots]), torch.from_numpy(self.temperature[slots]),
+        )  # fmt: skip
+
+    def keep(self, token_ids: Tensor) -> None:
+        """Tokens drawn for the step's rows; here `learn` is soon enough."""
 
     def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
         """The plan's tokens as one batch."""

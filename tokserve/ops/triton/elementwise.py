@@ -19,7 +19,15 @@ GATED_BLOCK = 1024  # outputs of one program
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """One row of WIDTH elements; ADD: the row is x + residual, which is written to total too."""
     row = tl.program_id(0).to(tl.int64) * WIDTH

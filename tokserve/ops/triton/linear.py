@@ -65,7 +65,9 @@ def linear_kernel(
 
 def _packed(weight: Tensor) -> PackedWeight:
     rows, columns = weight.shape
-    return PackedWeight(rows, columns, weight.dtype, weight.to(home(), copy=True, memory_format=torch.contiguous_format))
+    return PackedWeight(
+        rows, columns, weight.dtype, weight.to(home(), copy=True, memory_format=torch.contiguous_format)
+    )
 
 
 @pack_linear_op.implement("triton", device="cuda")

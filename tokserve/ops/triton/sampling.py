@@ -31,9 +31,13 @@ def gumbel(seed, position, block, COUNT: tl.constexpr):
     """Noise for the ids of `block` [COUNT / 4], four of a Philox block each: [COUNT] float32."""
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     none = tl.zeros_like(block)
-    a, b, c, d = tl.philox(seed, block, none + low.to(tl.int32, bitcast=True), none + high.to(tl.int32, bitcast=True), none)
+    a, b, c, d = tl.philox(
+        seed, block, none + low.to(tl.int32, bitcast=True), none + high.to(tl.int32, bitcast=True), none
+    )
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [COUNT])
-    uniform = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+    uniform = tl.minimum(
+        (bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08
+    )
     rest = 1.0 - uniform
     small = tl.where(rest == 1.0, 1.0, 1.0 - rest)
     log1p = tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, small))  # -log1p(-uniform)
@@ -78,7 +82,7 @@ def draw_slice_kernel(
     logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr,
     width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of one slice of one row: the largest perturbed logit and its id, the same for logits of zero, the largest logit."""
+    """Of one slice of a row: largest perturbed logit and its id, the same for logits of zero, largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     there = id < width
@@ -158,7 +162,7 @@ def logprobs_slice_kernel(
     logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices,
     K: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of one slice of one row: maximum, sum of exp(x - maximum), entries above the token's, and the K largest as keys."""
+    """Of one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the K largest as keys."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     there = id < width
@@ -335,9 +339,7 @@ def value_of(order):
 
 
 @triton.jit
-def filter_kernel(
-    logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, width, SWEEP: tl.constexpr
-):
+def filter_kernel(logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, width, SWEEP: tl.constexpr):
     """One row: entries above a limit stay, and the first `room` of those at it."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)

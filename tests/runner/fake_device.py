@@ -1,0 +1,85 @@
+"""A device with memory of its own, played on the CPU: values reach it as copies, leave it late, and steps are recorded.
+
+It lays arrays out, stages and repeats as the real one does, and makes mistakes show: a staging buffer is overwritten as
+soon as it was read, and a repeated step writes into the memory of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.device import fill, pack, views
+
+POISON = 0x7F
+
+
+@dataclass
+class Leaving:
+    """Values as they were when asked for."""
+
+    device: FakeDevice
+    values: list[NDArray[Any]]
+    waited: bool = False
+
+    def arrays(self) -> list[NDArray[Any]]:
+        if not self.waited:
+            self.device.waits += 1
+            self.waited = True
+        return self.values
+
+
+class FakeDevice:
+    """Counts what a real device would be made to wait for."""
+
+    home = torch.device("cpu")
+    staged = True
+
+    def __init__(self) -> None:
+        self.copies = 0  # to the device
+        self.waits = 0  # for values that left it
+        self.captured = 0
+        self.replayed = 0
+
+    def free_memory(self) -> int:
+        return 1 << 26
+
+    def peak(self, run: Callable[[], object]) -> int:
+        run()
+        return 1 << 20
+
+    def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        self.copies += 1
+        places, size = pack(arrays)
+        buffer = torch.full((size,), POISON, dtype=torch.uint8)
+        fill(buffer, arrays, places)
+        there = buffer.clone()
+        buffer.fill_(POISON)
+        return views(there, arrays, places)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Leaving:
+        return Leaving(self, [tensor.clone().numpy() for tensor in tensors])
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.captured += 1
+        result = run().clone()
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return result.copy_(run())
+
+        return replay
+
+
+def same_bytes(arrays: Sequence[NDArray[Any]], tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are the arrays."""
+    return all(
+        np.array_equal(array, tensor.numpy()) and array.dtype == tensor.numpy().dtype
+        for array, tensor in zip(arrays, tensors, strict=True)
+    )

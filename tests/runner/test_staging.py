@@ -1,0 +1,183 @@
+"""The runner on a device with memory of its own: the same bits, one copy a step, and nothing waited for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.drive import row as plain_row
+from tests.runner.fake_device import FakeDevice, same_bytes
+from tests.runner.test_runner import jobs, outcomes, prompt
+from tokserve import device
+from tokserve.models.dummy import tiny_config
+from tokserve.params import SamplingParams
+from tokserve.plan import DeviceFacts, NewRow, StepPlan
+from tokserve.runner.graphs import buckets
+from tokserve.runner.runner import Runner
+from tokserve.runner.slots import Slots
+from tokserve.runner.staging import StagedSlots
+
+Loaded = tuple[Runner, DeviceFacts, FakeDevice]
+
+
+def make(path: Path, **options: object) -> Loaded:
+    fake = FakeDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "use", lambda kind: fake)
+        runner, facts = make_runner(path, tiny_config("qwen3"), max_num_batched_tokens=64, **options)
+    return runner, facts, fake
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[Loaded]:
+    with tempfile.TemporaryDirectory() as path:
+        yield make(Path(path), depth=2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[object, ...]]:
+    """What each job is on the CPU, by itself."""
+    with tempfile.TemporaryDirectory() as path:
+        runner, facts = make_runner(Path(path), tiny_config("qwen3"))
+        return [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()]
+
+
+class LateDriver(Driver):
+    """Asks for a step's result when the next one has begun."""
+
+    waiting: list[tuple[list[Job], StepPlan, object]] = []
+
+    def _collect(self, active: list[Job], plan: StepPlan) -> None:
+        self.waiting = [*self.waiting, (active, plan, self.runner.launch(plan))]
+        for job, count in zip(active, plan.num_tokens.tolist(), strict=True):
+            job.computed += count
+        for i in np.flatnonzero(plan.samples).tolist():
+            active[i].output.append(-len(self.waiting))  # known later
+        while len(self.waiting) > 1 or (all(job.finished() for job in active) and self.waiting):
+            self.land()
+
+    def land(self) -> None:
+        (active, plan, flight), *self.waiting = self.waiting
+        result = flight.result()  # type: ignore[attr-defined]
+        assert result.step == plan.step
+        for n, i in enumerate(np.flatnonzero(plan.samples).tolist()):
+            job = active[i]
+            job.output[next(at for at, token in enumerate(job.output) if token < 0)] = int(result.token_ids[n])
+            job.finite.append(bool(result.finite[n]))
+            if job.params.logprobs is not None:
+                job.rows.append(plain_row(result.logprobs, n, job.params.logprobs))
+
+
+def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = staged
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=16)) == alone
+    preempt = {i: 1 + i % 7 for i in range(0, 17, 2)}
+    assert outcomes(Driver(runner, facts, seed=2).run(jobs(), chunk=7, preempt_after=preempt)) == alone
+    assert fake.replayed > 0
+
+
+def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = make(tmp_path, enforce_eager=True)
+    assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
+    assert fake.captured == fake.replayed == 0
+
+
+def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -> None:
+    runner, facts, _ = staged
+    made = [
+        Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=12 + i, temperature=0.8 * (i % 2), **options), i)
+        for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
+    ]
+    expected = [job.came_of_it() for job in Driver(runner, facts).run([job.fresh() for job in made])]
+    driver = LateDriver(runner, facts)
+    assert [job.came_of_it() for job in driver.run(made)] == expected
+    assert not driver.waiting
+
+
+def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
+    runner, facts, fake = staged
+    made = [Job(prompt(5, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
+    driver = LateDriver(runner, facts)
+    steps, copies, waits = driver.steps, fake.copies, fake.waits
+    driver.run(made)
+    steps = driver.steps - steps
+    assert fake.copies - copies == steps and fake.waits - waits == steps
+
+
+def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Loaded) -> None:
+    runner, _, _ = staged
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    column, yes = np.ones(1, np.int32), np.ones(1, np.bool_)
+    first = NewRow(3, "a", np.arange(5, dtype=np.int32), 5, params, 0, ())
+    second = NewRow(3, "b", np.arange(9, dtype=np.int32) + 50, 9, params, 0, ())
+    runner.launch(StepPlan(0, 3 * column, 5 * column, 0 * column, yes, [first], [(3, 0, [1])]))
+    flight = runner.launch(StepPlan(1, 3 * column, 9 * column, 0 * column, yes, [second], [(3, 0, [2])], [3]))
+    flight.result()
+    empty = np.zeros(0, np.int32)
+    for step in range(2, 5):
+        runner.launch(StepPlan(step, empty, empty, empty, np.zeros(0, np.bool_), done=[3] if step == 2 else []))
+    runner._settle(wait=True)
+    assert runner._slots.tokens[3, :9].tolist() == list(range(50, 59))
+
+
+def test_batches_are_those_of_the_hosts_tables() -> None:
+    host, fake = Slots(6, 50, 4), FakeDevice()
+    staged = StagedSlots(fake, 6, 50, 4, padding_block=999)
+    for slots in (host, staged):
+        for slot in range(6):
+            tokens = np.arange(50, dtype=np.int32) + 100 * slot
+            slots.enter(NewRow(slot, "", tokens, 10, SamplingParams(temperature=0.1 * slot), slot, ()))
+            slots.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
+            slots.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
+    for rows in ([(1, 3, 6), (0, 8, 1), (5, 0, 17)], [(4, 0, 50)], [(2, 49, 1), (3, 0, 1)]):
+        slots, computed, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+        plan = StepPlan(0, slots, counts, computed, np.ones(len(rows), np.bool_))
+        one, other = host.build(plan, []), staged.build(plan, [])
+        for name in ("input_ids", "positions", "query_start", "seq_lens", "block_tables", "slot_mapping"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        lengths = (computed + counts).astype(np.int64)
+        for name in ("seeds", "lengths", "greedy", "temperature"):
+            assert torch.equal(
+                getattr(host.columns(slots, lengths), name), getattr(staged.columns(slots, lengths), name)
+            )
+
+
+def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
+    staged = StagedSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    staged.enter(NewRow(2, "", np.arange(50, dtype=np.int32), 10, SamplingParams(), 0, ()))
+    staged.extend(2, 0, [5, 6])
+    into = staged.blank(4, [])
+    column = np.ones(1, np.int32)
+    batch = staged.build(StepPlan(0, 2 * column, column, 7 * column, np.ones(1, np.bool_)), [], into)
+    assert batch is into and batch.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert batch.input_ids.tolist() == [7, 0, 0, 0] and batch.seq_lens.tolist() == [8, 1, 1, 1]
+    assert batch.slot_mapping.tolist() == [6 * 4 + 3, 999 * 4, 999 * 4, 999 * 4]
+    assert batch.block_tables[:, :2].tolist() == [[5, 6], [999, 999], [999, 999], [999, 999]]
+    staged.keep(torch.tensor([77]))
+    batch = staged.build(StepPlan(1, 2 * column, column, 8 * column, np.ones(1, np.bool_)), [], into)
+    assert batch.input_ids.tolist() == [77, 0, 0, 0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 256, 300, 4096])
+def test_buckets_reach_exactly_the_most(most: int) -> None:
+    sizes = buckets(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+    assert all(size <= most for size in sizes)
+    assert all(b <= max(2 * a, a + 32) for a, b in pairwise(sizes))
+
+
+def test_arrays_of_all_kinds_share_one_copy() -> None:
+    fake = FakeDevice()
+    arrays = [
+        np.arange(5, dtype=np.int32), np.zeros((0, 4), np.int32), np.array([True, False, True]),
+        np.arange(7, dtype=np.int64)[::2], np.array([[1.5, -2.5]], np.float32), np.zeros(0, np.int64),
+    ]  # fmt: skip
+    assert same_bytes(arrays, fake.put(arrays)) and fake.copies == 1
+    assert same_bytes([], fake.put([]))

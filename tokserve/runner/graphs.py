@@ -1,0 +1,65 @@
+"""Decode steps recorded once and repeated: a graph for each of a few numbers of rows, in one pool of memory.
+
+A step with one token a row runs in the smallest graph that has as many rows; the rest are padding, whose results nobody
+reads.  Rows do not touch each other, so a graph's rows have the bits that a step of their own would give them.  Knows
+nothing of sampling: what is recorded ends with the logits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tokserve.device import Device
+from tokserve.layers.batch import ForwardBatch
+from tokserve.plan import StepPlan
+from tokserve.runner.staging import StagedSlots
+
+Pages = list[tuple[Tensor, Tensor]]
+
+
+def buckets(most: int) -> list[int]:
+    """Numbers of rows to record up to `most`, ascending: powers of two up to 8, then by 8, from 256 on by 32."""
+    sizes = {1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(256, most + 1, 32), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A recorded step of `batch`, whose tensors are filled in before each run."""
+
+    batch: ForwardBatch
+    replay: Callable[[], Tensor]  # logits of all rows [rows, V], good until the next run of any graph
+
+    def run(self, slots: StagedSlots, plan: StepPlan) -> Tensor:
+        """Logits [R, V] of the plan's rows."""
+        slots.build(plan, self.batch.kv, self.batch)
+        return self.replay()[: len(plan.slots)]
+
+
+class Graphs:
+    """One graph per bucket, recorded at start-up, the largest first: the others fit into its memory."""
+
+    def __init__(
+        self, device: Device, slots: StagedSlots, kv: Pages, most: int, step: Callable[[ForwardBatch], Tensor]
+    ) -> None:
+        self.sizes = buckets(most)
+        self._graphs: dict[int, Graph] = {}
+        for size in reversed(self.sizes):
+            batch = slots.blank(size, kv)
+            self._graphs[size] = Graph(batch, device.capture(_bound(step, batch)))
+
+    def fitting(self, plan: StepPlan) -> Graph | None:
+        """The graph for this plan, if it is a decode step of all its rows."""
+        rows = len(plan.slots)
+        if rows > self.sizes[-1] or not plan.samples.all() or np.any(plan.num_tokens != 1):
+            return None
+        return self._graphs[self.sizes[bisect_left(self.sizes, rows)]]
+
+
+def _bound(step: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Callable[[], Tensor]:
+    return lambda: step(batch)
