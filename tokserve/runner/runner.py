@@ -6,6 +6,7 @@ engine's.  Knows no text, no messages and no HTTP.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -22,13 +23,15 @@ from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
-from tokserve.runner import kvcache
+from tokserve.runner import exactness, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs
 from tokserve.runner.logits import Rows
 from tokserve.runner.sampler import Drawing, Sampler, join
 from tokserve.runner.slots import Int64, Slots
 from tokserve.runner.staging import StagedSlots
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of about this size
 
@@ -68,6 +71,7 @@ class Runner:
         self._allocate()
         with self._no_autograd:
             self._warm_up()
+            exact = self._is_exact()
             self._record()
         device.give_back_memory()  # loading and warming up leave holes
         facts = {
@@ -75,6 +79,7 @@ class Runner:
             "threads": threads,
             "dtype": config.dtype,
             "quantization": config.quantization,
+            "exact": exact,
             "load_seconds": round(loaded - began, 3),
             "warm_up_seconds": round(time.perf_counter() - loaded, 3),
             **self._memory(),
@@ -125,6 +130,13 @@ class Runner:
             most = self._scheduler_config.max_num_seqs
             step = self._decode_logits
             self._graphs = Graphs(self._device, self._staged, self._kv, most, step)
+
+    def _is_exact(self) -> bool:
+        """Whether rows stand alone: asked of the kernels, where they are not the CPU's own."""
+        unequal = exactness.unequal_products(self._model) if self._device.staged else []
+        if unequal and self._runtime_config.exact:
+            logger.error("rows of these products depend on the batch, so answers do too: %s", ", ".join(unequal))
+        return not unequal
 
     def _decode_logits(self, batch: ForwardBatch) -> Tensor:
         return self._model.logits(self._model.forward(batch))

@@ -297,6 +297,7 @@ class _Render:
         return Reply(
             self._id, self._id, int(time.time()), self._serving.name, [self._choice(c) for c in completions],
             flight.usage(), scores, flight.seed, self._ids(flight.prompt_ids()) if self._echo else UNSET,
+            exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
 
     def delta(self, delta: Completion) -> bytes:

@@ -1,0 +1,183 @@
+"""The GPU targets G1-G3, G6-G8 of one card as a table and a JSON file: decode steps of random weights against the card.
+
+Models have the shapes of Qwen3 with fewer layers where that saves loading time; the roofline is of what was run: the
+bytes a step must read, over what a large copy moves on this card.  The runner is driven as the engine drives it at
+depth 2.  Run it through scripts/gpu_check.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokserve import ops
+from tokserve.config import Config
+from tokserve.params import SamplingParams
+from tokserve.plan import NewRow, StepPlan
+from tokserve.runner.runner import Runner
+
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
+}
+VOCAB, HEAD_DIM, CONTEXT = 151936, 128, 1024
+STEPS, WARM = 60, 10
+
+
+@dataclass
+class Card:
+    """What this card was measured to do."""
+
+    name: str
+    bytes_per_second: float
+    flops: float
+
+
+def median_seconds(run: Any, repeat: int = 10) -> float:
+    """By events, after two calls that do not count."""
+    found = []
+    for _ in range(repeat + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found[2:])
+
+
+def measure_card() -> Card:
+    """Copy bandwidth, bytes read plus written, and the rate of a large bf16 product on random data."""
+    tensors = torch.randn(2, 1 << 29, device="cuda")
+    copy = median_seconds(lambda: tensors[0].copy_(tensors[1]))
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = median_seconds(lambda: square @ square)
+    return Card(torch.cuda.get_device_name(), tensors.nbytes / copy, 2 * 8192**3 / product)
+
+
+def make(shape: str, layers: int, rows: int) -> Runner:
+    """A runner with random weights for `rows` requests of CONTEXT tokens and STEPS more."""
+    length = CONTEXT + 4 * (STEPS + WARM)
+    hf = SHAPES[shape] | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers, "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "hidden_act": "silu", "tie_word_embeddings": shape == "0.6B", "dtype": "bfloat16", "attention_bias": False,
+    }  # fmt: skip
+    directory = Path(tempfile.mkdtemp())
+    (directory / "config.json").write_text(json.dumps(hf))
+    config = Config.make(
+        model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=length, depth=2,
+        max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64,
+    )  # fmt: skip
+    runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
+    runner.load()
+    return runner
+
+
+def prefill(runner: Runner, rows: int) -> float:
+    """Fill the slots with random prompts of CONTEXT tokens; tokens per second."""
+    generator = np.random.default_rng(0)
+    width = -(-(CONTEXT + 4 * (STEPS + WARM)) // 64)
+    params = SamplingParams(temperature=1.0, max_tokens=1)
+    per_step = max(1, 8192 // CONTEXT)
+    began = time.perf_counter()
+    for first in range(0, rows, per_step):
+        slots = np.arange(first, min(first + per_step, rows), dtype=np.int32)
+        new = [
+            NewRow(slot, "", generator.integers(0, VOCAB, CONTEXT).astype(np.int32), CONTEXT, params, slot, ())
+            for slot in slots.tolist()
+        ]
+        blocks = [(slot, 0, list(range(slot * width, (slot + 1) * width))) for slot in slots.tolist()]
+        full = np.full(len(slots), CONTEXT, np.int32)
+        runner.execute(StepPlan(0, slots, full, 0 * full, np.ones(len(slots), np.bool_), new, blocks))
+    return rows * CONTEXT / (time.perf_counter() - began)
+
+
+def decode(runner: Runner, rows: int, start: int) -> float:
+    """Seconds of a decode step, two in flight, from context length `start` on."""
+    slots, one, samples = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
+    flights: deque[Any] = deque()
+    for step in range(WARM + STEPS):
+        if step == WARM:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+        flights.append(runner.launch(StepPlan(step, slots, one, (start + step) * one, samples)))
+        if len(flights) == 2:
+            flights.popleft().result()
+    while flights:
+        flights.popleft().result()
+    return (time.perf_counter() - began) / STEPS
+
+
+def step_bytes(runner: Runner, rows: int) -> int:
+    """Bytes of weights and of keys and values that a decode step reads."""
+    spec = runner._model.spec
+    parameters = runner._model.parameters_by_name()
+    read = sum(int(np.prod(p.shape)) for name, p in parameters.items() if spec.tied or "embed_tokens" not in name)
+    kv = sum(each.bytes_per_token() for each in runner._model.kv_specs())
+    return 2 * read + rows * kv * (CONTEXT + WARM + STEPS // 2)
+
+
+def sampling_seconds(rows: int) -> float:
+    """`draw` with the drawn token's logprob."""
+    logits, index = torch.randn(rows, VOCAB, device="cuda"), torch.arange(rows, device="cuda")
+    ones = torch.ones(rows, device="cuda")
+    return median_seconds(lambda: ops.draw(logits, index, index, index < 0, ones, False, 0))
+
+
+def measure(shape: str, layers: int, rows: int, card: Card) -> dict[str, Any]:
+    """One row of the table, exact and fast."""
+    runner = make(shape, layers, rows)
+    prompt_rate = prefill(runner, rows)
+    exact = decode(runner, rows, CONTEXT)
+    assert runner._graphs is not None
+    graph = runner._graphs._graphs[rows]
+    with torch.inference_mode():
+        replay = median_seconds(graph.replay)
+    sampling = sampling_seconds(rows)
+    roofline = step_bytes(runner, rows) / card.bytes_per_second
+    ops.bind("cuda", exact=False)
+    with torch.inference_mode():
+        runner._record()
+    fast = decode(runner, rows, CONTEXT + STEPS + WARM)
+    return {
+        "model": f"{shape} shapes, {layers} layers", "rows": rows, "prefill_tok_s": round(prompt_rate),
+        "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
+        "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
+        "sampling_share": sampling / exact, "outside_graph_us": (exact - replay) * 1e6,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    out = parser.parse_args().out
+    card = measure_card()
+    found: dict[str, Any] = {"card": vars(card), "torch": torch.__version__, "rows": []}
+    print(f"{card.name}: copies {card.bytes_per_second / 1e12:.2f} TB/s, bf16 {card.flops / 1e12:.0f} TFLOP/s")
+    for target, shape, layers, rows in (("G2", "0.6B", 28, 1), ("G1", "8B", 6, 1), ("G3", "8B", 6, 256)):
+        row = {"target": target} | measure(shape, layers, rows, card)
+        found["rows"].append(row)
+        out.write_text(json.dumps(found, indent=1))
+        print(
+            f"{target}: {row['model']}, {rows} rows: {row['decode_tok_s']} tok/s, {row['roofline_share']:.0%} of the"
+            f" roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} of a step (G7);"
+            f" {row['outside_graph_us']:.0f} us outside the graph (G8); prefill {row['prefill_tok_s']} tok/s",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

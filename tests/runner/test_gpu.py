@@ -1,0 +1,92 @@
+"""The runner on a real GPU: exactness with ==, and the distance to transformers.  scripts/gpu_check.sh runs these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.test_runner import jobs, outcomes, prompt
+from tests.runner.test_staging import LateDriver
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.params import SamplingParams
+from tokserve.plan import DeviceFacts
+from tokserve.runner.runner import Runner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+BIG = {  # the shapes of Qwen3-0.6B, four layers of it
+    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "num_hidden_layers": 4,
+}  # fmt: skip
+Loaded = tuple[Runner, DeviceFacts]
+
+
+def gpu(path: Path, hf: dict[str, Any], **options: Any) -> Loaded:
+    return make_runner(path, hf, device="cuda", block_size=64, kv_cache_memory_bytes=1 << 28, **options)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(("dtype", "big"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype: str, big: bool, eager: bool) -> None:
+    runner, facts = gpu(tmp_path, tiny_config("qwen3") | (BIG if big else {}), dtype=dtype, enforce_eager=eager)
+    assert facts.facts["exact"] is True
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
+    assert all(all(finite) for _, finite, *_ in alone)
+    for chunk, seed in ((1 << 30, 0), (16, None), (7, 1)):
+        assert outcomes(Driver(runner, facts, seed=seed).run(jobs(), chunk=chunk)) == alone
+    preempt = {i: 1 + i % 7 for i in range(0, 17, 2)}
+    assert outcomes(Driver(runner, facts, seed=2).run(jobs(), chunk=7, preempt_after=preempt)) == alone
+
+
+def test_two_steps_in_flight_change_no_bit(tmp_path: Path) -> None:
+    runner, facts = gpu(tmp_path, tiny_config("qwen3"), dtype="bfloat16", depth=2)
+    made = [
+        Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), **options), i)
+        for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
+    ]
+    expected = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
+    assert outcomes(LateDriver(runner, facts).run(made)) == expected
+
+
+def test_scoring_gives_the_logprobs_of_decoding(tmp_path: Path) -> None:
+    runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16")
+    made = Driver(runner, facts).run([Job(prompt(21, 5), SamplingParams(max_tokens=90, logprobs=3), 3)])[0]
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=21)
+    scored = Driver(runner, facts, seed=1).run([Job(made.prompt + made.output, scoring)], chunk=17)[0].prompt_rows
+    assert [scored[21 + i] for i in range(90)] == made.rows
+
+
+def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:
+    """|difference| of a prompt's logprobs to transformers' float32: mean and maximum, ours and transformers' own."""
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(path, hf | {"dtype": dtype})
+    ids = prompt(120, 1)
+    forward = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=kind).cuda()(torch.tensor([ids]).cuda()).logits[0].float()
+        for kind in (torch.float32, getattr(torch, dtype))
+    ]
+    exact, theirs = (torch.log_softmax(logits[:-1].double(), -1).cpu() for logits in forward)
+    runner, facts = gpu(path, hf, dtype=dtype, load_format="safetensors")
+    rows = Driver(runner, facts).run([Job(ids, SamplingParams(max_tokens=1, prompt_logprobs=-1))])[0].prompt_rows
+    ours = torch.empty_like(exact)
+    for at in range(1, len(ids)):
+        _, _, top_ids, top = rows[at]
+        ours[at - 1, top_ids] = torch.tensor(top, dtype=torch.float64)
+    return [[(each - exact).abs().mean().item(), (each - exact).abs().max().item()] for each in (ours, theirs)]
+
+
+@pytest.mark.parametrize("big", [False, True], ids=["tiny", "real"])
+def test_logprobs_are_those_of_transformers(tmp_path: Path, big: bool) -> None:
+    hf = tiny_config("qwen3") | (BIG if big else {})
+    with torch.inference_mode():
+        ours, _ = distances(tmp_path / "float32", hf, "float32")
+        assert ours[1] <= 1e-4
+        ours, theirs = distances(tmp_path / "bfloat16", hf, "bfloat16")
+    assert ours[0] <= 1.2 * theirs[0] and ours[1] <= 1.2 * theirs[1]
