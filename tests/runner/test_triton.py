@@ -1,0 +1,80 @@
+"""A whole model through the Triton kernels, in the interpreter, on the played device: what a GPU would be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from tests.runner.drive import Driver, Job, make_runner  # noqa: E402
+from tests.runner.fake_device import FakeDevice  # noqa: E402
+from tests.runner.test_runner import outcomes, prompt  # noqa: E402
+from tokserve import device, ops  # noqa: E402
+from tokserve.models.dummy import tiny_config  # noqa: E402
+from tokserve.ops.registry import OPS  # noqa: E402
+from tokserve.params import SamplingParams  # noqa: E402
+from tokserve.runner import exactness  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="for the interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runners made meanwhile run the kernels; the names stand for what they stood for afterwards."""
+    bind, before = ops.bind, {name: getattr(ops, name) for name in [*OPS, "home"]}
+
+    def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
+        bound = bind("cuda", {"gated_linear": "triton"})
+        ops.home = torch.device("cpu")
+        return bound
+
+    monkeypatch.setattr(ops, "bind", bind_kernels)
+    monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
+    monkeypatch.setattr(exactness, "SIZES", (2,))  # tests/ops asks all
+    monkeypatch.setattr(exactness, "MOST", 3)
+    yield
+    for name, value in before.items():
+        setattr(ops, name, value)
+
+
+def jobs() -> list[Job]:
+    asked = [
+        {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    ]
+    return [
+        Job(prompt(6 + 9 * i, i), SamplingParams(max_tokens=2, **options), i)  # type: ignore[arg-type]
+        for i, options in enumerate(asked)
+    ]
+
+
+def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
+    hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
+    runner, facts = make_runner(tmp_path, hf, max_num_seqs=2, max_num_batched_tokens=16)
+    assert set(facts.facts["ops"].values()) == {"triton"} and facts.facts["exact"] is True
+    together = outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs(), chunk=8))
+    assert together[0] == outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs()[:1]))[0]
+    (tmp_path / "cpu").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "use", lambda kind: device.Host())
+        patch.setattr(ops, "bind", bind_references)
+        runner, facts = make_runner(tmp_path / "cpu", hf, max_num_seqs=2)
+        expected = outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs()))
+    for mine, other in zip(together, expected, strict=True):
+        assert mine[0] == other[0]
+        for a, b in zip([*mine[2], *mine[3].values()], [*other[2], *other[3].values()], strict=True):
+            assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0], abs=2e-5)
+
+
+def bind_references(*_: object, **__: object) -> dict[str, str]:
+    """As `bind` where nothing but torch is there."""
+    for name, op in OPS.items():
+        setattr(ops, name, op.reference)
+    return dict.fromkeys(OPS, "torch")
