@@ -172,7 +172,7 @@ def main() -> None:
         out.write_text(json.dumps(found, indent=1))
         print(
             f"{target}: {row['model']}, {rows} rows: {row['decode_tok_s']} tok/s, {row['roofline_share']:.0%} of"
-            f" the roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} of a step (G7);"
+            f" the roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} (G7);"
             f" {row['outside_graph_us']:.0f} us outside the graph (G8); prefill {row['prefill_tok_s']} tok/s",
             flush=True,
         )
