@@ -84,7 +84,6 @@ def calls() -> None:
     call["linear"](x, packed, weight, torch.float32)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["draw"](logits, index, index, index == 0, ones, True, 5)
-    call["draw"](logits, index, index, index == 0, None, False, -1)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)

@@ -78,6 +78,24 @@ def test_an_implementation_for_another_machine_is_not_taken() -> None:
         ops.bind("cpu", {"silu_mul": "cpp"})
 
 
+def test_a_device_that_references_do_not_run_on_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.EXTENSIONS, "cuda", ("tokserve._absent", "tokserve.ops._absent"))
+    with pytest.raises(StartError, match="cuda needs kernels that are not here: tokserve._absent"):
+        ops.bind("cuda")
+
+
+def test_products_are_the_librarys_where_exactness_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "home", ops.home)
+    monkeypatch.setattr(registry, "load_extension", lambda device: None)
+    for name in ("linear", "pack_linear", "embedding", "gated_linear", "pack_gated"):
+        for one in ("triton", "cublas"):
+            OPS[name].implement(one, device="cuda")(lambda *_: None)
+    assert ops.bind("cuda")["linear"] == "triton" and ops.home.type == "cuda"
+    bound = ops.bind("cuda", exact=False)
+    assert {bound[name] for name in ("linear", "pack_linear", "embedding", "gated_linear")} == {"cublas"}
+    assert ops.bind("cuda", {"linear": "triton"}, exact=False)["embedding"] == "triton"
+
+
 def test_linear_and_its_packing_go_together() -> None:
     OPS["linear"].implement("cpp", device="cpu")(lambda *_: torch.zeros(0))
     OPS["pack_linear"].implement("cpp", device="cpu")(lambda weight: ops.PackedWeight(1, 1, weight.dtype, weight))

@@ -23,6 +23,7 @@ R = TypeVar("R")
 Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
 
 REFERENCE = "torch"
+REFERENCES_RUN = {"cpu"}  # device kinds whose tensors the references take
 ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
 FAST = {"cuda": "cublas"}  # by device kind: the implementation where a row's bits may depend on the batch
 EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
@@ -131,6 +132,8 @@ def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:
         raise StartError(f"no ops for device {device!r}; there are: {_listed(ORDER)}")
     wanted = set(overrides.values())
     missing = "" if set(overrides) >= {"*"} and wanted == {REFERENCE} else load_extension(device)
+    if missing and device not in REFERENCES_RUN:
+        raise StartError(f"option device: {device} needs kernels that are not here: {missing}")
     if missing:
         logger.warning("%s: ops run as slow torch references", missing)
     for name in overrides:
