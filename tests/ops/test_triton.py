@@ -40,6 +40,7 @@ FURTHER = {
     # weights are rounded to the dtype of the values before the product, as flash attention does
     ("paged_attention", torch.float16): (1e-3, 2e-3),
     ("paged_attention", torch.bfloat16): (8e-3, 16e-3),
+    ("paged_attention", torch.float32): (1e-5, 1e-5),  # a GPU's exp2 is good to two units in the last place
     # 1 + tanh cancels in the reference and here, not equally
     ("gelu_mul", torch.float32): (4e-6, 4e-6),
     ("gelu_mul", torch.float16): (4e-6, 1e-3),
@@ -104,7 +105,8 @@ def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: to
 
 
 def test_every_op_has_a_kernel() -> None:
-    assert all("triton" in op.available("cuda") for op in OPS.values())
+    int8 = {"quantize_rows", "pack_linear_int8", "linear_int8"}  # for CPUs
+    assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= int8
 
 
 def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:

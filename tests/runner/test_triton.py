@@ -31,7 +31,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     bind, before = ops.bind, {name: getattr(ops, name) for name in [*OPS, "home"]}
 
     def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
-        bound = bind("cuda", {"gated_linear": "triton"})
+        bound = bind("cuda")
         ops.home = torch.device("cpu")
         return bound
 

@@ -26,12 +26,18 @@ def sampled(plan: StepPlan) -> tuple[Int32, Int64]:
 
 
 class Flight:
-    """A plan under way.  `drawing` None: no row draws."""
+    """A plan under way.  `slots`, `lengths`: as `sampled` has them; `drawing` None: no row draws."""
 
     def __init__(
-        self, plan: StepPlan, drawing: Drawing | None, prompt_logprobs: dict[int, LogprobRows], began: float
+        self,
+        plan: StepPlan,
+        slots: Int32,
+        lengths: Int64,
+        drawing: Drawing | None,
+        prompt_logprobs: dict[int, LogprobRows],
+        began: float,
     ) -> None:
-        self.slots, self.lengths = sampled(plan)
+        self.slots, self.lengths = slots, lengths
         self._plan = plan
         self._drawing = drawing
         self._prompt_logprobs = prompt_logprobs

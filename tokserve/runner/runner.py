@@ -22,7 +22,7 @@ from tokserve.errors import NotFound
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, Int32, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs
@@ -133,8 +133,12 @@ class Runner:
 
     def _is_exact(self) -> bool:
         """Whether rows stand alone: asked of the kernels, where they are not the CPU's own."""
-        unequal = exactness.unequal_products(self._model) if self._device.staged else []
-        if unequal and self._runtime_config.exact:
+        if not self._device.staged:
+            return True
+        if not self._runtime_config.exact:
+            return False
+        unequal = exactness.unequal_products(self._model)
+        if unequal:
             logger.error("rows of these products depend on the batch, so answers do too: %s", ", ".join(unequal))
         return not unequal
 
@@ -170,7 +174,7 @@ class Runner:
         began = time.perf_counter()
         self._update(plan)
         if len(plan.slots) == 0:
-            return Flight(plan, None, {}, began)
+            return Flight(plan, *sampled(plan), None, {}, began)
         self._settle(wait=self._sampler.looks_back(plan.slots))
         graph = self._graphs.fitting(plan) if self._graphs else None
         logits: Tensor | None
@@ -182,13 +186,13 @@ class Runner:
             if self._sampler.scoring:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
-        flight = Flight(plan, self._draw(plan, logits), prompt_logprobs, began)
+        slots, lengths = sampled(plan)
+        drawing = self._draw(slots, lengths, logits)
+        flight = Flight(plan, slots, lengths, drawing, prompt_logprobs, began)
         if self._device.staged:
-            self._flights.append((flight, self._slots.generation(flight.slots)))
+            self._flights.append((flight, self._slots.generation(slots)))
         else:
-            self._slots.learn(
-                flight.slots, flight.lengths, self._slots.generation(flight.slots), flight.result().token_ids
-            )
+            self._slots.tokens[slots, lengths] = flight.result().token_ids
         return flight
 
     def _settle(self, *, wait: bool) -> None:
@@ -216,11 +220,10 @@ class Runner:
             hidden = hidden.index_select(0, self._slots.last(plan))
         return self._model.logits(hidden)
 
-    def _draw(self, plan: StepPlan, logits: Tensor | None) -> Drawing | None:
-        """Tokens for those rows; they go into the slots' tables too."""
+    def _draw(self, slots: Int32, lengths: Int64, logits: Tensor | None) -> Drawing | None:
+        """Tokens for those rows; a device that has tables of its own keeps them for the next step."""
         if logits is None:
             return None
-        slots, lengths = sampled(plan)
         drawing = self._sampler.begin(logits, Rows(slots, lengths, self._slots.prompt_lens[slots]))
         self._slots.keep(drawing.token_ids)
         return drawing
