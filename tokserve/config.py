@@ -275,6 +275,8 @@ def _check(config: Config) -> None:
         raise StartError("quantize_lm_head needs a quantization")
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")
+    if model.quantization is not None and config.runtime.device != "cpu":
+        raise StartError(f"quantization {model.quantization} runs on a CPU only; give --device cpu")
     server = config.server
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise StartError("ssl_keyfile and ssl_certfile must be given together")

@@ -34,7 +34,10 @@ if not INTERPRETED and not torch.cuda.is_available():
 assert registry.load_extension("cuda") is None
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities the kernels mean
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities the kernels mean
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
+]
 # where a kernel may be further from the reference than an implementation in float32 throughout
 FURTHER = {
     # weights are rounded to the dtype of the values before the product, as flash attention does

@@ -21,6 +21,7 @@ from tokserve.runner import exactness  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="for the interpreter"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
@@ -58,7 +59,8 @@ def jobs() -> list[Job]:
 def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
     hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
     runner, facts = make_runner(tmp_path, hf, max_num_seqs=2, max_num_batched_tokens=16)
-    assert set(facts.facts["ops"].values()) == {"triton"} and facts.facts["exact"] is True
+    others = {name for name, one in facts.facts["ops"].items() if one != "triton"}
+    assert all("int8" in name or name == "quantize_rows" for name in others) and facts.facts["exact"] is True
     together = outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs(), chunk=8))
     assert together[0] == outcomes(Driver(runner, facts, max_num_seqs=2).run(jobs()[:1]))[0]
     (tmp_path / "cpu").mkdir()

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.quant import UNQUANTIZED, Packed, QuantMethod
 

@@ -151,5 +151,3 @@ class Flight:
         if self._ended < self.num_choices and self.cause is not None:
             self._observer.aborted(self.cause, self.num_choices - self._ended)
         self._ended = self.num_choices
-
-
