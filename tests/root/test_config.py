@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tokserve import config
 from tokserve.config import Config, resolve
 from tokserve.errors import StartError
 
@@ -98,3 +99,21 @@ def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpo
     assert resolve(both).model.quantization == "int8"
     with pytest.raises(StartError, match="quantize_lm_head and head_dtype exclude each other"):
         resolve(Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True, head_dtype="float32"))
+
+
+def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(**options: object) -> tuple[str, int | None]:
+        found = config.resolve(Config.make(model=str(checkpoint), **options))
+        return found.runtime.device, found.cache.block_size
+
+    monkeypatch.setattr(config, "GPU_FILE", checkpoint / "absent")
+    assert resolved() == ("cpu", 16)
+    assert resolved(device="cuda") == ("cuda", 64)
+    assert resolved(device="cuda", block_size=32) == ("cuda", 32)
+    monkeypatch.setattr(config, "GPU_FILE", checkpoint)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert resolved() == ("cpu", 16)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")
+    assert resolved() == ("cuda", 64)
+    with pytest.raises(StartError, match="int8 runs on a CPU only"):
+        resolved(quantization="int8")
