@@ -41,3 +41,10 @@ def one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    import torch
+
+    torch.manual_seed(0)
