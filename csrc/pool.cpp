@@ -65,11 +65,12 @@ void Pool::help() {
 }
 
 void Pool::run(int64_t tasks, Task task, const void* context) {
-  if (tasks <= 1 || threads() == 1) {
+  // Weights are packed in a thread beside the steps: whoever finds the other at work goes on alone rather than wait.
+  std::unique_lock lock(running_, std::defer_lock);
+  if (tasks <= 1 || threads() == 1 || !lock.try_lock()) {
     for (int64_t i = 0; i < tasks; i++) task(context, i);
     return;
   }
-  std::lock_guard lock(running_);
   const uint64_t list = static_cast<uint64_t>(number(ticket_.load()) + 1) << 32;
   ticket_.store((list - (uint64_t{1} << 32)) | kClosed);
   task_.store(task, std::memory_order_release);

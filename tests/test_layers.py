@@ -18,9 +18,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "device": ({"errors"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "params", "checkpoint"}, TORCH),
+    "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "plan"}, {"transformers"}),
     "models": ({"layers", "ops", "plan", "checkpoint", "errors"}, {"transformers"}),
-    "runner": ({"models", "layers", "ops", "device", "plan", "params", "config", "checkpoint", "errors"}, set()),
+    "runner": ({"models", "layers", "ops", "device", "rl", "plan", "params", "config", "checkpoint", "errors"}, set()),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": ({"messages", "plan", "params", "config", "errors", "log", "executor"}, TORCH),
     "client": ({"messages", "params", "config", "text", "errors", "log", "checkpoint", "engine"}, TORCH | {"fastapi"}),
@@ -32,7 +33,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
     ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
-    ("engine", "executor"): {"engine/core.py", "engine/process.py"},
+    ("engine", "executor"): {"engine/control.py", "engine/core.py", "engine/process.py"},
     ("ops", "_C"): {"ops/cpu.py"},
 }
 LAZY_IMPORTS = {

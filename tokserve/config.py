@@ -22,6 +22,7 @@ from tokserve import checkpoint
 from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
+BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -152,6 +153,32 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0)] = 600.0
 
 
+class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights change while it serves."""
+
+    weight_transfer_config: Annotated[
+        dict[str, str] | None,
+        about('JSON object {"backend": NAME}: how update_weights gets tensors, one of disk, http, ipc, gloo, nccl; '
+             "default disk. disk and http work always."),
+    ] = None  # fmt: skip
+    weight_staging: Annotated[
+        Literal["auto", "beside", "in_place"],
+        about("Where an update is put: beside the old weights, which keep serving, or in their place (no serving until "
+             "it is complete); auto: beside, if the free memory holds a second set."),
+    ] = "auto"  # fmt: skip
+    weight_transfer_timeout: Annotated[
+        float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0)
+    ] = 300.0
+    allowed_weight_dirs: Annotated[
+        list[str] | None,
+        about("Directory that weights may be read from while serving, with those below it (repeatable); default: any."),
+    ] = None
+    worker_extension_cls: Annotated[
+        str | None,
+        about("module:Class whose methods /collective_rpc may call; it is made with the runner as its one argument."),
+    ] = None
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP front end."""
 
@@ -170,6 +197,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[
         list[str] | None, about("Key clients must send as a bearer token (repeatable; or TOKSERVE_API_KEY).")
     ] = None
+    admin_api_key: Annotated[
+        list[str] | None,
+        about("Key for the control routes (repeatable); with one, api_key does not open them. Default: api_key does."),
+    ] = None
+    allow_remote_control: Annotated[
+        bool, about("Without any keys, answer control routes to other machines too: they can change the weights.")
+    ] = False
+    reject_while_paused: Annotated[
+        bool, about("Refuse requests (503) while the engine is paused or asleep; else they wait.")
+    ] = False
+    liveness_timeout: Annotated[float, about("Seconds the engine has to answer GET /liveness.", gt=0)] = 10.0
     chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
     trust_request_chat_template: Annotated[
         bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
@@ -197,6 +235,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    weights: WeightsConfig = WeightsConfig()
     server: ServerConfig = ServerConfig()
 
     @classmethod
@@ -247,8 +286,9 @@ def resolve(config: Config) -> Config:
     keys = list(config.server.api_key or [])
     if os.environ.get("TOKSERVE_API_KEY"):
         keys.append(os.environ["TOKSERVE_API_KEY"])
-    if any(not key for key in keys):
-        raise StartError("option api_key: must not be empty")
+    for name, given in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
+        if any(not key for key in given):
+            raise StartError(f"option {name}: must not be empty")
     replace = msgspec.structs.replace
     resolved = replace(
         config,
@@ -284,6 +324,12 @@ def _check(config: Config) -> None:
         path = getattr(server, name)
         if path is not None and not Path(path).is_file():
             raise StartError(f"option {name}: no file {path!r}")
+    transfer = config.weights.weight_transfer_config or {}
+    if transfer.keys() - {"backend"} or transfer.get("backend", "disk") not in BACKENDS:
+        raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
+    for directory in config.weights.allowed_weight_dirs or []:
+        if not Path(directory).is_dir():
+            raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
     if server.tokens_only and server.chat_template:
         raise StartError("chat_template has no use with tokens_only")
 

@@ -41,6 +41,13 @@ class NotFound(RequestError):
     type = "not_found_error"
 
 
+class Forbidden(RequestError):
+    """403: who asks may not."""
+
+    status = 403
+    type = "permission_error"
+
+
 class Conflict(RequestError):
     """409: the id is in use, or the state does not allow the call."""
 
@@ -71,6 +78,20 @@ class QueueFull(Overloaded):
     status = 429
 
 
+class Unavailable(RequestError):
+    """503: there is nothing to serve with until an operator or a trainer acts."""
+
+    status = 503
+    type = "unavailable_error"
+
+
+class TransferFailed(RequestError):
+    """502: tensors did not come as they were announced, or their sender has gone."""
+
+    status = 502
+    type = "transfer_error"
+
+
 class RequestFailed(RequestError):
     """500: the engine ended this request with an error; others are not touched."""
 
@@ -89,7 +110,12 @@ class EngineDead(RequestError):
         self.private = private
 
 
-REFUSALS = ("duplicate_id", "queue_full", "draining", "invalid", "internal")  # the engine's words
+_KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)
+BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # what crosses a process boundary
+
+REFUSALS = (  # the engine's words
+    "duplicate_id", "queue_full", "draining", "paused", "quarantined", "invalid", "internal",
+)  # fmt: skip
 
 
 def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
@@ -98,8 +124,10 @@ def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
         return Conflict(message, field="request_id", code=refusal)
     if refusal == "queue_full":
         return QueueFull(message, retry_after=retry_after, code=refusal)
-    if refusal == "draining":
+    if refusal in ("draining", "paused"):
         return Overloaded(message, retry_after=retry_after, code=refusal)
+    if refusal == "quarantined":
+        return Unavailable(message, code=refusal)
     return RequestFailed(message) if refusal == "internal" else RequestError(message)
 
 

@@ -1,7 +1,7 @@
 """What the front end and the engine process say to each other: msgpack over ZeroMQ.
 
-To the engine: `Submit`, `Abort`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Dead`.  Arrays travel as
-packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
+To the engine: `Submit`, `Abort`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.  Arrays
+travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
 deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
 part in it.  Text never appears here, nor does anything about HTTP.
 """
@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from tokserve.params import SamplingParams
+
+AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -106,9 +108,9 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
     reason: stop | length | abort | deadline | error.  detail: eos | stop_token | stop_sequence |
-    max_tokens | context | abort_user | abort_disconnect | abort_stop_string | deadline | queue_timeout |
-    shutdown | nan | error.  `stop`: the token id or sequence that matched.  Times are seconds since
-    arrival: admitted to a slot, first token, end (0.0 where it never came to that).
+    max_tokens | context | abort_user | abort_disconnect | abort_stop_string | abort_pause | abort_quarantine |
+    deadline | queue_timeout | shutdown | nan | error.  `stop`: the token id or sequence that matched.  Times are
+    seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to that).
     """
 
     reason: str
@@ -158,7 +160,10 @@ Row = tuple[str, list[int], Logprobs | None, Extra | None]  # a row of a step: r
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Gauges, then counters since the engine's start (tokens unless said otherwise)."""
+    """Gauges, then counters since the engine's start (tokens unless said otherwise).
+
+    `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -172,6 +177,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefix_queries: int = 0
     prefix_hits: int = 0
     nan_requests: int = 0
+    tokens_by_age: list[int] = []
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
@@ -209,15 +215,35 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The answer to a `Call`; `error` is a message for the caller."""
+    """The answer to a `Call`; `error` is a message for the caller, `status` its kind (one of `errors.BY_STATUS`),
+    `field` the argument it is about."""
 
     call_id: int
     result: Any = None
     error: str | None = None
+    status: int = 500
+    field: str | None = None
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Told to every front end when it changes, and before the reply of the call that changed it.
+
+    state: running | pausing | paused | updating | sleeping | quarantined.  `quarantine`: why nothing can be served
+    until a weight update succeeds.  `failure`: why the last update failed.
+    """
+
+    state: str = "running"
+    weight_version: str = "0"
+    epoch: int = 0
+    paused: bool = False
+    sleeping: bool = False
+    quarantine: str | None = None
+    failure: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The engine serves.  `facts` are for people: bound ops, seconds per start-up phase, memory."""
+    """The engine serves; `weight_version`: that of the start.  `facts` are for people: bound ops, seconds per
+    start-up phase, memory."""
 
     max_model_len: int
     vocab_size: int
@@ -226,6 +252,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
     eos_token_ids: list[int]
     weight_version: str
     facts: dict[str, Any] = {}
+    status: Status = Status()
 
 
 class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -248,7 +275,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
 
 
 ToEngine = Submit | Abort | Call
-FromEngine = Verdict | Step | Reply | Ready | Dead
+FromEngine = Verdict | Step | Reply | Ready | Status | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -22,6 +22,7 @@ import numpy as np
 from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
+from tokserve.errors import RequestError
 from tokserve.messages import (
     Abort,
     Add,
@@ -63,9 +64,11 @@ def chain(prefix: bytes, token: int) -> bytes:
     return hashlib.blake2b(prefix + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
-def draw(prefix: bytes, seed: int, position: int, banned: Iterable[int] = (), vocab: int = VOCAB) -> int:
+def draw(
+    prefix: bytes, seed: int, position: int, banned: Iterable[int] = (), vocab: int = VOCAB, weights: str = ""
+) -> int:
     """The token at `position` after the tokens hashed in `prefix`."""
-    digest = hashlib.blake2b(prefix + f"{seed},{position}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(prefix + f"{seed},{position}{weights}".encode(), digest_size=8).digest()
     token = int.from_bytes(digest, "little") % vocab
     while token in set(banned):
         token = (token + 1) % vocab
@@ -113,8 +116,15 @@ def logprob_width(params: SamplingParams) -> int:
     return (VOCAB if k < 0 else k) + len(params.logprob_token_ids or ())
 
 
-def solo(prompt: Sequence[int], params: SamplingParams, seed: int, context: int, eos: Sequence[int] = EOS) -> Solo:
-    """An engine in fifteen lines."""
+def solo(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    context: int,
+    eos: Sequence[int] = EOS,
+    weights: Callable[[int], str] = lambda index: "",
+) -> Solo:
+    """An engine in fifteen lines.  `weights`: those that make the output token of that index."""
     prefixes = [START]
     for token in prompt:
         prefixes.append(chain(prefixes[-1], token))
@@ -124,7 +134,7 @@ def solo(prompt: Sequence[int], params: SamplingParams, seed: int, context: int,
     detail = ""
     while not detail:
         banned = stops if len(tokens) < params.min_tokens else ()
-        token = draw(prefixes[-1], seed, len(prompt) + len(tokens), banned)
+        token = draw(prefixes[-1], seed, len(prompt) + len(tokens), banned, weights=weights(len(tokens)))
         rows.append(logprob_row(prefixes[-1], token, logprob_width(params), params.logprob_token_ids or ()))
         tokens.append(token)
         prefixes.append(chain(prefixes[-1], token))
@@ -202,6 +212,13 @@ class ScriptedExecutor:
         self.start_error: Exception | None = None
         self.permits: threading.Semaphore | None = None  # if set, each step takes one
         self.closed = False
+        self.weights: str | None = ""  # None: given back
+        self.has_kv = True
+        self.kv_weights: dict[tuple[int, int], str] = {}
+        self.staged: str | None = None
+        self.beside = True  # whether there is room for two sets of weights
+        self.interrupted = 0
+        self.slow: deque[tuple[Future[Any], Callable[[], Any]]] | None = None  # if set, what `background` puts off
 
     def start(self) -> DeviceFacts:
         if self.start_error is not None:
@@ -209,7 +226,64 @@ class ScriptedExecutor:
         return self.facts
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        raise NotImplementedError(method)
+        demand(not self.in_flight, f"{method} while a step is in flight")
+        if method == "release":
+            self.has_kv = self.has_kv and "kv_cache" not in args["tags"]
+            self.weights = None if "weights" in args["tags"] else self.weights
+            if not self.has_kv:
+                self.kv.clear()
+        elif method == "restore":
+            demand(args["tags"] == ["kv_cache"] and not self.has_kv, "the KV memory is there")
+            self.has_kv = True
+        elif method == "commit_update":
+            demand(self.staged, "nothing is staged")
+            self.weights, self.staged = self.staged, None
+        elif method == "collective_rpc":
+            return f"{args['method']}{args['args']}{args['kwargs']}"
+        else:
+            raise NotImplementedError(method)
+
+    def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.slow is None:
+            self._finish(future, lambda: self._stage(method, args))
+        else:
+            self.slow.append((future, lambda: self._stage(method, args)))
+        return future
+
+    def settle(self, count: int = 1000) -> None:
+        """Let `count` calls of `background` come to their end."""
+        while self.slow and count:
+            self._finish(*self.slow.popleft())
+            count -= 1
+
+    def _finish(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        try:
+            future.set_result(work())
+        except RequestError as error:
+            future.set_exception(error)
+
+    def _stage(self, method: str, args: dict[str, Any]) -> Any:
+        if method == "begin_update":
+            demand(self.staged is None, "two updates at once")
+            demand(args["have_weights"] == (self.weights is not None), "who has the weights?")
+            self.staged = ""
+            return self.beside or self.weights is None
+        if method == "receive_update":
+            if self.staged is None or "weights" not in args["source"]:
+                raise RequestError(str(args["source"].get("fault", "no update is open")))
+            self.staged = args["source"]["weights"]
+        elif method == "finish_update" and not self.staged:
+            raise RequestError("no tensor came")
+        elif method == "abort_update":
+            self.staged = None
+        elif method == "checksums":
+            return {"all": str(self.weights)}
+        return None
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+        self.settle()
 
     def close(self) -> None:
         self.closed = True
@@ -219,6 +293,7 @@ class ScriptedExecutor:
             raise RuntimeError("the device is on fire")
         if self.permits is not None:
             demand(self.permits.acquire(timeout=60), "no permit to step")
+        demand(self.weights is not None and self.has_kv, "a step without weights or KV memory")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
         demand(len(self.in_flight) < self.scheduler.depth, "too many steps in flight")
         self.plans.append(plan)
@@ -286,6 +361,8 @@ class ScriptedExecutor:
                 content, step = self.kv.get(self._place(slot, position), (b"", -1))
                 demand(content == slot.prefixes[position + 1], f"{slot.row.rid}: a wrong prefix hit at {position}")
                 demand(step <= self.collected, f"{slot.row.rid}: a prefix hit on a step in flight")
+                weights = self.kv_weights[self._place(slot, position)]
+                demand(weights == self.weights, f"{slot.row.rid}: a prefix hit on KV of other weights")
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.blocks[position // self.size], position % self.size
@@ -298,6 +375,7 @@ class ScriptedExecutor:
             same = old[0] == content  # the last token after a full hit: written again, to the same bits
             demand(place[0] not in shared or same, f"{slot.row.rid} writes into the shared block {place[0]}")
             self.kv[place] = (content, min(step, old[1]) if same else step)
+            self.kv_weights[place] = str(self.weights)
         slot.computed = end
         self.computed[slot.row.rid] = self.computed.get(slot.row.rid, 0) + end - start
 
@@ -321,7 +399,7 @@ class ScriptedExecutor:
                     prompt_rows[i] = rows_of(scored, width, padding=2)
             if plan.samples[i]:
                 banned = row.stop_ids if end - row.prompt_len < params.min_tokens else ()
-                token = draw(slot.prefixes[-1], row.seed, end, banned)
+                token = draw(slot.prefixes[-1], row.seed, end, banned, weights=str(self.weights))
                 width = logprob_width(params)
                 rows.append(logprob_row(slot.prefixes[-1], token, width, params.logprob_token_ids or ()))
                 tokens.append(token)
@@ -387,6 +465,7 @@ class Engine:
         self.messages: list[tuple[bytes, FromEngine]] = []
         self.owners: dict[str, bytes] = {}
         self.verdicts: list[Verdict] = []
+        self.weights_of = {"v1": ""}  # by version
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         message = decode_from_engine(encode(message))
@@ -426,7 +505,7 @@ class Engine:
         else:
             self.call("abort", keys=list(keys), reason=reason, call_id=call_id, owner=owner)
 
-    def call(self, method: str, *, call_id: int = 1, owner: bytes = b"A", **args: Any) -> None:
+    def call(self, method: str, /, *, call_id: int = 1, owner: bytes = b"A", **args: Any) -> None:
         self.core.receive(owner, Call(call_id, method, args))
 
     def step(self) -> bool:
@@ -454,9 +533,20 @@ class Engine:
         return self.core.scheduler.stats()
 
     def solo(self, rid: str) -> Solo:
+        """What the request gives alone, with the weights that its spans name, or else the first."""
         add = self.requests[rid]
         eos = self.config.model.eos_token_ids or ()
-        return solo(unpack_ids(add.prompt), add.sampling, add.seed, self.core.limits.context, eos)
+        spans = self.received[rid].outputs[-1].spans if rid in self.received else []
+        made_by = {index: self.weights_of[version] for version, start, end in spans for index in range(start, end)}
+        context = self.core.limits.context
+        return solo(
+            unpack_ids(add.prompt),
+            add.sampling,
+            add.seed,
+            context,
+            eos,
+            lambda i: made_by.get(i, self.weights_of["v1"]),
+        )
 
     def tokens(self, rid: str) -> list[int]:
         return self.received[rid].tokens
@@ -468,9 +558,19 @@ class Engine:
         assert (got.tokens, got.finish.detail) == (want.tokens, want.detail)
         assert got.logprobs == want.logprobs
         assert got.prompt_logprobs == want.prompt_logprobs
-        assert got.outputs[-1].spans == [("v1", 0, len(got.tokens))]
+        self.check_spans(rid)
         if self.requests[rid].hold:
             assert len(got.outputs) == 1
+
+    def check_spans(self, rid: str) -> None:
+        """They cover all output tokens without gaps; that the versions are right, `solo` tells."""
+        spans, place = self.received[rid].outputs[-1].spans, 0
+        for _, start, end in spans:
+            assert start == place < end
+            place = end
+        assert place == len(self.tokens(rid))
+        if set(self.weights_of) == {"v1"}:
+            assert len(spans) <= 1
 
     def check_empty(self) -> None:
         """Everything was given back."""

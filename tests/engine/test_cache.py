@@ -10,8 +10,8 @@ from tokserve.engine.blocks import CacheBroken
 from tokserve.engine.cache import Cache, Table
 
 
-def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", weight_version: str = "1") -> Cache:
-    return Cache(num_blocks, 4, enabled=enabled, model=model, weight_version=weight_version)
+def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> Cache:
+    return Cache(num_blocks, 4, enabled=enabled, model=model, epoch=epoch)
 
 
 def tokens(count: int, start: int = 0) -> array[int]:
@@ -82,7 +82,7 @@ def test_the_root_of_the_chain_names_model_version_salt_and_process() -> None:
         cache.find(table, tokens(4), 1)
         return table.digests[0]
 
-    caches = [make(), make(model="other"), make(weight_version="2")]
+    caches = [make(), make(model="other"), make(epoch=2)]
     for cache in caches:
         cache._key = bytes(32)
     digests = [digest(cache) for cache in caches] + [digest(caches[0], "salt"), digest(make()), digest(make())]
@@ -90,7 +90,7 @@ def test_the_root_of_the_chain_names_model_version_salt_and_process() -> None:
 
 
 def test_names_cannot_be_shifted_into_each_other() -> None:
-    one, two = make(model="ab", weight_version="c"), make(model="a", weight_version="bc")
+    one, two = make(model="ab", epoch=1), make(model="ab1", epoch=1)
     one._key = two._key
     assert one._root("") != two._root("")
 

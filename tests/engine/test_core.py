@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.engine import core, registry
-from tokserve.messages import Abort, Finish, Ready, Reply, Step, StepStats, Submit, Verdict
+from tokserve.messages import Abort, Finish, Ready, Reply, Status, Step, StepStats, Submit, Verdict
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -577,7 +577,9 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
 def test_hello_is_answered_with_what_the_engine_serves() -> None:
     engine = Engine(num_blocks=9, block_size=4, context=64)
     engine.call("hello", call_id=0)
-    assert engine.messages == [(b"A", Ready(36, VOCAB, 9, 4, [1], "v1", {"scripted": True}))]
+    assert engine.messages == [
+        (b"A", Ready(36, VOCAB, 9, 4, [1], "v1", {"scripted": True}, Status(weight_version="v1")))
+    ]
 
 
 def test_ping_and_state() -> None:

@@ -24,7 +24,7 @@ from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
 from tokserve.errors import StartError
-from tokserve.messages import Add, Call, Dead, FromEngine, Ready, Reply, Step, Submit, Verdict, pack_ids
+from tokserve.messages import Add, Call, Dead, FromEngine, Ready, Reply, Status, Step, Submit, Verdict, pack_ids
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 
@@ -92,7 +92,7 @@ def answer(front: Front, kind: type[FromEngine], waiting: Callable[[], None] | N
 def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
     running = Running(address, depth=depth)
     with Front(address) as front:
-        assert front.hello() == Ready(64, 20, 64, 4, list(EOS), "v1", {"scripted": True})
+        assert front.hello() == Ready(64, 20, 64, 4, list(EOS), "v1", {"scripted": True}, Status(weight_version="v1"))
         params: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
         front.send(add("a", seed=1, **params))
         front.send(add("b", seed=2, hold=True, **params))

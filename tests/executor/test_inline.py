@@ -56,6 +56,13 @@ class FakeRunner:
         self._remember("call", method, args)
         return args
 
+    def background(self, method: str, args: dict[str, Any]) -> Any:
+        self._remember("background", method, args)
+        return args
+
+    def interrupt(self) -> None:
+        """Nothing waits here."""
+
 
 def plan(step: int) -> StepPlan:
     none = np.zeros(0, np.int32)
@@ -89,7 +96,10 @@ def test_the_runner_gets_its_groups_and_the_plans_in_order(depth: int) -> None:
     assert [future.result().step for future in futures] == list(range(5))
     executor.close()
     what = [call[:-1] for call in FakeRunner.calls]
-    assert what[:2] == [("init", config.model, config.cache, config.scheduler, config.runtime), ("load",)]
+    assert what[:2] == [
+        ("init", config.model, config.cache, config.scheduler, config.runtime, config.weights),
+        ("load",),
+    ]
     assert what[2:] == [*(("launch", step) for step in range(5)), ("call", "weights", {"x": 1})]
 
 
@@ -143,6 +153,17 @@ def test_an_error_of_the_runner_reaches_the_caller(depth: int) -> None:
     executor, _ = started(depth)
     with pytest.raises(ZeroDivisionError):
         executor.submit(plan(13)).result()
+    executor.close()
+
+
+@DEPTHS
+def test_long_calls_run_in_order_beside_the_steps(depth: int) -> None:
+    executor, _ = started(depth)
+    futures = [executor.background("stage", {"x": x}) for x in range(5)]
+    executor.submit(plan(0)).result()
+    assert [future.result() for future in futures] == [{"x": x} for x in range(5)]
+    threads = {name: {c[-1] for c in FakeRunner.calls if c[0] == name} for name in ("background", "execute")}
+    assert len(threads["background"]) == 1 and not threads["background"] & threads["execute"]
     executor.close()
 
 

@@ -19,11 +19,12 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
 from tokserve.client.outputs import Completion, Logprobs, StepStats
 from tokserve.config import Config
 from tokserve.errors import Conflict, EngineDead, RequestError
-from tokserve.messages import Ready, unpack_ids
+from tokserve.messages import Ready, Status, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
 from tokserve.server.counters import Place
@@ -274,8 +275,11 @@ class FakeLLM:
     undecided: bool = False  # no word on new requests yet
     refuse: RequestError | None = None  # the word on new requests
     stats: StepStats = field(default_factory=StepStats)
+    status: Status = field(default_factory=Status)
     calls: list[Call] = field(default_factory=list)
     verbs: list[str] = field(default_factory=list)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # verbs with their arguments
+    answers: dict[str, Any] = field(default_factory=dict)  # by verb; an exception is raised
     streams: dict[str, FakeStream] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)  # streams closed before their end
     ended: set[str] = field(default_factory=set)
@@ -344,10 +348,17 @@ class FakeLLM:
         self.refreshed += 1
 
     async def call(self, method: str, **args: Any) -> Any:
+        return await self._call(method, args)
+
+    async def _call(self, method: str, args: dict[str, Any]) -> Any:
         if self.dead:
             raise self.dead
         self.verbs.append(method)
-        return {}
+        self.asked.append((method, args))
+        answer = self.answers.get(method, {})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def die(self) -> None:
         """The engine is gone."""
@@ -359,6 +370,16 @@ class FakeLLM:
         self.hold = False
         for stream in self.streams.values():
             stream.wake.set()
+
+
+CONTROLS = (
+    "pause_generation", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
+    "reset_prefix_cache", "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
+    "update_weights", "feed_weights", "finish_weight_update", "abort_weight_update", "update_weight_version",
+    "weight_checksums", "collective_rpc", "fresh_status",
+)  # fmt: skip
+for _name in CONTROLS:  # the real ones: all they need is `_call`
+    setattr(FakeLLM, _name, getattr(AsyncLLM, _name))
 
 
 @dataclass

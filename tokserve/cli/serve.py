@@ -29,7 +29,7 @@ def serve(values: dict[str, Any]) -> int:
     started = time.monotonic()
     config = resolve(Config.make(**values))
     log.setup("server", config.server.log_level)
-    for group in ("model", "cache", "scheduler", "runtime", "server"):
+    for group in ("model", "cache", "scheduler", "runtime", "weights", "server"):
         logger.info("%s: %s", group, _shown(getattr(config, group)))
     with listen.bind(config) as sock:
         return uvloop.run(_run(config, sock, started))
@@ -37,8 +37,9 @@ def serve(values: dict[str, Any]) -> int:
 
 def _shown(group: Any) -> str:
     fields = msgspec.structs.asdict(group)
-    if fields.get("api_key"):
-        fields["api_key"] = f"({len(fields['api_key'])} set)"
+    for name in ("api_key", "admin_api_key"):
+        if fields.get(name):
+            fields[name] = f"({len(fields[name])} set)"
     return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
 
 

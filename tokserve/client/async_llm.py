@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +18,9 @@ from tokserve import checkpoint
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
 from tokserve.client.launch import EngineProcess, describe_exit, watch
 from tokserve.client.link import Link
-from tokserve.client.outputs import Choice, Completion, Delivery, Ready, StepStats, merge
+from tokserve.client.outputs import Choice, Completion, Delivery, Ready, Status, StepStats, merge
 from tokserve.config import Config, resolve
-from tokserve.errors import Conflict, EngineDead, RequestError, RequestFailed, StartError, refused
+from tokserve.errors import BY_STATUS, Conflict, EngineDead, RequestError, RequestFailed, StartError, refused
 from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, Submit, Verdict, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
@@ -132,10 +132,16 @@ async def collect(stream: Stream) -> list[Completion]:
         return merge([delta async for delta in stream])
 
 
+def _part(request: Any, name: str) -> Any:
+    """A field of a request that may be a mapping or, as vLLM's are, an object."""
+    return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
+
+
 class AsyncLLM:
     """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop.
 
-    `config` is resolved; `ready` and `stats` are what the engine says of itself; `dead` is set when it has died.
+    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself; `dead` is set when it has
+    died.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -152,6 +158,7 @@ class AsyncLLM:
     def _set_up(self, config: Config) -> None:
         self.config = config
         self.stats = StepStats()
+        self.status = Status()
         self.dead: EngineDead | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -298,7 +305,8 @@ class AsyncLLM:
         stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
         deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
     ) -> Stream:  # fmt: skip
-        """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
+        """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, Unavailable for
+        an engine without usable weights, EngineDead.
 
         `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
         `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  See `Stream.accepted` for the engine's part.
@@ -385,7 +393,8 @@ class AsyncLLM:
             await asyncio.wait_for(self.call("stats"), seconds)
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Call an admin verb of the engine.  Raises RequestFailed with the engine's message, EngineDead."""
+        """Call an admin verb of the engine.  Raises what `errors.BY_STATUS` names, with the engine's message, or
+        EngineDead."""
         return await self._call(method, args)
 
     async def _call(self, method: str, args: dict[str, Any]) -> Any:
@@ -400,6 +409,116 @@ class AsyncLLM:
         finally:
             self._calls.pop(call_id, None)
 
+    # --- control: names and meanings are vLLM's; docs/rl.md tells the semantics ---
+
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Stop generating; returns when that is so.  mode: abort, wait or keep; new requests wait."""
+        mode = "wait" if wait_for_inflight_requests else mode
+        await self._call("pause", {"mode": mode, "clear_cache": clear_cache})
+
+    async def resume_generation(self) -> None:
+        """Go on after a pause."""
+        await self._call("resume", {})
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return (await self.fresh_status()).paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give back memory: level 0 none, 1 the KV cache's, 2 the weights' as well; returns when it is free."""
+        await self._call("sleep", {"level": level, "mode": mode})
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
+        await self._call("wake_up", {"tags": None if tags is None else list(tags)})
+
+    async def is_sleeping(self) -> bool:
+        """Whether any part is asleep."""
+        return (await self.fresh_status()).sleeping
+
+    async def release_kv_cache_memory(self) -> None:
+        """Give back the KV cache's memory until `wake_up(["kv_cache"])`."""
+        await self._call("release_kv_cache_memory", {})
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let nothing computed so far be found.  Running requests keep what they have, so both arguments mean nothing;
+        after a weight update this is not needed."""
+        return bool(await self._call("reset_prefix_cache", {}))
+
+    async def init_weight_transfer_engine(self, request: Any) -> Any:
+        """`request`: {"init_info": {...}} or an object with that attribute."""
+        return await self._call("init_weight_transfer_engine", {"options": _part(request, "init_info") or {}})
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Let go of the backend; an open update is rolled back."""
+        await self._call("shutdown_weight_transfer_engine", {})
+
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Open an update.  Raises Conflict if one is open."""
+        await self._call("start_weight_update", {"is_checkpoint_format": is_checkpoint_format})
+
+    async def update_weights(self, request: Any) -> None:
+        """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank);
+        {"weight_dir": PATH} outside of an update is a whole one, with `weight_version` if that is there."""
+        update = _part(request, "update_info")
+        if update is None and isinstance(request, Mapping) and "weight_dir" in request:
+            await self._call("update_weights_from_dir", dict(request))
+            return
+        if isinstance(update, list):  # there is one rank
+            update = update[0] if update else None
+        if not isinstance(update, Mapping):
+            raise RequestError("update_info must be an object", field="update_info")
+        await self._call("update_weights", {"update": dict(update)})
+
+    async def feed_weights(self, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
+        """Stage a piece of a safetensors file; `stream` tells files apart, `broken`: the rest will not come."""
+        await self._call("feed_weights", {"stream": stream, "chunk": chunk, "last": last, "broken": broken})
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
+        """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing."""
+        done: dict[str, Any] = await self._call("finish_weight_update", {"weight_version": weight_version})
+        return done
+
+    async def abort_weight_update(self) -> None:
+        """Roll the open update back."""
+        await self._call("abort_weight_update", {})
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """Name the weights that serve; a new epoch."""
+        await self._call("update_weight_version", {"new_version": new_version})
+
+    async def get_weight_version(self) -> str:
+        """The version of the weights that serve."""
+        return (await self.fresh_status()).weight_version
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of the weights as they lie in memory, by place."""
+        found: dict[str, str] = await self._call("weight_checksums", {})
+        return found
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Call a method of the worker extension, between two steps: a result per worker.  Values are plain ones."""
+        asked = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
+        results: list[Any] = await asyncio.wait_for(self._call("collective_rpc", asked), timeout)
+        return results
+
+    async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call an importable function with the model, in the engine's process: a result per worker."""
+        if "<" in func.__qualname__ or func.__module__ == "__main__":
+            raise RequestError("func must be a function of a module that the engine can import", field="func")
+        results: list[Any] = await self._call("apply_model", {"function": f"{func.__module__}:{func.__qualname__}"})
+        return results
+
+    async def fresh_status(self) -> Status:
+        """The engine's state as of now."""
+        await self._call("ping", {})
+        return self.status
+
     # --- what the engine says ---
 
     def _on_message(self, message: FromEngine) -> None:
@@ -413,10 +532,14 @@ class AsyncLLM:
                 if message.error is None:
                     answer.set_result(message.result)
                 else:
-                    answer.set_exception(RequestFailed(message.error))
+                    kind = BY_STATUS.get(message.status, RequestFailed)
+                    answer.set_exception(kind(message.error, field=message.field))
+        elif isinstance(message, Status):
+            self.status = message
         elif isinstance(message, Dead):
             self._die(message.reason, message.expected)
         elif self._starting is not None and not self._starting.done():
+            self.status = message.status
             self._starting.set_result(message)
 
     def _on_verdict(self, verdict: Verdict) -> None:

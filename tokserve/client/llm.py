@@ -10,12 +10,13 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -33,6 +34,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
 
 
 class Logprob(NamedTuple):
@@ -115,6 +117,7 @@ class LLM:
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tokserve-llm", daemon=True)
         self._thread.start()
         self._owner = os.getpid()
+        self._queued: list[Started] = []
         self._close = weakref.finalize(self, _close, self._owner, self._llm, self._loop, self._thread)
         started = False
         try:
@@ -133,6 +136,21 @@ class LLM:
         """
         several = _as_list(prompts)
         return self._generate(several, [p if isinstance(p, str) else None for p in several], params, use_tqdm)
+
+    def enqueue(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str]:
+        """Start requests and return their ids at once; `wait_for_completion` brings their outputs."""
+        several = _as_list(prompts)
+        chosen = self._params(params, len(several))
+        streams = self._wait(self._open([self._encode(prompt) for prompt in several], chosen))
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        self._queued += zip(streams, texts, chosen, strict=True)
+        return [stream.request_id for stream in streams]
+
+    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """The outputs of all that was enqueued since the last time, in that order."""
+        queued, self._queued = self._queued, []
+        with tqdm(total=len(queued), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            return self._wait(_gather(queued, bar))
 
     def chat(
         self,
@@ -182,6 +200,92 @@ class LLM:
         """An admin verb of the engine by name; `check` raises if the KV accounting is broken."""
         return self._wait(self._llm.call(method, **args))
 
+    # --- control: as AsyncLLM's methods of these names ---
+
+    def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Stop generating; returns when that is so.  mode: abort, wait or keep."""
+        self._wait(
+            self._llm.pause_generation(
+                mode=mode, wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
+            )
+        )
+
+    def resume_generation(self) -> None:
+        """Go on after a pause."""
+        self._wait(self._llm.resume_generation())
+
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self._wait(self._llm.is_paused())
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give back memory: level 0 none, 1 the KV cache's, 2 the weights' as well."""
+        self._wait(self._llm.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
+        self._wait(self._llm.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """Whether any part is asleep."""
+        return self._wait(self._llm.is_sleeping())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let nothing computed so far be found."""
+        return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """`request`: {"init_info": {...}} or an object with that attribute."""
+        self._wait(self._llm.init_weight_transfer_engine(request))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Let go of the backend; an open update is rolled back."""
+        self._wait(self._llm.shutdown_weight_transfer_engine())
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Open an update.  Raises Conflict if one is open."""
+        self._wait(self._llm.start_weight_update(is_checkpoint_format))
+
+    def update_weights(self, request: Any) -> None:
+        """Stage tensors, or with {"weight_dir": PATH} update in one call."""
+        self._wait(self._llm.update_weights(request))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
+        """Commit the open update."""
+        return self._wait(self._llm.finish_weight_update(weight_version))
+
+    def abort_weight_update(self) -> None:
+        """Roll the open update back."""
+        self._wait(self._llm.abort_weight_update())
+
+    def update_weight_version(self, new_version: str) -> None:
+        """Name the weights that serve; a new epoch."""
+        self._wait(self._llm.update_weight_version(new_version))
+
+    def get_weight_version(self) -> str:
+        """The version of the weights that serve."""
+        return self._wait(self._llm.get_weight_version())
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Call a method of the worker extension: a result per worker."""
+        return self._wait(self._llm.collective_rpc(method, timeout, args, kwargs))
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call an importable function with the model, in the engine's process."""
+        return self._wait(self._llm.apply_model(func))
+
+    def get_metrics(self) -> dict[str, int | list[int]]:
+        """The engine's gauges and counters by name."""
+        metrics: dict[str, int | list[int]] = msgspec.structs.asdict(self.stats)
+        return metrics
+
+    # --- the work ---
+
     @cached_property
     def _template(self) -> ChatTemplate:
         if self.tokenizer is None:
@@ -213,18 +317,19 @@ class LLM:
     async def _serve(
         self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], params: Sequence[SamplingParams], bar: Any
     ) -> list[RequestOutput]:
+        streams = await self._open(prompts, params)
+        return await _gather(list(zip(streams, texts, params, strict=True)), bar)
+
+    async def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Stream]:
+        """Start them all, or none."""
         text = self.tokenizer is not None
-        async with AsyncExitStack() as stack:  # whatever happens, nothing goes on in the engine
+        async with AsyncExitStack() as stack:
             streams = []
             for prompt, each in zip(prompts, params, strict=True):
                 stream = self._llm.generate(prompt, each, stream=False, text=text)
                 streams.append(await stack.enter_async_context(stream))
-            tasks = [asyncio.ensure_future(_finish(stream, bar)) for stream in streams]
-            for task in tasks:
-                stack.callback(task.cancel)
-            results = await asyncio.gather(*tasks)
-        rows = zip(streams, texts, params, results, strict=True)
-        return [_request_output(stream, prompt, each, done) for stream, prompt, each, done in rows]
+            stack.pop_all()
+        return streams
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run in the loop's thread; Ctrl-C here cancels there."""
@@ -274,6 +379,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     several: list[Any] = list(prompts)
     is_one = bool(several) and isinstance(several[0], int | np.integer)
     return [several] if is_one else several
+
+
+async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
+    """All outputs; whatever happens, nothing goes on in the engine."""
+    async with AsyncExitStack() as stack:
+        tasks = []
+        for stream, _, _ in started:
+            await stack.enter_async_context(stream)
+            tasks.append(asyncio.ensure_future(_finish(stream, bar)))
+            stack.callback(tasks[-1].cancel)
+        results = await asyncio.gather(*tasks)
+    return [_request_output(*each, done) for each, done in zip(started, results, strict=True)]
 
 
 async def _finish(stream: Stream, bar: Any) -> list[Completion]:

@@ -15,10 +15,13 @@ from typing import NamedTuple
 import msgspec
 
 from tokserve.errors import RequestError
-from tokserve.messages import Extra, Finish, Logprobs, Ready, StepStats
+from tokserve.messages import Extra, Finish, Logprobs, Ready, Status, StepStats
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
-__all__ = ["Choice", "Completion", "Delivery", "Logprobs", "Ready", "StepStats", "TextRules", "join_logprobs", "merge"]
+__all__ = [
+    "Choice", "Completion", "Delivery", "Logprobs", "Ready", "Status", "StepStats", "TextRules", "join_logprobs",
+    "merge",
+]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # ends whose last token is no part of the text
 

@@ -1,7 +1,7 @@
 """The prefix cache over the block pool: which blocks a request's tokens can reuse, and the tables of those that run.
 
 The content of a full block is named by a chained hash of all tokens up to its end.  The chain begins with
-model, weight version, adapter and cache salt, and is keyed with a secret of this process, so that neither
+model, weight epoch, adapter and cache salt, and is keyed with a secret of this process, so that neither
 stale weights nor another tenant's text can be hit, not even on purpose.  Knows tokens and blocks; knows nothing of
 slots, steps or order.
 """
@@ -39,11 +39,11 @@ class Table:
 class Cache:
     """Tables over a `BlockPool`; with `enabled` False every block starts empty."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enabled: bool, model: str, weight_version: str) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, enabled: bool, model: str, epoch: int = 0) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._enabled = enabled
-        self._origin = (model, weight_version, "")  # the last is the adapter
+        self._origin = (model, epoch, "")  # the last is the adapter
         self._key = secrets.token_bytes(32)
         self._generation = 0
         self._tables: set[Table] = set()
@@ -146,6 +146,12 @@ class Cache:
         self._generation += 1
         self._promises.clear()
         self.pool.clear()
+
+    def renew(self, epoch: int) -> None:
+        """From here on other weights compute: what there is belongs to an earlier epoch and is never found."""
+        model, _, adapter = self._origin
+        self._origin = (model, epoch, adapter)
+        self.reset()
 
     def check(self) -> None:
         """Raise `CacheBroken` if blocks were lost, given twice, or promised by nobody."""

@@ -20,6 +20,7 @@ from typing import Any
 from tokserve.config import Config
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import StepColumns
+from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
@@ -47,8 +48,25 @@ class _Acknowledgement:
     requests: list[Request]
 
 
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A verb on its way, and what it waits for before it goes on."""
+
+    identity: bytes
+    call_id: int
+    work: Verb
+    wait: Wait = STEP_BOUNDARY
+
+
+def _at_once() -> bool:
+    return True
+
+
 class EngineCore:
-    """One model's requests.  `receive` and `step` are called from one thread; see the module."""
+    """One model's requests.  `receive` and `step` are called from one thread; see the module.
+
+    `wake` is called, from any thread, when there is something to do that no message announces.
+    """
 
     def __init__(
         self,
@@ -57,6 +75,7 @@ class EngineCore:
         facts: DeviceFacts,
         emit: Emit,
         clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         layout = facts.layout
         capacity = layout.num_blocks * layout.block_size
@@ -65,19 +84,24 @@ class EngineCore:
         self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode)
         self.cache = Cache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
-            model=config.model.model, weight_version=facts.weight_version,
+            model=config.model.model,
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version)
+        self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
         self.stopped = False
         self._facts = facts
         self._executor = executor
         self._emit = emit
         self._clock = clock
+        self._wake = wake
         self._depth = config.scheduler.depth
         self._flights: deque[tuple[StepPlan, Future[StepResult]]] = deque()
         self._last_plan: StepPlan | None = None
         self._registry = Registry()
-        self._num_received = 0
+        self._reject_while_paused = config.server.reject_while_paused
+        self.num_received = 0
+        self._tasks: list[_Task] = []
+        self._status = self.control.status()
         self._deadlines: list[tuple[float, int, str, Request]] = []  # a heap
         self._acknowledgements: list[_Acknowledgement] = []
         self._front_ends: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
@@ -108,7 +132,9 @@ class EngineCore:
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
-        if len(self._flights) < self._depth:
+        for task in list(self._tasks):
+            self._go_on(task)
+        if len(self._flights) < self._depth and not self._held_back:
             plan = self.scheduler.schedule(self._clock())
             if plan is not None:
                 self._last_plan = plan
@@ -118,10 +144,15 @@ class EngineCore:
         if self._flights:
             self._collect()
             return True
-        if self.scheduler.num_waiting:
+        if self.scheduler.num_waiting and not self.control.idle_is_fine:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
         self._rest()
         return False
+
+    @property
+    def _held_back(self) -> bool:
+        """Nothing may be planned: by the state, or because a verb waits for the steps in flight to end."""
+        return self.control.frozen or any(task.wait is STEP_BOUNDARY for task in self._tasks)
 
     def _collect(self) -> None:
         result = self._flights[0][1].result()
@@ -130,14 +161,16 @@ class EngineCore:
         told = self.scheduler.update(result, now)
         for request in told:
             if request.finish is not None:
-                self._registry.remove(request)
+                self._forget(request)
         self._send(told)
         self._send_stats(now - STATS_INTERVAL)
         self._acknowledge()
 
     def _rest(self) -> None:
         """Nothing to do: look for lost blocks, and tell the last gauges to those who have seen others."""
-        if self._last_plan is not None:
+        if len(self._registry):  # frozen, and more may come in
+            self._send_stats(self._clock())
+        elif self._last_plan is not None:
             self._last_plan = None
             self.cache.check_idle()
             self._send_stats(self._clock())
@@ -212,7 +245,7 @@ class EngineCore:
         if verdict is None:
             try:
                 requests = [
-                    Request(add, identity, self._num_received + i, received, self.limits)
+                    Request(add, identity, self.num_received + i, received, self.limits)
                     for i, add in enumerate(submit.adds)
                 ]
             except RequestError as error:
@@ -229,6 +262,11 @@ class EngineCore:
         """Why these requests are not accepted, if so; nothing of them is kept then."""
         if self._stopping:
             return Verdict(submit.call_id, "draining", "the server is shutting down", DRAINING_RETRY)
+        status = self._status
+        if status.quarantine is not None:
+            return Verdict(submit.call_id, "quarantined", status.quarantine)
+        if self._reject_while_paused and (status.paused or status.sleeping or status.state == "pausing"):
+            return Verdict(submit.call_id, "paused", f"the engine is {status.state} (--reject-while-paused)")
         if self._registry.in_use(submit.key, (add.rid for add in submit.adds)):
             message = f"request_id {submit.key!r} is in use by a request in flight"
             return Verdict(submit.call_id, "duplicate_id", message)
@@ -236,7 +274,7 @@ class EngineCore:
         return None if excess is None else Verdict(submit.call_id, "queue_full", *excess)
 
     def _accept(self, submit: Submit, requests: list[Request]) -> None:
-        self._num_received += len(requests)
+        self.num_received += len(requests)
         self._registry.add(submit.key, submit.group, requests)
         for request, add in zip(requests, submit.adds, strict=True):
             for detail, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
@@ -268,6 +306,19 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         """A request that got its `finish` between steps."""
         self.scheduler.drop(request)
+        self._forget(request)
+
+    @property
+    def live(self) -> Iterable[Request]:
+        """The requests that have not ended."""
+        return self._registry
+
+    def end_all(self, reason: str) -> None:
+        """Abort all requests with what they have."""
+        self._abort(list(self._registry), reason)
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.count_ages(request)
         self._registry.remove(request)
 
     # --- deadlines ---
@@ -301,20 +352,62 @@ class EngineCore:
     # --- verbs: called with (identity, call id) and the caller's arguments, each answers by itself ---
 
     def _call(self, identity: bytes, call: Call) -> None:
+        begin = self.control.verbs.get(call.method)
         verb = self._verbs.get(call.method)
-        if verb is None:
+        if verb is None and begin is None:
             return self._emit(identity, Reply(call.call_id, error=f"the engine has no verb {call.method!r}"))
         try:
-            verb(identity, call.call_id, **call.args)
+            if begin is not None:
+                task = _Task(identity, call.call_id, begin(**call.args), wait=_at_once)
+                self._tasks.append(task)
+                self._go_on(task)
+            elif verb is not None:
+                verb(identity, call.call_id, **call.args)
         except Exception as error:  # a failed admin call is its caller's affair, the loop goes on
-            logger.exception("verb %s failed", call.method)
-            self._emit(identity, Reply(call.call_id, error=f"{type(error).__name__}: {error}"))
+            self._fail(identity, call.call_id, error)
+
+    def _fail(self, identity: bytes, call_id: int, error: Exception) -> None:
+        if isinstance(error, RequestError):
+            reply = Reply(call_id, error=error.message, status=error.status, field=error.field)
+        else:
+            logger.error("a verb failed", exc_info=error)
+            reply = Reply(call_id, error=f"{type(error).__name__}: {error}")
+        self._emit(identity, reply)
+
+    def _go_on(self, task: _Task) -> None:
+        """Resume a verb for as long as what it waits for is there; answer at its end."""
+        while self._is_due(task.wait):
+            try:
+                task.wait = next(task.work)
+                if isinstance(task.wait, Future):
+                    task.wait.add_done_callback(lambda _: self._wake())
+            except StopIteration as end:
+                self._tasks.remove(task)
+                self._tell_status()
+                return self._emit(task.identity, Reply(task.call_id, end.value))
+            except Exception as error:  # as above
+                self._tasks.remove(task)
+                self._tell_status()
+                return self._fail(task.identity, task.call_id, error)
+        self._tell_status()
+
+    def _is_due(self, wait: Wait) -> bool:
+        if wait is STEP_BOUNDARY:
+            return not self._flights
+        return wait.done() if isinstance(wait, Future) else wait()
+
+    def _tell_status(self) -> None:
+        status = self.control.status()
+        if status != self._status:
+            self._status = status
+            for identity in self._front_ends:
+                self._emit(identity, status)
 
     def _hello(self, identity: bytes, call_id: int) -> None:
         layout = self._facts.layout
         ready = Ready(
             self.limits.context, self.limits.vocab_size, layout.num_blocks, layout.block_size,
-            list(self.limits.eos), self._facts.weight_version, self._facts.facts,
+            list(self.limits.eos), self._facts.weight_version, self._facts.facts, self._status,
         )  # fmt: skip
         self._emit(identity, ready)
 
@@ -324,9 +417,12 @@ class EngineCore:
     def _state(self, identity: bytes, call_id: int) -> None:
         self.cache.check()
         stats = self.scheduler.stats()
+        status = self._status
         state = {
-            "running": stats.running, "waiting": stats.waiting, "in_flight": len(self._flights),
-            "steps": stats.steps, "weight_version": self._facts.weight_version, "cache": "ok",
+            "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
+            "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
+            "reason": status.quarantine or status.failure,
+            "in_flight": len(self._flights), "steps": stats.steps, "cache": "ok",
         }  # fmt: skip
         self._emit(identity, Reply(call_id, state))
 

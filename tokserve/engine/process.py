@@ -86,7 +86,7 @@ def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
         "loaded in %.2f s; KV cache: %d blocks of %d tokens, %.1f MiB",
         time.monotonic() - began, layout.num_blocks, layout.block_size, layout.bytes() / (1 << 20),
     )  # fmt: skip
-    core = EngineCore(config, executor, facts, wire.send)
+    core = EngineCore(config, executor, facts, wire.send, wake=wire.wake)
     gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
     logger.info("ready after %.2f s", time.monotonic() - began)
     return core

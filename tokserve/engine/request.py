@@ -127,6 +127,11 @@ class Request:
         """Ended, and its slot and blocks are free."""
         return self.state is State.ENDED and self.slot < 0
 
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(weight version, start, end) of output positions so far."""
+        return self._spans
+
     def new_row(self) -> NewRow:
         """What the device must know when the request enters its slot."""
         tokens = np.array(self.tokens, dtype=np.int32)

@@ -21,8 +21,10 @@ from tokserve.engine.columns import PackedRows
 from tokserve.engine.policies import POLICIES, Queue
 from tokserve.engine.queue import QueueLimits
 from tokserve.engine.request import Request, State
-from tokserve.messages import StepStats
+from tokserve.messages import AGES, StepStats
 from tokserve.plan import NewRow, StepPlan, StepResult
+
+EPOCHS_KEPT = 1000
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     nan_requests: int = 0  # requests
+    tokens_by_age: list[int] = field(default_factory=lambda: [0] * AGES)
 
 
 class Scheduler:
@@ -82,6 +85,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cache: Cache, weight_version: str) -> None:
         self.weight_version = weight_version
+        self.barrier: int | None = None  # requests with this number and above are not admitted
         self.counters = Counters()
         self._config = config
         self._cache = cache
@@ -95,6 +99,8 @@ class Scheduler:
         self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
         self._flights: deque[Flight] = deque()
         self._step = 0
+        self._epoch = 0
+        self._epochs = {weight_version: 0}  # of the latest versions
 
     @property
     def num_waiting(self) -> int:
@@ -114,7 +120,22 @@ class Scheduler:
             blocks_cached=pool.num_cached, blocks_total=pool.total, steps=count.steps, preemptions=count.preemptions,
             prompt_tokens=count.prompt_tokens, output_tokens=count.output_tokens,
             prefix_queries=count.prefix_queries, prefix_hits=count.prefix_hits, nan_requests=count.nan_requests,
+            tokens_by_age=count.tokens_by_age.copy(),
         )  # fmt: skip
+
+    def use_weights(self, version: str, epoch: int) -> None:
+        """Plans made from now on run with these weights."""
+        self.weight_version, self._epoch = version, epoch
+        self._epochs.pop(version, None)
+        self._epochs[version] = epoch
+        if len(self._epochs) > EPOCHS_KEPT:
+            del self._epochs[next(iter(self._epochs))]
+
+    def count_ages(self, request: Request) -> None:
+        """An ended request's tokens, by how many epochs ago the weights that made them were replaced."""
+        for version, start, end in request.spans:
+            age = self._epoch - self._epochs.get(version, 0)
+            self.counters.tokens_by_age[min(age, AGES - 1)] += end - start
 
     def add(self, request: Request) -> None:
         """Let a new request wait for its turn."""
@@ -187,6 +208,11 @@ class Scheduler:
                 return False
         return True
 
+    def preempt_all(self) -> None:
+        """Take slots and blocks from all running requests; no step may be in flight."""
+        for request in list(self._running):
+            self._preempt(request)
+
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
         self._running.remove(request)
@@ -195,7 +221,7 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
-        another is passed over; one that does not fit holds up those behind it.
+        another, or that is behind the barrier, is passed over; one that does not fit holds up those behind it.
 
         There is budget left only when every running request has its row, so no more requests run than tokens fit
         in a step, and each gets on.
@@ -204,7 +230,8 @@ class Scheduler:
         while index < len(self._waiting) and draft.budget and self._free_slots and not draft.short:
             request = self._waiting[index]
             hits = None
-            if not self._cache.must_wait(request.table):
+            behind = self.barrier is not None and request.number >= self.barrier
+            if not behind and not self._cache.must_wait(request.table):
                 usable = request.reusable_blocks(self._cache.block_size)
                 hits = self._cache.find(request.table, request.tokens, usable)
             if hits is None:

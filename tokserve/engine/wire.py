@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Received = tuple[bytes, ToEngine, float]  # identity, message, when
 LINGER_MS = 1000
 PEERS_KEPT = 1024
+WAKE, FAILED = "wake", "failed"
 
 
 class Wire:
@@ -35,7 +36,7 @@ class Wire:
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.peers: dict[bytes, None] = {}  # who has ever written, oldest first
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()  # None: the thread has failed
+        self._inbox: queue.SimpleQueue[Received | str] = queue.SimpleQueue()  # a str: WAKE or FAILED
         self._outbox: deque[tuple[bytes, FromEngine]] = deque()
         self._closing = False
         self._context = zmq.Context()
@@ -60,12 +61,17 @@ class Wire:
         try:
             item = self._inbox.get(block=timeout != 0, timeout=timeout)
             while True:
-                if item is None:
+                if item == FAILED:
                     raise RuntimeError("the engine's I/O thread failed")
-                messages.append(item)
+                if not isinstance(item, str):
+                    messages.append(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return messages
+
+    def wake(self) -> None:
+        """End a `take` that waits; from any thread."""
+        self._inbox.put(WAKE)
 
     def send(self, identity: bytes, message: FromEngine) -> None:
         """Hand over a message; it leaves in order."""
@@ -89,7 +95,7 @@ class Wire:
             failed = False
         finally:
             if failed:  # the loop must hear of it; the traceback is printed by the threading module
-                self._inbox.put(None)
+                self._inbox.put(FAILED)
             self._socket.close()
             self._context.term()
 

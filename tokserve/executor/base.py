@@ -26,6 +26,12 @@ class Executor(Protocol):
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """An admin method of the runner by name, after all plans submitted so far."""
 
+    def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
+        """A method of the runner beside the steps, after all earlier ones of this kind; it may take long."""
+
+    def interrupt(self) -> None:
+        """Make what `background` is waiting for fail soon."""
+
     def close(self) -> None:
         """Free the device; nothing is called afterwards."""
 

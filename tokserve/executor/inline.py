@@ -1,7 +1,8 @@
 """The runner in the engine's own process.
 
 With depth 1 a plan runs in the calling thread, so a debugger sees one stack from the loop to the kernel; with
-depth 2 all of the runner's life is in one worker thread, and the caller plans the next step meanwhile.
+depth 2 all of the runner's life is in one worker thread, and the caller plans the next step meanwhile.  Weights for an
+update are gathered in a thread of their own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class InlineExecutor:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
+        self._beside = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
 
     def start(self) -> DeviceFacts:
@@ -49,7 +51,7 @@ class InlineExecutor:
         from tokserve.runner.runner import Runner  # brings torch
 
         config = self._config
-        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
+        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
         return self._runner.load()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -61,8 +63,19 @@ class InlineExecutor:
         """Wait for the plans submitted so far, then call."""
         return self._run(self._loaded().call, method, args).result()
 
+    def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
+        """Call in the one thread beside the steps."""
+        return self._beside.submit(self._loaded().background, method, args)
+
+    def interrupt(self) -> None:
+        """Make what that thread waits for fail."""
+        self._loaded().interrupt()
+
     def close(self) -> None:
         """Wait for what runs, then drop the model."""
+        if self._runner is not None:
+            self._runner.interrupt()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.shutdown()
         self._runner = None

@@ -45,27 +45,40 @@ def load(
     projections as they are loaded, with `quantize_lm_head` the head too.
     """
     spec = decoder_spec(hf)
-    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
-
-    def build(spec: DecoderSpec) -> Decoder:
-        model_type = _dtype(dtype)
-        head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-        positions, head_quant = max_model_len or spec.max_position, quant if quantize_lm_head else UNQUANTIZED
-        return Decoder(spec, model_type, head_type, positions, quant=quant, head_quant=head_quant)
-
+    options: dict[str, Any] = {
+        "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
+        "quantize_lm_head": quantize_lm_head,
+    }  # fmt: skip
     if load_format == "dummy":
-        decoder = build(spec)
+        decoder = build(spec, **options)
         wanted = decoder.parameters_by_name()
         weights.pour(dummy.tensors(wanted, seed), wanted)
         return decoder
     found = weights.own_names(weights.catalogue(directory), spec.renames)
     if spec.tied and HEAD in found:
         spec, found = _settle_tie(spec, found)
-    decoder = build(spec)
+    decoder = build(spec, **options)
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
     weights.pour(weights.stream(found), wanted)
     return decoder
+
+
+def build(
+    spec: DecoderSpec,
+    *,
+    dtype: str,
+    head_dtype: str,
+    quantization: str | None = None,
+    quantize_lm_head: bool = False,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """A decoder without weights; arguments as `load`'s."""
+    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    model_type = _dtype(dtype)
+    head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
+    positions, head_quant = max_model_len or spec.max_position, quant if quantize_lm_head else UNQUANTIZED
+    return Decoder(spec, model_type, head_type, positions, quant=quant, head_quant=head_quant)
 
 
 def _dtype(name: str) -> torch.dtype:

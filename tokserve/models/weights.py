@@ -116,7 +116,15 @@ def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], 
 
     `source` says whose tensors they are.
     """
-    missing = [name for name in wanted if name not in found]
+    if problems := misfits(found, wanted):
+        raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+
+
+def misfits(
+    found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], *, complete: bool = True
+) -> list[str]:
+    """What is wrong with `found`, kind by kind; `complete` False: some may still be missing."""
+    missing = [name for name in wanted if name not in found] if complete else []
     unexpected = [name for name in found if name not in wanted]
     shared = [(name, entry, wanted[name].shape) for name, entry in found.items() if name in wanted]
     misshapen = [
@@ -125,18 +133,18 @@ def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], 
         if tuple(entry.shape) != shape
     ]
     mistyped = [f"{name} ({entry.dtype})" for name, entry, _ in shared if entry.dtype not in FLOATS.values()]
-    problems = [
-        f"{len(names)} {kind}: {_listed(names)}"
-        for kind, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshapen", misshapen),
-            ("of an unsupported dtype", mistyped),
-        )
-        if names
-    ]
-    if problems:
-        raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+    kinds = (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("misshapen", misshapen),
+        ("of an unsupported dtype", mistyped),
+    )
+    return [counted(kind, names) for kind, names in kinds if names]
+
+
+def counted(kind: str, names: list[str]) -> str:
+    """How many there are of a kind, and the first names."""
+    return f"{len(names)} {kind}: {_listed(names)}"
 
 
 def pour(tensors: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Parameter]) -> None:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,29 @@ import torch
 from torch import Tensor
 
 from tokserve import checkpoint, device, ops
-from tokserve.config import DEFAULT_BLOCK_SIZE, CacheConfig, ModelConfig, RuntimeConfig, SchedulerConfig
+from tokserve.config import (
+    DEFAULT_BLOCK_SIZE,
+    CacheConfig,
+    ModelConfig,
+    RuntimeConfig,
+    SchedulerConfig,
+    WeightsConfig,
+)
 from tokserve.errors import NotFound
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
+from tokserve.models.checksums import checksums
+from tokserve.models.decoder import Decoder
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, Int32, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
-from tokserve.runner import exactness, kvcache
+from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs
 from tokserve.runner.logits import Rows
 from tokserve.runner.sampler import Drawing, Sampler, join
 from tokserve.runner.slots import Int64, Slots
 from tokserve.runner.staging import StagedSlots
+from tokserve.runner.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +48,25 @@ PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of 
 
 
 class Runner:
-    """Call `load` once, then `execute` for every plan, in order, from one thread."""
+    """Call `load` once, then `execute` for every plan, in order, from one thread; `background` from another one."""
 
     def __init__(
-        self, model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, runtime: RuntimeConfig
+        self,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        runtime: RuntimeConfig,
+        weights: WeightsConfig | None = None,
     ) -> None:
         self._config = model
         self._cache_config = cache
         self._scheduler_config = scheduler
         self._runtime_config = runtime
         self._weight_version = "0"
+        self._weights_config = weights or WeightsConfig()
         self._no_autograd = torch.inference_mode()
         self._graphs: Graphs | None = None
+        self._has_weights = True
         self._flights: deque[tuple[Flight, Int64]] = deque()  # not in the host's table yet, with their generations
 
     def load(self) -> DeviceFacts:
@@ -68,6 +86,8 @@ class Runner:
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
         )  # fmt: skip
         loaded = time.perf_counter()
+        self._sync = WeightSync(self._weights_config, self._blank, lambda: self._memory()["weight_bytes"])
+        self._extension = extension.make(self._weights_config.worker_extension_cls, self)
         self._allocate()
         with self._no_autograd:
             self._warm_up()
@@ -98,14 +118,20 @@ class Runner:
             free_bytes=max(0, self._device.free_memory() - activations), bounded=not self._device.staged,
         )  # fmt: skip
         if not self._device.staged:
-            self._kv = kvcache.allocate(self._layout)
             self._slots = Slots(max_num_seqs, max_model_len, self._layout.block_size)
-        else:  # a page more, for padding
-            self._kv = kvcache.allocate_on(self._device.home, self._layout, spare=1)
+        else:
             self._slots = self._staged = StagedSlots(
                 self._device, max_num_seqs, max_model_len, self._layout.block_size, self._layout.num_blocks
             )
+        self._reserve()
         self._sampler = Sampler(self._slots, self._vocab_size, self._config.logprobs_mode, self._device)
+
+    def _reserve(self) -> None:
+        """The memory of the KV cache; on a device of its own a page more, for padding."""
+        if self._device.staged:
+            self._kv = kvcache.allocate_on(self._device.home, self._layout, spare=1)
+        else:
+            self._kv = kvcache.allocate(self._layout)
 
     def _measure(self) -> int:
         """Bytes that the largest step takes beside weights and cache."""
@@ -246,12 +272,83 @@ class Runner:
         return found
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """An admin question by name."""
-        if method == "weight_version":
-            return self._weight_version
-        if method == "memory":
-            return self._memory()
-        raise NotFound(f"the runner has no method {method!r}")
+        """An admin verb by name, between two steps."""
+        verbs: dict[str, Callable[..., Any]] = {
+            "memory": self._memory,
+            "release": self._release,
+            "restore": self._restore,
+            "commit_update": self._commit,
+            "collective_rpc": self._collective_rpc,
+            "apply_model": self._apply_model,
+        }
+        if method not in verbs:
+            raise NotFound(f"the runner has no method {method!r}")
+        return verbs[method](**args)
+
+    def background(self, method: str, args: dict[str, Any]) -> Any:
+        """A verb that may take long, in a thread of its own, beside the steps."""
+        verbs: dict[str, Callable[..., Any]] = {
+            "init_weight_transfer": self._sync.init,
+            "shutdown_weight_transfer": self._sync.shutdown,
+            "begin_update": self._sync.begin,
+            "receive_update": self._sync.receive,
+            "feed_update": self._sync.feed,
+            "finish_update": self._sync.finish,
+            "abort_update": self._sync.abort,
+            "forget_weights": self._sync.forget,
+            "checksums": lambda: checksums(self._model),
+        }
+        return verbs[method](**args)
+
+    def interrupt(self) -> None:
+        """From any thread: make a weight transfer that waits for its sender fail."""
+        self._sync.interrupt()
+
+    @property
+    def model(self) -> Decoder:
+        """The model with the weights that serve."""
+        return self._model
+
+    def _blank(self) -> Decoder:
+        """A model like the one that serves, without weights."""
+        config = self._config
+        return load.build(
+            self._model.spec, dtype=config.dtype, head_dtype=config.head_dtype, max_model_len=config.max_model_len,
+            quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
+        )  # fmt: skip
+
+    def _commit(self) -> None:
+        self._model = self._sync.take(self._model)
+        self._has_weights = True
+        self._record_again()
+
+    def _record_again(self) -> None:
+        """Graphs name the memory of weights and pages: after a change of either they are made anew."""
+        self._graphs = None
+        if self._has_weights and self._kv:
+            with self._no_autograd:
+                self._record()
+
+    def _release(self, tags: list[str]) -> None:
+        """Give back the memory of the KV cache or of the weights; what was there is lost."""
+        if "kv_cache" in tags:
+            self._kv = []
+        if "weights" in tags:
+            self._model = self._blank()
+            self._has_weights = False
+        self._graphs = None
+        device.give_back_memory()
+
+    def _restore(self, tags: list[str]) -> None:
+        if "kv_cache" in tags and not self._kv:
+            self._reserve()
+            self._record_again()
+
+    def _collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return extension.call(self._extension, method, args, kwargs)
+
+    def _apply_model(self, function: str) -> Any:
+        return extension.plain(extension.named(function)(self._model))
 
     def _memory(self) -> dict[str, int]:
         """Bytes by use."""

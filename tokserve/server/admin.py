@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 import tokserve
-from tokserve.errors import EngineDead, NotFound
+from tokserve.errors import EngineDead, NotFound, RequestError
 from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
@@ -98,10 +98,16 @@ async def scrape(serving: Serving, request: Request) -> Response:
 
 async def about(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
+    wanted = request.query_params.get("config_format")
+    if wanted not in (None, "json", "text"):
+        raise RequestError("config_format must be json or text", field="config_format")
+    config = _shown(serving.config)
+    theirs = {} if wanted is None else {"vllm_config": config if wanted == "json" else str(config)}
     return body.reply(
         request,
         {
-            "config": _shown(serving.config),
+            "config": config,
+            **theirs,
             "api_server": serving.place.index,
             "facts": serving.llm.ready.facts,
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS},
@@ -115,7 +121,8 @@ async def about(serving: Serving, request: Request) -> Response:
 
 def _shown(config: Any) -> dict[str, Any]:
     groups: dict[str, Any] = msgspec.to_builtins(config)
-    groups["server"]["api_key"] = len(groups["server"]["api_key"] or [])
+    for name in ("api_key", "admin_api_key"):
+        groups["server"][name] = len(groups["server"][name] or [])
     return groups
 
 

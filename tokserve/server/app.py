@@ -20,13 +20,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import tokserve
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
-from tokserve.errors import NotFound, RequestError, RequestFailed
+from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import (
     aborts,
     admin,
     body,
     chat,
     completions,
+    control,
     derender,
     errors,
     openapi,
@@ -72,7 +73,34 @@ ENDPOINTS = (
     Endpoint(("GET",), "/load", admin.load),
     Endpoint(("GET",), "/server_info", admin.about),
     Endpoint(("GET",), "/openapi.json", admin.describe),
+    Endpoint(("GET",), "/liveness", control.liveness),
+    Endpoint(("GET",), "/inference/v1/state", control.state),
+    Endpoint(("GET",), "/is_paused", control.is_paused),
+    Endpoint(("GET",), "/is_sleeping", control.is_sleeping),
+    Endpoint(("GET",), "/weight_info", control.weights),
+    Endpoint(("GET",), "/get_world_size", control.get_world_size),
+    *(
+        Endpoint(("POST",), path, handler, kind, control=True)
+        for path, handler, kind in (
+            ("/pause", control.pause, control.PauseBody),
+            ("/resume", control.resume, None),
+            ("/sleep", control.sleep, control.SleepBody),
+            ("/wake_up", control.wake_up, control.WakeBody),
+            ("/release_kv_cache_memory", control.release_kv_cache_memory, None),
+            ("/reset_prefix_cache", control.reset_prefix_cache, control.ResetBody),
+            ("/init_weight_transfer_engine", control.init_weight_transfer_engine, control.InitBody),
+            ("/shutdown_weight_transfer_engine", control.shutdown_weight_transfer_engine, None),
+            ("/start_weight_update", control.start_weight_update, control.StartBody),
+            ("/update_weights", control.update_weights, control.UpdateBody),
+            ("/finish_weight_update", control.finish_weight_update, control.FinishBody),
+            ("/abort_weight_update", control.abort_weight_update, None),
+            ("/update_weight_version", control.update_weight_version, control.VersionBody),
+            ("/weight_checker", control.weight_checker, control.CheckerBody),
+            ("/collective_rpc", control.collective_rpc, control.RpcBody),
+        )
+    ),
 )
+CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 
 
 class Api(FastAPI):
@@ -104,7 +132,11 @@ def build_app(llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0, place:
     if serving.text and llm.tokenizer is not None:
         _ = serving.template  # a template that cannot be read or compiled is told now
     app.router.routes.extend(_routes(serving))
-    app.add_middleware(Guard, keys=Keys(config.server.api_key or []))
+    server = config.server
+    keys = Keys(
+        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control
+    )
+    app.add_middleware(Guard, keys=keys)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -154,7 +186,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware: lets a request in only with a valid key."""
+    """Middleware: lets a request in only with a valid key, or from where none is needed."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -165,6 +197,7 @@ class Guard:
             try:
                 self._keys.check(scope)
             except RequestError as error:
-                await errors.response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
+                await errors.response(error, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,35 +1,79 @@
-"""API keys: which paths need one and whether a request carries it.  Knows nothing of what the routes do."""
+"""API keys: which paths need which one and whether a request carries it.  Knows nothing of what the routes do."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import ipaddress
+from collections.abc import Container, Iterable
 
 from starlette.types import Scope
 
-from tokserve.errors import Unauthorized
+from tokserve.errors import Forbidden, Unauthorized
 
 PUBLIC = frozenset({"/health", "/ping", "/version"})
 
 
 class Keys:
-    """The accepted keys as digests, so that comparing takes the same time for any guess."""
+    """The accepted keys as digests, so that comparing takes the same time for any guess.
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    Control routes need an admin key if there is one, else any key; without any keys they are for this machine alone,
+    unless `remote_control`.  An admin key opens all routes.
+    """
+
+    def __init__(
+        self, keys: Iterable[str], admin: Iterable[str] = (), *, control: Container[str] = (),
+        remote_control: bool = False,
+    ) -> None:  # fmt: skip
+        self._admin = [_digest(key.encode()) for key in admin]
         self._digests = [_digest(key.encode()) for key in keys]
+        self._control = control
+        self._remote_control = remote_control
 
     def check(self, scope: Scope) -> None:
-        """Raise `Unauthorized` unless the path is public or a valid bearer token came with the request."""
-        if not self._digests or _path(scope) in PUBLIC:
-            return
+        """Raise `Unauthorized` or `Forbidden` unless the path is public or the caller may use it."""
+        path = _path(scope)
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, token = header.partition(b" ")
-        guess = _digest(token.strip())
-        found = [hmac.compare_digest(guess, digest) for digest in self._digests]  # a list: all are compared
-        if scheme.lower() != b"bearer" or not any(found):
-            message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
-            raise Unauthorized(message, code="invalid_api_key")
+        if path in self._control:
+            self._check_control(scope, header)
+        elif self._digests and path not in PUBLIC:
+            _check_key(header, [*self._digests, *self._admin])
+
+    def _check_control(self, scope: Scope, header: bytes) -> None:
+        accepted = self._admin or self._digests
+        if accepted:
+            _check_key(header, accepted)
+        elif not self._remote_control:
+            if not _is_local(scope):
+                raise Forbidden(
+                    "without an API key, control routes answer only to this machine; set --admin-api-key, or "
+                    "--allow-remote-control",
+                    code="remote_control",
+                )
+            if any(name == b"origin" for name, _ in scope["headers"]):  # a web page in a browser of this machine
+                raise Forbidden("without an API key, control routes do not answer to web pages", code="remote_control")
+
+
+def _check_key(header: bytes, digests: list[bytes]) -> None:
+    scheme, _, token = header.partition(b" ")
+    guess = _digest(token.strip())
+    found = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
+    if scheme.lower() != b"bearer" or not any(found):
+        message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
+        raise Unauthorized(message, code="invalid_api_key")
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the peer is on this machine; a Unix socket has no address, and its file's mode lets in whom it should."""
+    client = scope.get("client")
+    if not client or not client[0]:
+        return True
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _digest(key: bytes) -> bytes:

@@ -26,8 +26,10 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.7
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "abort", "deadline", "error")
-CAUSES = ("abort_user", "abort_disconnect", "shutdown", "error")
+CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
+AGES = ("0", "1", "2", "3", "4+")
 
 
 class Histogram:
@@ -172,6 +174,19 @@ class Metrics(Collector):
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+        ages = CounterMetricFamily(
+            PREFIX + "generation_tokens_by_age", "Tokens of ended choices, by weight updates since they were made.",
+            labels=["model_name", "age"],
+        )  # fmt: skip
+        for age, count in zip(AGES, s.tokens_by_age, strict=False):
+            ages.add_metric([self._model, age], count)
+        yield ages
+        status = self._llm.status
+        yield self._gauge("weight_epoch", "How often the weights have changed.", status.epoch)
+        state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=["model_name", "state"])
+        for name in STATES:
+            state.add_metric([self._model, name], float(name == status.state))
+        yield state
         yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
         yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
         yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)

@@ -58,7 +58,8 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route: its handler, the types of its body and of its reply, and whether it needs a tokenizer."""
+    """A route: its handler, the types of its body and of its reply; whether it needs a tokenizer, or controls the
+    server."""
 
     methods: tuple[str, ...]
     path: str
@@ -66,6 +67,7 @@ class Endpoint:
     body: type[msgspec.Struct] | type[BaseModel] | None = None
     text: bool = False
     reply: type[msgspec.Struct] | None = None
+    control: bool = False
 
 
 def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str]) -> dict[str, Any]:

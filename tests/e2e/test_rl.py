@@ -1,0 +1,271 @@
+"""A trainer's life with a real server: the frameworks' control sequences, and weights that really change.
+
+After each update the replies must be, bit for bit, those of a server that was started with the new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from tests.e2e.server import Server
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.rl import broadcast
+
+PROMPT = [286, 84, 82, 68, 81, 198, 16, 10, 16, 287, 198, 286, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198]
+FIXED = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
+FLAGS = ("--weight-transfer-config", '{"backend": "gloo"}', "--weight-transfer-timeout", "120")
+Tensors = dict[str, torch.Tensor]
+
+
+def variant(directory: Path, seed: int) -> Path:
+    """The demo model with weights changed a little; the tokenizer and all else as it is."""
+    target = directory / f"weights-{seed}"
+    shutil.copytree(DEMO_DIR, target)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(DEMO_DIR / "model.safetensors")
+    changed = {
+        name: (t.float() * (1 + 0.05 * torch.randn(t.shape, generator=generator))).to(t.dtype)
+        for name, t in tensors.items()
+    }
+    save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@dataclass
+class Lab:
+    """A server whose weights change, and what servers started with the first and second variant answer."""
+
+    server: Server
+    directories: list[Path]
+    wants: list[Any]
+
+    def tensors(self, number: int) -> Tensors:
+        return load_file(self.directories[number] / "model.safetensors")
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> Any:
+        answer = httpx.post(self.server.url + path, json=body, timeout=120, **kwargs)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer.json()
+
+    def serves(self, number: int) -> bool:
+        return outcome(self.server) == self.wants[number]
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.server.get("/inference/v1/state").json()
+        return found
+
+
+def outcome(server: Server) -> Any:
+    reply = server.generate(PROMPT, **FIXED)
+    choice = reply["choices"][0]
+    return choice["token_ids"], choice["logprobs"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    directory = tmp_path_factory.mktemp("rl")
+    directories = [variant(directory, seed) for seed in (1, 2)]
+    wants = []
+    with Server(directories[1]) as other:
+        wants.append(outcome(other))
+    with Server(directories[0], *FLAGS, "--allowed-weight-dirs", str(directory)) as server:
+        wants.insert(0, outcome(server))
+        assert wants[0] != wants[1]
+        yield Lab(server, directories, wants)
+
+
+def test_prime_rl(lab: Lab) -> None:
+    """Pause (keep), update_weights with a directory, resume; broadcaster and version as it asks for them."""
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+    epoch = lab.state()["epoch"]
+    lab.post("/pause?mode=keep&clear_cache=false")
+    assert lab.server.get("/is_paused").json() == {"is_paused": True} and lab.state()["state"] == "paused"
+    assert lab.server.post("/init_broadcaster", {"host": "127.0.0.1", "port": 29501}).status_code == 404
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[1])})
+    assert lab.post("/resume") == {"status": "resumed"}
+    assert lab.state()["epoch"] == epoch + 1 and lab.serves(1)
+    first = lab.server.generate(PROMPT, **FIXED)
+    assert first["choices"][0]["weight_versions"] == [{"version": str(epoch + 1), "start": 0, "end": 24}]
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+    reply = lab.server.generate(PROMPT, **FIXED)
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 and lab.serves(0)
+    refused = lab.server.post("/update_weights", {"weight_dir": "/tmp"})
+    assert refused.status_code == 403 and lab.serves(0)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+def announcement(tensors: Tensors) -> dict[str, Any]:
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    return {"names": list(tensors), "dtype_names": dtypes, "shapes": [list(t.shape) for t in tensors.values()]}
+
+
+def test_trl(lab: Lab) -> None:
+    """init, start, update (packed broadcast beside it), finish, reset_prefix_cache; rollouts by completions."""
+    world = lab.server.get("/get_world_size").json()["world_size"] + 1
+    port, groups = free_port(), []
+    joining = threading.Thread(
+        target=lambda: groups.append(broadcast.Group("gloo", "127.0.0.1", port, 0, world, 120)), daemon=True
+    )
+    joining.start()
+    options = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
+    lab.post("/init_weight_transfer_engine", {"init_info": options})
+    joining.join()
+    tensors = lab.tensors(1)
+    lab.post("/start_weight_update", {"is_checkpoint_format": True})
+    sending = threading.Thread(
+        target=lambda: broadcast.send(groups[0], tensors.values(), packed=True), daemon=True
+    )  # fmt: skip
+    sending.start()
+    lab.post("/update_weights", {"update_info": announcement(tensors) | {"packed": True}})
+    sending.join()
+    done = lab.post("/finish_weight_update", {"weight_version": "trl-1"})
+    assert done["weight_version"] == "trl-1"
+    assert lab.post("/reset_prefix_cache") == {"success": True}
+    assert lab.serves(1) and lab.server.get("/weight_info").json()["weight_version"] == "trl-1"
+    rollout = {
+        "prompt": [[1, 2, 3], [4, 5]], "return_token_ids": True, "return_tokens_as_token_ids": True, "n": 2,
+        "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4, "logprobs": 0,
+    }  # fmt: skip
+    assert len(lab.post("/v1/completions", rollout)["choices"]) == 4
+    lab.post("/shutdown_weight_transfer_engine")
+
+
+def test_skyrl(lab: Lab) -> None:
+    """Pause, sleep, wake the weights, push them, wake the cache, reset with a JSON body, resume."""
+    lab.post("/pause?mode=keep")
+    lab.post("/sleep?level=2")
+    assert lab.server.get("/is_sleeping").json() == {"is_sleeping": True} and lab.state()["state"] == "sleeping"
+    assert lab.server.post("/wake_up", None).status_code == 409
+    lab.post("/wake_up?tags=weights")
+    lab.post("/start_weight_update")
+    body = save(lab.tensors(0))
+    answer = httpx.post(
+        lab.server.url + "/update_weights", content=body, headers={"Content-Type": "application/octet-stream"},
+        timeout=120,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    lab.post("/finish_weight_update")
+    lab.post("/wake_up?tags=kv_cache")
+    assert lab.post("/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
+    assert lab.state()["state"] == "paused"
+    lab.post("/resume")
+    assert lab.serves(0)
+    assert lab.server.post("/collective_rpc", {"method": "x"}).status_code == 403
+
+
+def test_areal(lab: Lab) -> None:
+    """Pause aborts; the client asks again with what it has got, which waits until the resume."""
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, "seed": 3, "logprobs": 0}
+    replies: list[Any] = []
+
+    def ask(body: dict[str, Any]) -> threading.Thread:
+        """Send it, and return when the engine has it."""
+        asking = threading.Thread(target=lambda: replies.append(lab.post("/v1/completions", body)), daemon=True)
+        asking.start()
+        while lab.state()["waiting"] == 0:
+            assert asking.is_alive()
+        return asking
+
+    lab.post("/pause?mode=keep")  # so that the request cannot end before it is aborted
+    asking = ask(body)
+    lab.post("/pause?mode=abort")
+    asking.join()
+    (choice,) = replies[0]["choices"]
+    assert choice["finish_reason"] == "abort" and choice["stop_detail"]["kind"] == "abort_pause"
+    again = body | {"prompt": PROMPT + choice["token_ids"], "max_tokens": 40 - len(choice["token_ids"])}
+    asking = ask(again)
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[1]), "weight_version": "areal"})
+    lab.post("/resume")
+    asking.join()
+    assert len(replies[1]["choices"][0]["token_ids"]) == again["max_tokens"]
+    assert lab.serves(1)
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+
+
+def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
+    tensors = lab.tensors(1)
+    name = "model.norm.weight"
+    headers = {"Content-Type": "application/octet-stream"}
+    cases: list[tuple[Tensors, int, int, str]] = [
+        (tensors | {"x": torch.zeros(2)}, 0, 400, "unexpected: x"),
+        (tensors | {name: torch.zeros(3)}, 0, 400, f"misshapen: {name}"),
+        (tensors | {name: tensors[name].to(torch.int32)}, 0, 400, "unsupported dtype"),
+        (tensors, 100, 400, "truncated"),
+        ({k: v for k, v in tensors.items() if k != name}, 0, 400, f"missing: {name}"),
+    ]
+    for sent, cut, status, message in cases:
+        lab.post("/start_weight_update")
+        body = save(sent)
+        answer = httpx.post(
+            lab.server.url + "/update_weights", content=body[: len(body) - cut], headers=headers, timeout=60
+        )
+        if answer.status_code == 200:
+            answer = lab.server.post("/finish_weight_update", {})
+        assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+        assert message in lab.state()["reason"] and lab.serves(0)
+        assert lab.server.post("/finish_weight_update", {}).status_code == 409
+    lab.post("/start_weight_update")
+    assert lab.server.post("/start_weight_update", {}).status_code == 409
+    lab.post("/abort_weight_update")
+    empty = lab.directories[0].parent / "empty"
+    empty.mkdir(exist_ok=True)
+    assert lab.server.post("/update_weights", {"weight_dir": str(empty)}).status_code == 400
+    assert lab.serves(0)
+    before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]
+    assert lab.post("/weight_checker", {"action": "compare", "baseline": before})["match"] is True
+
+
+def test_a_sender_that_leaves_midway_fails_the_update(lab: Lab) -> None:
+    lab.post("/start_weight_update")
+    body = save(lab.tensors(1))
+    address = httpx.URL(lab.server.url)
+    with socket.create_connection((address.host, address.port)) as sock:
+        head = ("POST /update_weights HTTP/1.1", "Host: x", "Content-Type: application/octet-stream")
+        sock.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body[: len(body) // 2])
+    while lab.state()["state"] == "updating":
+        pass
+    assert "sender left" in lab.state()["reason"] and lab.serves(0)
+
+
+def test_sleep_gives_memory_back(lab: Lab) -> None:
+    process = lab.server.engine()
+    fill = {"prompt": [[7 + i % 200] * 400 for i in range(60)], "max_tokens": 1}
+    lab.post("/v1/completions", fill)  # touches the cache's pages
+    full = resident(process)
+    lab.post("/sleep?level=1")
+    assert full - resident(process) > 4 << 20
+    lab.post("/wake_up")
+    assert lab.serves(0)
+
+
+def resident(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
+
+
+def test_the_server_tells_about_itself(lab: Lab) -> None:
+    assert lab.server.get("/liveness").status_code == 200
+    shown = lab.server.get("/server_info?config_format=json").json()
+    assert shown["vllm_config"]["weights"]["weight_transfer_config"] == {"backend": "gloo"}
+    assert json.dumps(shown)
+    text = lab.server.get("/metrics").text
+    assert 'engine_state{model_name="' in text and "tokserve:weight_epoch" in text
+    assert lab.server.metric("tokserve:generation_tokens_by_age_total") > 0

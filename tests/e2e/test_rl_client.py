@@ -1,0 +1,103 @@
+"""The trainer's client and the examples that use it, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.server import Server
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.rl import ServerError, TokserveClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("demo", "--dtype", "float32", "--tokens-only", "--admin-api-key", "secret") as server:
+        yield server
+
+
+def test_rollouts_and_a_push(server: Server) -> None:
+    weights = load_file(DEMO_DIR / "model.safetensors")
+
+    async def scene() -> None:
+        async with TokserveClient(server.url, api_key="secret") as client:
+            await client.wait_ready(60)
+            version = (await client.state())["weight_version"]
+            rollouts = await client.generate(PROMPTS, n=3, seeds=[7, 8], max_tokens=5, ignore_eos=True)
+            assert [(r.prompt_index, r.index) for r in rollouts] == [(p, i) for p in range(2) for i in range(3)]
+            for r in rollouts:
+                assert r.token_ids.dtype == np.int32 and r.logprobs.dtype == np.float32
+                assert len(r.token_ids) == len(r.logprobs) == 5 and (r.logprobs <= 0).all()
+                assert r.weight_versions == [(version, 0, 5)] and r.finish_reason == "length"
+            assert r.prompt_ids.tolist() == PROMPTS[1]
+            async with client.paused():
+                assert (await client.state())["state"] == "paused"
+                done = await client.update_weights(weights.items(), version="one")
+            assert done["weight_version"] == "one" and (await client.state())["state"] == "running"
+            again = await client.generate(PROMPTS, n=3, seeds=[7, 8], max_tokens=5, ignore_eos=True)
+            for r, other in zip(rollouts, again, strict=True):
+                assert (r.token_ids == other.token_ids).all() and (r.logprobs == other.logprobs).all()
+                assert other.weight_versions == [("one", 0, 5)]
+            with pytest.raises(ServerError, match="unexpected: nobody") as refused:
+                await client.update_weights([("nobody", weights["model.norm.weight"])])
+            assert refused.value.status == 400 and (await client.state())["weight_version"] == "one"
+            with pytest.raises(ServerError) as refused:
+                await client.generate([[-1]])
+            assert refused.value.field == "token_ids"
+
+    asyncio.run(scene())
+
+
+def test_control_needs_the_admin_key(server: Server) -> None:
+    async def scene() -> None:
+        async with TokserveClient(server.url) as client:
+            assert len(await client.generate([[1]], max_tokens=1)) == 1
+            with pytest.raises(ServerError) as refused:
+                await client.pause()
+            assert refused.value.status == 401
+
+    asyncio.run(scene())
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def open_server() -> Iterator[Server]:
+    with Server("demo", "--dtype", "float32") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_weight_update_gloo(open_server: Server) -> None:
+    shown = run(str(EXAMPLES / "weight_update_gloo.py"), open_server.url)
+    assert "serving version pushed" in shown and "new request: 4 tokens by [('pushed', 0, 4)]" in shown
+
+
+@pytest.mark.slow
+def test_async_rollouts(open_server: Server) -> None:
+    shown = run(str(EXAMPLES / "async_rollouts.py"), open_server.url)
+    assert "all 19200 tokens are accounted for; state: running" in shown
+
+
+@pytest.mark.slow
+def test_rl_loop_reaches_its_goal() -> None:
+    with Server("demo", "--dtype", "float32") as server:
+        shown = run(str(EXAMPLES / "rl_loop.py"), server.url)
+    found = re.search(r"reward ([\d.]+) -> ([\d.]+) in \d+ s; mean .* ([\d.e-]+)$", shown.strip())
+    assert found, shown
+    assert float(found[2]) > float(found[1]) + 0.1 and float(found[3]) < 1e-4

@@ -1,0 +1,390 @@
+"""Pause, sleep and weight updates over the scripted executor, which checks every plan against the weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tokserve.messages import Reply, Status, Step
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+PROMPT = [3, 4, 5, 6, 7, 8, 9, 2, 3]
+
+
+def busy(depth: int = 1, requests: int = 2, **options: Any) -> Engine:
+    """An engine with requests `r0`, `r1` ... that have each made a few tokens of thirty."""
+    engine = Engine(depth=depth, context=80, num_blocks=100, **options)
+    for number in range(requests):
+        engine.add(f"r{number}", [*PROMPT, number], seed=number, max_tokens=30, ignore_eos=True)
+    engine.steps(6)
+    assert all(engine.tokens(f"r{n}") for n in range(requests))
+    return engine
+
+
+def ask(engine: Engine, method: str, /, *, call_id: int = 50, **args: Any) -> Reply:
+    """Call a verb, step until it is answered."""
+    engine.call(method, call_id=call_id, **args)
+    for _ in range(200):
+        if found := answers(engine, call_id):
+            return found[-1]
+        engine.step()
+    raise AssertionError(f"{method} is not answered")
+
+
+def answers(engine: Engine, call_id: int) -> list[Reply]:
+    return [reply for reply in engine.replies if reply.call_id == call_id]
+
+
+def finished(engine: Engine, rid: str) -> str | None:
+    finish = engine.received[rid].finish if rid in engine.received else None
+    return finish.detail if finish else None
+
+
+def state(engine: Engine) -> str:
+    return engine.core.control.state
+
+
+def update(engine: Engine, weights: str, version: str | None = None, **changes: Any) -> Reply:
+    """A whole update; the reply of the call that ended it."""
+    started = ask(engine, "start_weight_update", call_id=60)
+    if started.error:
+        return started
+    staged = ask(engine, "update_weights", call_id=61, update={"weights": weights} | changes)
+    if staged.error:
+        return staged
+    done = ask(engine, "finish_weight_update", call_id=62, weight_version=version)
+    if not done.error:
+        engine.weights_of[done.result["weight_version"]] = weights
+    return done
+
+
+# --- pause ---
+
+
+@DEPTHS
+def test_abort_ends_what_is_in_flight_and_later_requests_wait(depth: int) -> None:
+    engine = busy(depth)
+    had = len(engine.tokens("r0"))
+    assert ask(engine, "pause").result == {"status": "paused"}
+    finish = engine.received["r0"].finish
+    assert finish is not None and (finish.reason, finish.detail) == ("abort", "abort_pause")
+    assert len(engine.tokens("r0")) >= had and finished(engine, "r1") == "abort_pause"
+    engine.check_empty()
+    engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.steps(5)
+    assert "late" not in engine.received and state(engine) == "paused"
+    told = [message.stats for _, message in engine.messages if isinstance(message, Step)]
+    assert (told[-1].running, told[-1].waiting) == (0, 1)
+    assert ask(engine, "resume").result == {"status": "resumed"}
+    engine.run()
+    engine.check_complete("late")
+
+
+@DEPTHS
+def test_wait_lets_requests_end_and_answers_only_then(depth: int) -> None:
+    engine = busy(depth, max_num_seqs=1, requests=1)
+    engine.add("queued", PROMPT, max_tokens=4, ignore_eos=True)
+    engine.call("pause", call_id=9, mode="wait")
+    engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.steps(10)
+    assert state(engine) == "pausing" and not answers(engine, 9)
+    engine.run()
+    assert answers(engine, 9)[0].result == {"status": "paused"} and state(engine) == "paused"
+    engine.check_complete("r0")
+    engine.check_complete("queued")
+    assert "late" not in engine.received
+    ask(engine, "resume")
+    engine.run()
+    engine.check_complete("late")
+    engine.check_empty()
+
+
+@DEPTHS
+def test_keep_freezes_and_goes_on_without_computing_anything_twice(depth: int) -> None:
+    engine = busy(depth)
+    ask(engine, "pause", mode="keep", clear_cache=False)
+    had, computed = engine.tokens("r0").copy(), dict(engine.executor.computed)
+    engine.steps(5)
+    assert engine.tokens("r0") == had and engine.stats.running == 2 and engine.stats.blocks_held > 0
+    ask(engine, "resume")
+    engine.run()
+    for rid in ("r0", "r1"):
+        engine.check_complete(rid)
+        assert computed[rid] < engine.executor.computed[rid]
+    assert engine.executor.computed["r0"] == len(PROMPT) + 1 + 29
+
+
+def test_a_paused_engine_refuses_if_told_to() -> None:
+    engine = busy(reject_while_paused=True)
+    engine.call("pause", call_id=9, mode="wait")
+    for rid in ("pausing", "paused"):
+        assert engine.submit(rid, engine.make(rid, PROMPT)).refusal == "paused"
+        engine.run()
+    ask(engine, "resume")
+    engine.add("late", PROMPT, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.check_complete("late")
+
+
+def test_aborts_and_deadlines_work_while_paused() -> None:
+    engine = busy()
+    ask(engine, "pause", mode="keep")
+    engine.add("late", PROMPT, deadline_ms=1000)
+    engine.abort("r0", call_id=3)
+    assert answers(engine, 3)[0].result == {"r0": "aborted"} and finished(engine, "r0") == "abort_user"
+    engine.clock.now += 2
+    engine.step()
+    assert finished(engine, "late") == "deadline" and finished(engine, "r1") is None
+    ask(engine, "pause", mode="abort")
+    assert finished(engine, "r1") == "abort_pause"
+    engine.check_empty()
+
+
+def test_resume_always_succeeds_and_overtakes_a_pause() -> None:
+    engine = busy()
+    assert ask(engine, "resume").error is None
+    engine.call("pause", call_id=9, mode="wait")
+    ask(engine, "resume")
+    engine.step()
+    (reply,) = answers(engine, 9)
+    assert reply.status == 409 and state(engine) == "running"
+    engine.add("late", PROMPT, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.check_complete("late")
+
+
+def test_a_keep_ends_the_wait_of_another_pause() -> None:
+    engine = busy()
+    engine.call("pause", call_id=8, mode="wait")
+    ask(engine, "pause", mode="keep")
+    engine.step()
+    assert answers(engine, 8)[0].result == {"status": "paused"}
+    ask(engine, "resume")
+    engine.run()
+    engine.check_complete("r0")
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "field"),
+    [("pause", {"mode": "now"}, "mode"), ("sleep", {"level": 3}, "level"), ("sleep", {"mode": "x"}, "mode"),
+     ("wake_up", {"tags": ["gpu"]}, "tags"), ("finish_weight_update", {"weight_version": ""}, "weight_version")],
+)  # fmt: skip
+def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) -> None:
+    reply = ask(busy(), method, **args)
+    assert (reply.status, reply.field) == (400, field) and reply.error
+
+
+def test_front_ends_hear_of_a_state_before_the_caller_does() -> None:
+    engine = busy()
+    engine.call("hello", owner=b"B")
+    engine.messages.clear()
+    ask(engine, "pause", mode="keep")
+    told = [(who, m) for who, m in engine.messages if isinstance(m, Status | Reply)]
+    paused = Status("paused", "v1", 0, True)
+    assert (b"A", paused) in told and (b"B", paused) in told
+    assert isinstance(told[-1][1], Reply)
+
+
+# --- updates ---
+
+
+@DEPTHS
+def test_a_commit_changes_the_weights_between_two_steps(depth: int) -> None:
+    engine = busy(depth)
+    reply = update(engine, "w2")
+    assert reply.result == {"message": "Weight update finished", "weight_version": "1", "epoch": 1}
+    engine.add("new", [*PROMPT, 0], max_tokens=5, ignore_eos=True, logprobs=1)
+    engine.run()
+    for rid in ("r0", "r1", "new"):
+        engine.check_complete(rid)
+    spans = engine.received["r0"].outputs[-1].spans
+    assert [version for version, _, _ in spans] == ["v1", "1"]
+    assert engine.received["new"].cached == 0  # although r0 has the same prompt
+    old = spans[0][2] + engine.received["r1"].outputs[-1].spans[0][2]
+    assert engine.stats.tokens_by_age == [65 - old, old, 0, 0, 0]
+
+
+@DEPTHS
+def test_generation_goes_on_while_tensors_come(depth: int) -> None:
+    engine = busy(depth)
+    engine.executor.slow = deque()
+    engine.call("start_weight_update", call_id=1)
+    engine.steps(3)
+    assert state(engine) == "updating" and not answers(engine, 1)
+    engine.executor.settle()
+    engine.call("update_weights", call_id=2, update={"weights": "w2"})
+    before = len(engine.tokens("r0"))
+    engine.steps(5)
+    assert len(engine.tokens("r0")) > before and answers(engine, 1) and not answers(engine, 2)
+    engine.executor.settle()
+    engine.step()
+    engine.call("finish_weight_update", call_id=3, weight_version="two")
+    engine.steps(2)
+    assert engine.core.control.status().weight_version == "v1"
+    engine.executor.settle()
+    engine.weights_of["two"] = "w2"
+    engine.run()
+    engine.executor.settle()  # the old weights are given back
+    engine.step()
+    assert answers(engine, 3)[0].result["weight_version"] == "two"
+    engine.check_complete("r0")
+
+
+def test_a_failed_update_leaves_everything_as_it_was() -> None:
+    engine = busy()
+    reply = update(engine, "w2", fault="unknown tensor x")
+    assert reply.error is None  # it had weights
+    engine.weights_of["1"] = "w2"
+    ask(engine, "start_weight_update")
+    failed = ask(engine, "update_weights", update={"fault": "unknown tensor x"})
+    assert (failed.status, failed.error) == (400, "unknown tensor x")
+    status = engine.core.control.status()
+    assert (status.state, status.weight_version, status.failure) == ("running", "1", "unknown tensor x")
+    late = ask(engine, "finish_weight_update")
+    assert late.status == 409 and "unknown tensor x" in str(late.error)
+    assert engine.executor.staged is None
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_the_order_of_calls_is_checked() -> None:
+    engine = busy()
+    for method, args in (("update_weights", {"update": {}}), ("finish_weight_update", {}), ("abort_weight_update", {})):
+        assert ask(engine, method, **args).status == 409
+    ask(engine, "start_weight_update")
+    assert ask(engine, "start_weight_update").status == 409
+    assert ask(engine, "update_weights_from_dir", weight_dir="d").status == 409
+    assert ask(engine, "update_weight_version", new_version="x").status == 409
+    assert ask(engine, "finish_weight_update").status == 400  # nothing came
+    assert ask(engine, "start_weight_update").error is None
+
+
+def test_an_abort_overtakes_what_is_still_coming() -> None:
+    engine = busy()
+    ask(engine, "start_weight_update")
+    engine.executor.slow = deque()
+    engine.call("update_weights", call_id=2, update={"weights": "w2"})
+    engine.call("abort_weight_update", call_id=3)
+    engine.steps(2)
+    engine.executor.settle()
+    engine.step()
+    assert answers(engine, 2)[0].status == 409 and answers(engine, 3)[0].error is None
+    assert engine.executor.interrupted == 1 and engine.executor.staged is None
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_the_one_call_form_is_start_stage_and_commit() -> None:
+    engine = busy()
+    reply = ask(engine, "update_weights_from_dir", weight_dir="/nowhere")
+    assert reply.status == 400 and state(engine) == "running"
+
+
+def test_a_label_is_a_new_epoch() -> None:
+    engine = Engine()
+    engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.weights_of["b"] = ""
+    assert ask(engine, "update_weight_version", new_version="b").result["epoch"] == 1
+    engine.add("c", PROMPT, max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert engine.received["c"].cached == 0 and engine.received["c"].outputs[-1].spans == [("b", 0, 2)]
+
+
+def test_without_room_for_two_sets_a_failure_quarantines_until_an_update_succeeds() -> None:
+    engine = busy()
+    engine.executor.beside = False
+    ask(engine, "start_weight_update")
+    assert engine.executor.weights is None
+    engine.steps(3)
+    assert state(engine) == "updating" and finished(engine, "r0") is None
+    ask(engine, "update_weights", update={"fault": "the trainer has gone"})
+    assert state(engine) == "quarantined" and finished(engine, "r0") == "abort_quarantine"
+    verdict = engine.submit("refused", engine.make("refused", PROMPT))
+    assert verdict.refusal == "quarantined" and "has gone" in verdict.message
+    assert ask(engine, "resume").error is None and state(engine) == "quarantined"
+    assert update(engine, "w2", fault="again").error is None
+    assert state(engine) == "running"
+    engine.add("new", PROMPT, max_tokens=4, ignore_eos=True)
+    engine.run()
+    engine.check_complete("new")
+    engine.check_empty()
+
+
+def test_without_room_for_two_sets_requests_freeze_and_go_on() -> None:
+    engine = busy()
+    engine.executor.beside = False
+    assert update(engine, "w2").error is None
+    engine.run()
+    engine.check_complete("r0")
+
+
+# --- sleep ---
+
+
+@DEPTHS
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_is_kept_asleep_goes_on_with_the_same_tokens(depth: int, level: int) -> None:
+    engine = busy(depth)
+    ask(engine, "sleep", level=level, mode="keep")
+    assert state(engine) == "sleeping" and engine.executor.has_kv is (level == 0)
+    assert (engine.stats.running == (2 if level == 0 else 0) and engine.stats.blocks_cached == 0) or level == 0
+    engine.steps(3)
+    ask(engine, "wake_up")
+    assert state(engine) == "running"
+    engine.run()
+    engine.check_complete("r0")
+    engine.check_complete("r1")
+    engine.check_empty()
+
+
+def test_level_two_needs_new_weights_before_it_wakes() -> None:
+    engine = busy()
+    ask(engine, "sleep", level=2)
+    assert engine.executor.weights is None and finished(engine, "r0") == "abort_pause"
+    assert ask(engine, "wake_up").status == 409
+    assert ask(engine, "wake_up", tags=["weights"]).error is None
+    engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.steps(3)
+    assert update(engine, "w2").error is None
+    engine.steps(3)
+    assert "late" not in engine.received
+    ask(engine, "wake_up", tags=["kv_cache"])
+    assert state(engine) == "running"
+    engine.run()
+    engine.check_complete("late")
+
+
+def test_a_level_zero_sleep_ends_with_resume_too() -> None:
+    engine = busy()
+    ask(engine, "sleep", level=0, mode="keep")
+    ask(engine, "resume")
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_a_pause_outlasts_a_sleep() -> None:
+    engine = busy()
+    ask(engine, "pause", mode="keep")
+    ask(engine, "sleep", level=1, mode="keep")
+    ask(engine, "wake_up")
+    assert state(engine) == "paused"
+    ask(engine, "resume")
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_kv_memory_can_be_given_back_alone() -> None:
+    engine = busy()
+    ask(engine, "release_kv_cache_memory")
+    assert not engine.executor.has_kv and state(engine) == "sleeping"
+    ask(engine, "wake_up", tags=["kv_cache"])
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_a_worker_call_comes_between_two_steps() -> None:
+    assert ask(busy(2), "collective_rpc", method="f", args=[1]).result == ["f[1]{}"]

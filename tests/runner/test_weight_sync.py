@@ -1,0 +1,398 @@
+"""Weights that come while the runner serves: from disk, shared memory, a byte stream and a process group.
+
+What a commit serves afterwards is compared bit for bit with a runner that was started with the new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from tests.runner.drive import Driver, Job
+from tokserve.config import Config
+from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.params import SamplingParams
+from tokserve.plan import DeviceFacts
+from tokserve.rl import broadcast
+from tokserve.runner.runner import Runner
+
+Tensors = dict[str, Tensor]
+
+
+def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
+    config = Config.make(
+        model=str(directory), max_model_len=64, max_num_seqs=4, device="cpu", block_size=16, cpu_threads=1,
+        dtype="float32", weight_transfer_timeout=120, **options,
+    )  # fmt: skip
+    runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
+    return runner, runner.load()
+
+
+def outcome(runner: Runner, facts: DeviceFacts) -> Any:
+    """Tokens and logprobs of one request."""
+    params = SamplingParams(max_tokens=8, logprobs=3, prompt_logprobs=1)
+    return Driver(runner, facts, 4).run([Job([3, 1, 4, 1, 5, 9, 2, 6], params)])[0].came_of_it()
+
+
+class Bench:
+    """Checkpoints of two sets of weights, and what runners started with each give."""
+
+    def __init__(self, directory: Path, family: str) -> None:
+        hf = tiny_config(family)
+        self.old = write_checkpoint(directory / "old", hf, seed=1)
+        self.new = write_checkpoint(directory / "new", hf, seed=2, shards=2)
+        self.tensors: Tensors = {}
+        for file in sorted(self.new.glob("*.safetensors")):
+            self.tensors |= load_file(file)
+        self.want_old = outcome(*start(self.old))
+        self.want_new = outcome(*start(self.new))
+        assert self.want_old != self.want_new
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """qwen3 is tied and has norms of its own, llama is not."""
+    return Bench(tmp_path_factory.mktemp("weights"), request.param)
+
+
+def by_disk(runner: Runner, tensors: Tensors) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        save_file(tensors, Path(directory) / "model.safetensors")
+        runner.background("receive_update", {"source": {"weight_dir": directory}})
+
+
+def by_stream(runner: Runner, tensors: Tensors) -> None:
+    packed = save(tensors)
+    for size in (1, 7, 100, 5000):  # pieces end anywhere
+        feed(runner, packed[:size])
+        packed = packed[size:]
+    feed(runner, packed, last=True)
+
+
+def feed(runner: Runner, chunk: bytes, **changes: Any) -> None:
+    args = {"stream": "s", "chunk": chunk, "last": False, "broken": False} | changes
+    runner.background("feed_update", args)
+
+
+def announcement(tensors: Tensors, **more: Any) -> dict[str, Any]:
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    return {"names": list(tensors), "dtype_names": dtypes, "shapes": shapes} | more
+
+
+def by_shared_memory(runner: Runner, tensors: Tensors) -> None:
+    with segment(tensors) as (name, offsets):
+        source = announcement(tensors, segment=name, offsets=offsets)
+        runner.background("receive_update", {"source": source})
+
+
+class segment:
+    """A shared memory segment with these tensors, for as long as the block lasts."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._path = Path("/dev/shm") / f"tokserve-test-{secrets.token_hex(8)}"
+        self._offsets: list[int] = []
+        packed = bytearray()
+        for tensor in tensors.values():
+            self._offsets.append(len(packed))
+            packed += tensor.contiguous().numpy().tobytes()
+        self._path.write_bytes(packed)
+
+    def __enter__(self) -> tuple[str, list[int]]:
+        return self._path.name, self._offsets
+
+    def __exit__(self, *_: object) -> None:
+        os.unlink(self._path)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+    return port
+
+
+class Trainer:
+    """Rank 0 of a group, in a thread; `send` tensors when told."""
+
+    def __init__(self, runner: Runner, backend: str = "gloo") -> None:
+        port = free_port()
+        self.group: broadcast.Group | None = None
+        self._thread = threading.Thread(target=self._join, args=(backend, port), daemon=True)
+        self._thread.start()
+        options = {
+            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": backend,
+        }  # fmt: skip
+        runner.background("init_weight_transfer", {"options": options})
+        self._thread.join()
+
+    def _join(self, backend: str, port: int) -> None:
+        self.group = broadcast.Group(backend, "127.0.0.1", port, 0, 2, 120)
+
+    def send(self, tensors: Iterator[Tensor] | list[Tensor], **options: Any) -> threading.Thread:
+        assert self.group is not None
+        thread = threading.Thread(target=self._send, args=(self.group, tensors, options), daemon=True)
+        thread.start()
+        return thread
+
+    def _send(self, group: broadcast.Group, tensors: Any, options: dict[str, Any]) -> None:
+        try:
+            broadcast.send(group, tensors, **options)
+        except TransferFailed:
+            return
+
+    def die(self) -> None:
+        assert self.group is not None
+        self.group.close()
+
+
+def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int = 1 << 30) -> None:
+    trainer = Trainer(runner)
+    sending = trainer.send(list(tensors.values()), packed=packed, buffer_bytes=limit)
+    source = announcement(tensors, packed=packed, packed_buffer_size_bytes=limit)
+    runner.background("receive_update", {"source": source})
+    sending.join()
+    trainer.die()
+    runner.background("shutdown_weight_transfer", {})
+
+
+def by_packed_gloo(runner: Runner, tensors: Tensors) -> None:
+    by_gloo(runner, tensors, packed=True, limit=20_000)
+
+
+WAYS = [by_disk, by_stream, by_shared_memory, by_gloo, by_packed_gloo]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_commit_serves_what_a_start_with_the_new_weights_serves(
+    bench: Bench, way: Callable[[Runner, Tensors], None]
+) -> None:
+    runner, facts = start(bench.old)
+    before = runner.background("checksums", {})
+    assert runner.background("begin_update", {"have_weights": True}) is True
+    way(runner, bench.tensors)
+    runner.background("finish_update", {})
+    assert outcome(runner, facts) == bench.want_old  # until the commit
+    assert runner.background("checksums", {}) == before
+    runner.call("commit_update", {})
+    assert outcome(runner, facts) == bench.want_new
+    runner.background("forget_weights", {})
+    after, (other, _) = runner.background("checksums", {}), start(bench.new)
+    assert after != before and after == other.background("checksums", {})
+
+
+def faulty(bench: Bench, name: str, change: Callable[[Tensor], Tensor] | None) -> Tensors:
+    tensors = dict(bench.tensors)
+    old = tensors.pop(name)
+    return tensors if change is None else tensors | {name: change(old)}
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+FAULTS: dict[str, tuple[Callable[[Bench], Tensors], str]] = {
+    "unknown": (lambda b: b.tensors | {"model.extra": torch.zeros(3)}, "1 unexpected: model.extra"),
+    "shape": (lambda b: faulty(b, DOWN, lambda t: t[:, :-1].contiguous()), f"1 misshapen: {DOWN} .expected"),
+    "dtype": (lambda b: faulty(b, NORM, lambda t: t.to(torch.int8)), f"{NORM}|int8"),
+    "missing": (lambda b: faulty(b, DOWN, None), f"not complete: 1 missing: {DOWN}"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("way", [by_stream, by_shared_memory], ids=lambda way: way.__name__)
+def test_tensors_that_do_not_fit_are_named_and_nothing_changes(bench: Bench, way: Any, kind: str) -> None:
+    make, message = FAULTS[kind]
+    runner, facts = start(bench.old)
+    runner.background("begin_update", {"have_weights": True})
+    with pytest.raises(RequestError, match=message):
+        way(runner, make(bench))
+        runner.background("finish_update", {})
+    assert outcome(runner, facts) == bench.want_old
+    with pytest.raises(Conflict):
+        runner.background("finish_update", {})
+    assert runner.background("begin_update", {"have_weights": True})
+    by_stream(runner, bench.tensors)
+    runner.background("finish_update", {})
+    runner.call("commit_update", {})
+    assert outcome(runner, facts) == bench.want_new
+
+
+def test_a_truncated_or_overlong_body_is_refused(bench: Bench) -> None:
+    packed = save(bench.tensors)
+    runner, _ = start(bench.old)
+    for body, changes, message in (
+        (packed[:-10], {"last": True}, "truncated"),
+        (packed[:5], {"last": True}, "truncated"),
+        (packed[:-10], {"broken": True}, "sender left"),
+        (packed + b"x", {"last": True}, "goes on after"),
+        (b"\0" * 100, {}, "not a safetensors file"),
+        (b"\x08" + b"\0" * 7 + b"not json", {}, "cannot be read"),
+    ):
+        runner.background("begin_update", {"have_weights": True})
+        with pytest.raises(RequestError, match=message):
+            feed(runner, body, **changes)
+        with pytest.raises(Conflict):
+            runner.background("finish_update", {})
+
+
+def test_a_header_that_contradicts_itself_is_refused(bench: Bench) -> None:
+    runner, _ = start(bench.old)
+    good = {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}
+    for entry in (
+        good | {"data_offsets": [4, 260]},
+        good | {"data_offsets": [0, 255]},
+        good | {"shape": [-64]},
+        good | {"dtype": "F8_E4M3"},
+        good | {"shape": 64},
+        {},
+        [],
+    ):
+        header = json.dumps({NORM: entry}).encode()
+        runner.background("begin_update", {"have_weights": True})
+        with pytest.raises(RequestError):
+            feed(runner, len(header).to_bytes(8, "little") + header + bytes(256), last=True)
+
+
+DYING = """
+import os, sys
+from safetensors.torch import load_file
+from tokserve.rl import broadcast
+group = broadcast.Group("gloo", "127.0.0.1", int(sys.argv[1]), 0, 2, 120)
+broadcast.send(group, list(load_file(sys.argv[2]).values())[:5], packed=False)
+os._exit(1)
+"""
+
+
+def test_a_trainer_that_dies_midway_costs_nothing_but_the_update(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "llama")
+    runner, facts = start(bench.old)
+    port, file = free_port(), tmp_path / "all.safetensors"
+    save_file(bench.tensors, file)
+    with subprocess.Popen([sys.executable, "-c", DYING, str(port), str(file)]):
+        options = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        runner.background("init_weight_transfer", {"options": options | {"backend": "gloo"}})
+        runner.background("begin_update", {"have_weights": True})
+        with pytest.raises(TransferFailed, match="has gone"):
+            runner.background("receive_update", {"source": announcement(load_file(file))})
+    assert outcome(runner, facts) == bench.want_old
+    runner.background("begin_update", {"have_weights": True})
+    with pytest.raises(TransferFailed, match="initialise"):
+        runner.background("receive_update", {"source": announcement(bench.tensors)})
+    runner.background("begin_update", {"have_weights": True})
+    by_gloo(runner, bench.tensors)  # with a new group
+    runner.background("finish_update", {})
+    runner.call("commit_update", {})
+    assert outcome(runner, facts) == bench.want_new
+
+
+def test_an_interrupt_ends_a_transfer_whose_sender_is_silent(bench: Bench) -> None:
+    runner, _ = start(bench.old)
+    trainer = Trainer(runner)
+    runner.background("begin_update", {"have_weights": True})
+    failures: list[RequestError] = []
+
+    def receive() -> None:
+        try:
+            runner.background("receive_update", {"source": announcement(bench.tensors)})
+        except RequestError as error:
+            failures.append(error)
+
+    receiving = threading.Thread(target=receive, daemon=True)
+    receiving.start()
+    runner.interrupt()
+    receiving.join(20)
+    assert [str(error) for error in failures] == ["the transfer was interrupted"]
+    trainer.die()
+
+
+def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
+    runner, facts = start(bench.old, allowed_weight_dirs=[str(bench.new.parent)])
+    broken = write_checkpoint(bench.new.parent / "broken", tiny_config("llama"), seed=3)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    (bench.new.parent / "link").unlink(missing_ok=True)
+    (bench.new.parent / "link").symlink_to(tmp_path)
+    for directory, kind, message in (
+        (bench.new.parent / "absent", RequestError, "no directory"),
+        (broken, RequestError, "not a complete safetensors file"),
+        (tmp_path, Forbidden, "allowed-weight-dirs"),
+        (bench.new.parent / "link", Forbidden, "allowed-weight-dirs"),
+        (bench.new / ".." / ".." / "..", Forbidden, "allowed-weight-dirs"),
+    ):
+        runner.background("begin_update", {"have_weights": True})
+        with pytest.raises(kind, match=message):
+            runner.background("receive_update", {"source": {"weight_dir": str(directory)}})
+    assert outcome(runner, facts) == bench.want_old
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"segment": "absent-segment"}, {"segment": "../etc"}, {"offsets": [0, 0]}, {"offsets": [1]},
+     {"offsets": None}, {"shapes": []},
+     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []}],
+    ids=str,
+)  # fmt: skip
+def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None:
+    runner, _ = start(bench.old)
+    one = {NORM: bench.tensors[NORM]}
+    runner.background("begin_update", {"have_weights": True})
+    with segment(one) as (name, offsets), pytest.raises(RequestError):
+        source = announcement(one, segment=name, offsets=offsets) | change
+        runner.background("receive_update", {"source": source})
+
+
+def test_memory_is_given_back_and_comes_again(bench: Bench) -> None:
+    runner, facts = start(bench.old)
+    runner.call("release", {"tags": ["kv_cache", "weights"]})
+    assert runner.background("begin_update", {"have_weights": False}) is True
+    by_stream(runner, bench.tensors)
+    runner.background("finish_update", {})
+    runner.call("commit_update", {})
+    runner.call("restore", {"tags": ["kv_cache"]})
+    assert outcome(runner, facts) == bench.want_new
+
+
+def test_in_place_is_said_beforehand(bench: Bench) -> None:
+    runner, _ = start(bench.old, weight_staging="in_place")
+    assert runner.background("begin_update", {"have_weights": True}) is False
+    assert runner.background("begin_update", {"have_weights": False}) is True
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "qwen3")
+    runner, facts = start(bench.old)
+    head, embedding = "lm_head.weight", bench.tensors["model.embed_tokens.weight"]
+    for value, fits in ((embedding, True), (embedding + 1, False)):
+        for order in (1, -1):
+            tensors = dict(list((bench.tensors | {head: value}).items())[::order])
+            runner.background("begin_update", {"have_weights": True})
+            for name, tensor in tensors.items():
+                feed(runner, save({name: tensor}), stream=name, last=True)
+            if fits:
+                runner.background("finish_update", {})
+                runner.call("commit_update", {})
+                assert outcome(runner, facts) == bench.want_new
+            else:
+                with pytest.raises(RequestError, match="ties them"):
+                    runner.background("finish_update", {})
+
+
+def test_packing_follows_the_rule() -> None:
+    rule = broadcast.batches([3, 3, 3, 10, 1], lambda size: size, 5)
+    assert list(rule) == [[3, 3], [3, 10], [1]]
+    assert list(broadcast.batches([], lambda size: size, 5)) == []
+    assert np.prod([]) == 1  # a scalar has one element

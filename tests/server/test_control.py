@@ -1,0 +1,177 @@
+"""Control routes: what each asks of the engine, how refusals look, and who may call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_llm import Site, site
+from tokserve.errors import BY_STATUS, Conflict
+from tokserve.messages import Status
+from tokserve.server.app import CONTROL
+
+UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
+    ("/pause", None, "pause", {"mode": "abort", "clear_cache": True}),
+    ("/pause?mode=keep&clear_cache=false", None, "pause", {"mode": "keep", "clear_cache": False}),
+    ("/pause?wait_for_inflight_requests=true", None, "pause", {"mode": "wait", "clear_cache": True}),
+    ("/pause", {"mode": "wait"}, "pause", {"mode": "wait", "clear_cache": True}),
+    ("/resume", None, "resume", {}),
+    ("/sleep?level=2&mode=wait", None, "sleep", {"level": 2, "mode": "wait"}),
+    ("/sleep", {"level": 0}, "sleep", {"level": 0, "mode": "abort"}),
+    ("/wake_up", None, "wake_up", {"tags": None}),
+    ("/wake_up?tags=weights&tags=kv_cache", None, "wake_up", {"tags": ["weights", "kv_cache"]}),
+    ("/wake_up", {"tags": ["weights"]}, "wake_up", {"tags": ["weights"]}),
+    ("/release_kv_cache_memory", None, "release_kv_cache_memory", {}),
+    ("/reset_prefix_cache", {"reset_running_requests": False}, "reset_prefix_cache", {}),
+    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {}),
+    ("/init_weight_transfer_engine", {"init_info": {"x": 1}}, "init_weight_transfer_engine", {"options": {"x": 1}}),
+    ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
+    ("/start_weight_update", None, "start_weight_update", {"is_checkpoint_format": True}),
+    ("/start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
+    ("/update_weights", {"update_info": UPDATE}, "update_weights", {"update": UPDATE}),
+    ("/update_weights", {"update_info": [UPDATE]}, "update_weights", {"update": UPDATE}),
+    ("/update_weights", {"weight_dir": "/w"}, "update_weights_from_dir", {"weight_dir": "/w", "weight_version": None}),
+    ("/finish_weight_update", None, "finish_weight_update", {"weight_version": None}),
+    ("/finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
+    ("/abort_weight_update", None, "abort_weight_update", {}),
+    ("/update_weight_version", {"new_version": "v"}, "update_weight_version", {"new_version": "v"}),
+    ("/weight_checker", {"action": "checksum"}, "weight_checksums", {}),
+    ("/collective_rpc", {"method": "f", "args": [1], "kwargs": {"a": 2}}, "collective_rpc",
+     {"method": "f", "args": [1], "kwargs": {"a": 2}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "sent", "verb", "args"), ROUTES, ids=lambda value: str(value)[:40])
+def test_each_route_is_one_call_of_the_engine(path: str, sent: Any, verb: str, args: dict[str, Any]) -> None:
+    s = site()
+    answer = s.post(path, sent)
+    assert answer.status_code == 200, answer.text
+    assert s.llm.asked == [(verb, args)]
+
+
+def test_the_table_has_every_control_route() -> None:
+    assert {path.partition("?")[0] for path, *_ in ROUTES} == CONTROL
+
+
+def test_what_the_routes_say() -> None:
+    s = site()
+    s.llm.answers = {"reset_prefix_cache": True, "weight_checksums": {"a": "1", "b": "2"}, "collective_rpc": [3]}
+    s.llm.status = Status("paused", "v7", 7, True)
+    assert s.post("/pause").json() == {"status": "paused"} and s.post("/resume").json() == {"status": "resumed"}
+    assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
+    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "last_failure": None}
+    assert s.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
+    compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
+    assert compared == {"match": False, "mismatches": ["b", "c"]}
+    assert s.post("/collective_rpc", {"method": "f"}).json() == {"results": [3]}
+    assert s.post("/update_weight_version", {"new_version": "x"}).json() == {"success": True, "new_version": "x"}
+    assert s.get("/liveness").status_code == 200
+    assert s.get("/server_info?config_format=json").json()["vllm_config"]["model"]["max_model_len"] == 512
+
+
+BAD = [
+    ("/pause?clear_cache=perhaps", None, "clear_cache"), ("/pause", {"node": "keep"}, "node"),
+    ("/sleep?level=two", None, "level"), ("/wake_up", {"tags": "weights"}, "tags"),
+    ("/init_weight_transfer_engine", {}, "init_info"), ("/update_weights", {}, "update_info"),
+    ("/update_weights", {"weight_dir": None}, "update_info"), ("/update_weights", {"update_info": []}, "update_info"),
+    ("/update_weights", {"update_info": {}, "weight_dir": "w"}, "update_info"),
+    ("/update_weight_version", {}, "new_version"), ("/weight_checker", {"action": "reset"}, "action"),
+    ("/weight_checker", {"action": "compare"}, "baseline"), ("/collective_rpc", {}, "method"),
+    ("/pause", [1], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "sent", "param"), BAD, ids=str)
+def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> None:
+    s = site()
+    answer = s.post(path, sent)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert not s.llm.asked
+
+
+def test_refusals_of_the_engine_keep_their_status() -> None:
+    s = site()
+    s.llm.answers["start_weight_update"] = Conflict("one is open")
+    answer = s.post("/start_weight_update")
+    assert answer.status_code == 409 and answer.json()["error"]["type"] == "conflict_error"
+    assert all(kind("m", field="f").status == status for status, kind in BY_STATUS.items())
+
+
+def test_a_weight_body_goes_on_in_pieces() -> None:
+    s = site()
+    content = bytes(range(256)) * 40_000
+    answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
+    assert answer.status_code == 200
+    pieces = [args for verb, args in s.llm.asked if verb == "feed_weights"]
+    assert b"".join(piece["chunk"] for piece in pieces) == content and len({p["stream"] for p in pieces}) == 1
+    assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
+    s = site()
+
+    messages = [{"type": "http.request", "body": b"x" * 100, "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        """Nobody listens."""
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/update_weights", "raw_path": b"/update_weights", "root_path": "",
+        "headers": [(b"content-type", b"application/octet-stream")], "query_string": b"", "scheme": "http",
+        "server": ("a", 1), "client": ("127.0.0.1", 1), "http_version": "1.1",
+    }  # fmt: skip
+    asyncio.run(s.app(scope, receive, send))
+    assert s.llm.asked[-1][1]["broken"] is True
+
+
+def test_init_broadcaster_is_not_there() -> None:
+    answer = site().post("/init_broadcaster", {"host": "h", "port": 1})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
+
+
+# --- who may call ---
+
+
+def status(s: Site, client: tuple[str, int] | None, path: str = "/resume", **headers: str) -> int:
+    async def ask() -> int:
+        transport = httpx.ASGITransport(s.app, client=client)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.post(path, headers=headers)).status_code
+
+    return asyncio.run(ask())
+
+
+HERE, MAPPED, SIX, AWAY = ("127.0.0.1", 1), ("::ffff:127.0.0.1", 1), ("::1", 1), ("10.0.0.9", 1)
+
+
+def test_without_keys_control_is_for_this_machine() -> None:
+    s = site()
+    assert [status(s, who) for who in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5
+    assert [status(s, who) for who in (AWAY, ("fe80::1%eth0", 1), ("somewhere", 1))] == [403] * 3
+    assert status(s, HERE, Origin="http://evil.example") == 403
+    assert status(s, AWAY, "/resume/") == 403
+    assert status(s, AWAY, "/abort_requests") == 400  # not a control route
+    assert status(site(allow_remote_control=True), AWAY) == 200
+
+
+def test_an_api_key_opens_control_too_if_there_is_no_admin_key() -> None:
+    s = site(api_key=["k"])
+    assert status(s, HERE) == 401 and status(s, AWAY, Authorization="Bearer k") == 200
+
+
+def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
+    s = site(api_key=["k"], admin_api_key=["a", "b"])
+    assert [status(s, HERE, **headers) for headers in ({}, {"Authorization": "Bearer k"})] == [401, 401]
+    assert status(s, AWAY, Authorization="Bearer b") == 200
+    assert status(s, HERE, "/abort_requests", Authorization="Bearer a") == 400
+    assert status(s, HERE, "/abort_requests") == 401
+    alone = site(admin_api_key=["a"])
+    assert status(alone, HERE) == 401 and status(alone, AWAY, "/abort_requests") == 400

@@ -1,0 +1,52 @@
+"""Digests of the weights as they lie in memory, in whatever layout the bound ops want them.
+
+Two servers with the same options and the same weights give the same digests; a changed bit changes one.  Walks
+attributes, so it needs to know no layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.layers.parameter import Parameter
+
+
+def checksums(model: Any) -> dict[str, str]:
+    """Path of attributes (`blocks.0.mlp.down.packed`) -> SHA-256 of dtype, shape and bytes, as hex."""
+    return {path: _digest(tensor) for path, tensor in _tensors(model, "", set())}
+
+
+def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if id(value) in seen or isinstance(value, Parameter):
+        return
+    seen.add(id(value))
+    for name, child in _children(value):
+        yield from _tensors(child, f"{path}.{name}" if path else name, seen)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(str(index), child) for index, child in enumerate(value)]
+    if isinstance(value, dict):
+        return [(str(key), child) for key, child in value.items()]
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if type(value).__module__.startswith("tokserve."):
+        return list(vars(value).items())
+    return []
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
+    digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,20 @@
+"""What a trainer runs: the client of a server's routes, and its end of weight transfers.
+
+`broadcast` is for servers too, so the client (and its HTTP library) is imported when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokserve.rl.client import Rollout, ServerError, TokserveClient
+
+__all__ = ["Rollout", "ServerError", "TokserveClient"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tokserve.rl' has no attribute {name!r}")
+    return getattr(importlib.import_module("tokserve.rl.client"), name)

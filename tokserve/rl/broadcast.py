@@ -1,0 +1,161 @@
+"""Weights over a process group: the trainer is rank 0 and broadcasts, every server is another rank and receives.
+
+Used by both ends.  The order of tensors and the packing are those of vLLM's NCCL transfer: tensors one by one, or,
+packed, as bytes of several laid end to end.  Names, dtypes and shapes travel by HTTP; here go only bytes, and
+nothing is ever unpickled.  Must not know models or engines.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tokserve.errors import RequestError, TransferFailed
+
+PACKED_BYTES = 1 << 30  # a packed buffer is closed by the tensor that brings it above this
+PREFIX = "tokserve_weights"
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}  # fmt: skip
+Declared = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
+T = TypeVar("T")
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
+BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "nccl": (_nccl, "cuda")}
+
+
+class Group:
+    """A process group of its own, whatever other groups this process is in.  Blocks until all ranks are there.
+
+    Raises RequestError for a backend this build of torch lacks, TransferFailed if the others do not come.
+    """
+
+    def __init__(self, backend: str, address: str, port: int, rank: int, size: int, timeout: float) -> None:
+        make, device = BACKENDS[backend]
+        if not getattr(distributed, f"is_{backend}_available")():
+            raise RequestError(f"this build of torch has no {backend}", field="backend")
+        self.device = torch.device(device)
+        self._timeout = timeout
+        self._interrupted = threading.Event()
+        self._broken = False
+        patience = timedelta(seconds=timeout)
+        try:
+            store = TCPStore(address, port, size, rank == 0, patience)
+            self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
+            self.broadcast(torch.zeros(1, device=self.device))  # so that a group that cannot talk is told now
+        except (RuntimeError, ValueError) as error:  # what torch.distributed raises
+            raise TransferFailed(
+                f"the {backend} group at {address}:{port} did not come about: {_first(error)}"
+            ) from None
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is of no use afterwards."""
+        if self._broken:
+            raise TransferFailed("the process group is broken: initialise the transfer engine again")
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._broken = True  # until it has come to its end
+        over = threading.Event()
+        try:
+            work = self._group.broadcast([tensor], options)
+            work.get_future().add_done_callback(lambda _: over.set())
+            while not over.wait(0.05):  # an interrupt must not need the sender's help
+                if self._interrupted.is_set():
+                    threading.Thread(target=_bury, args=(self._group, work, tensor), daemon=True).start()
+                    self._group = None
+                    raise TransferFailed("the transfer was interrupted")
+            work.wait()
+        except RuntimeError as error:
+            raise TransferFailed(f"the other end of the transfer has gone: {_first(error)}") from None
+        self._broken = False
+
+    def interrupt(self) -> None:
+        """From another thread: make a broadcast that waits fail."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._broken = True
+        self._group = None
+
+
+def _bury(group: Any, work: Any, tensor: Tensor) -> None:
+    """Hold what a broadcast that nobody waits for still writes to, until it has timed out."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return
+
+
+def _first(error: Exception) -> str:
+    """The message's first line, without torch's source position."""
+    return str(error).partition("\n")[0].rpartition("] ")[2][:300] or type(error).__name__
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The packing rule: a batch ends with the item that brings it above `limit` bytes."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total > limit:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def num_bytes(declared: Declared) -> int:
+    """Bytes of a tensor."""
+    _, dtype, shape = declared
+    return math.prod(shape) * dtype.itemsize
+
+
+def receive(
+    group: Group, declared: Sequence[Declared], *, packed: bool, buffer_bytes: int = PACKED_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) in the order of `declared`; a tensor is a view that is good until the next one is asked for."""
+    if not packed:
+        for name, dtype, shape in declared:
+            tensor = torch.empty(shape, dtype=dtype, device=group.device)
+            group.broadcast(tensor)
+            yield name, tensor
+        return
+    for batch in batches(declared, num_bytes, buffer_bytes):
+        sizes = [num_bytes(each) for each in batch]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
+        group.broadcast(buffer)
+        for (name, dtype, shape), part in zip(batch, torch.split(buffer, sizes), strict=True):
+            aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
+            yield name, aligned.view(dtype).view(shape)
+
+
+def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes: int = PACKED_BYTES) -> None:
+    """The other end of `receive`."""
+    ready = (tensor.detach().to(group.device).contiguous() for tensor in tensors)
+    if not packed:
+        for tensor in ready:
+            group.broadcast(tensor)
+        return
+    flat = (tensor.view(-1).view(torch.uint8) for tensor in ready)
+    for batch in batches(flat, Tensor.numel, buffer_bytes):
+        group.broadcast(torch.cat(batch))

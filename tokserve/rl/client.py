@@ -1,0 +1,272 @@
+"""A trainer's client: rollouts as numpy arrays, and weights pushed over HTTP or a process group.
+
+Everything is asynchronous; many rollouts are in flight at once.  A call is sent again only where that cannot do harm:
+when no connection came about, or the server said 503 and when to come back.  Knows the routes of docs/rl.md and
+docs/token-api.md, and nothing of the server's inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.rl import broadcast
+from tokserve.rl.broadcast import Group
+
+MSGPACK = "application/msgpack"
+PIECE = 1 << 20  # bytes of a weight body sent at a time
+WAIT = 0.1  # seconds between two looks at a server that is starting
+SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class ServerError(Exception):
+    """The server refused.  `status` is HTTP's, `kind` and `field` are the error's type and param."""
+
+    def __init__(self, status: int, message: str, kind: str = "", field: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.message, self.kind, self.field = status, message, kind, field
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One choice of one prompt.  `logprobs` are of `token_ids`, in the mode asked for.
+
+    `weight_versions`: (version, start, end) of positions in `token_ids`.
+    """
+
+    prompt_index: int
+    index: int
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+    weight_versions: list[tuple[str, int, int]]
+
+
+class TokserveClient:
+    """For one server and one event loop; use as an async context manager, or `await close()`.
+
+    `api_key`: an admin key where the server has one.  `connections`: most requests in flight.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
+        self._group: Group | None = None
+
+    async def __aenter__(self) -> TokserveClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        if self._group is not None:
+            self._group.close()
+        await self._http.aclose()
+
+    # --- generation ---
+
+    async def wait_ready(self, seconds: float = 600.0) -> None:
+        """Return when the server serves.  Raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while True:
+                with suppress(httpx.TransportError):
+                    if (await self._http.get("/health")).status_code == 200:
+                        return
+                await asyncio.sleep(WAIT)
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        seeds: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        group_id: str | None = None,
+        **sampling: Any,
+    ) -> list[Rollout]:
+        """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
+
+        Logprobs come always.  Without `seeds` (one per prompt; choice i adds i) the server draws them.
+        """
+        asked = []
+        for number, prompt in enumerate(prompts):
+            params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
+            asked.append(self._generate(number, prompt, params, cache_salt, group_id))
+        found = await asyncio.gather(*asked)
+        return [rollout for each in found for rollout in each]
+
+    async def _generate(
+        self, number: int, prompt: Sequence[int], params: dict[str, Any], salt: str | None, group: str | None
+    ) -> list[Rollout]:
+        ids = np.asarray(prompt, "<i4")
+        body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
+                "cache_salt": salt, "group_id": group, "request_id": secrets.token_hex(12)}  # fmt: skip
+        headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
+        content = msgspec.msgpack.encode(body)
+        answer = await self._send("POST", "/inference/v1/generate", again=True, content=content, headers=headers)
+        return [_rollout(number, ids, choice) for choice in msgspec.msgpack.decode(answer.content)["choices"]]
+
+    # --- control ---
+
+    async def state(self) -> dict[str, Any]:
+        """GET /inference/v1/state."""
+        found: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
+        return found
+
+    async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
+        """Stop generating; returns when that is so."""
+        await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._control("/resume", again=True)
+
+    @asynccontextmanager
+    async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
+        """Paused for the length of the block, whatever happens in it."""
+        await self.pause(mode)
+        try:
+            yield
+        finally:
+            await self.resume()
+
+    async def abort(self, group_id: str) -> int:
+        """End the requests of a group with what they have; how many there were."""
+        return int((await self._control("/abort_requests", {"group_id": group_id}))["aborted"])
+
+    # --- weights ---
+
+    async def join(
+        self,
+        backend: str,
+        address: str,
+        port: int,
+        *,
+        rank_offset: int = 1,
+        world_size: int = 2,
+        timeout: float = 300.0,
+    ) -> None:
+        """Meet the server in a process group (gloo or nccl) with this process as rank 0; later updates go over it.
+
+        `address`, `port`: where this process listens, as the server sees it.
+        """
+        options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
+                   "world_size": world_size}  # fmt: skip
+        meeting = asyncio.to_thread(Group, backend, address, port, 0, world_size, timeout)
+        self._group, _ = await asyncio.gather(
+            meeting, self._control("/init_weight_transfer_engine", {"init_info": options})
+        )
+
+    async def update_weights(self, tensors: NamedTensors, version: str | None = None) -> dict[str, Any]:
+        """Replace all weights, over the group if there is one, else over HTTP: {"weight_version", "epoch"}.
+
+        Names are those of the checkpoint, as `model.named_parameters()` of a transformers model gives them.  If it
+        fails, the server keeps its old weights.
+        """
+        named = [(name, tensor.detach()) for name, tensor in tensors]
+        await self._control("/start_weight_update")
+        done = False
+        try:
+            if self._group is None:
+                headers = {"Content-Type": "application/octet-stream"}
+                await self._send("POST", "/update_weights", content=_safetensors(named), headers=headers)
+            else:
+                await self._broadcast(self._group, named)
+            committed: dict[str, Any] = await self._control("/finish_weight_update", {"weight_version": version})
+            done = True
+        finally:
+            if not done:
+                with suppress(ServerError, httpx.TransportError):  # it is rolled back already, or the server has gone
+                    await self._control("/abort_weight_update")
+        return committed
+
+    async def _broadcast(self, group: Group, named: Sequence[tuple[str, Tensor]]) -> None:
+        names = [name for name, _ in named]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named]
+        shapes = [list(tensor.shape) for _, tensor in named]
+        announced = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True}
+        tensors = [tensor for _, tensor in named]
+        sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=True))
+        try:
+            await self._control("/update_weights", {"update_info": announced})
+        except ServerError:  # it does not listen any more
+            group.interrupt()
+            self._group = None
+            await asyncio.wait([sending])
+            raise
+        await sending
+
+    async def _control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
+        return (await self._send("POST", path, again=again, json=body or {})).json()
+
+    async def _send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
+        """Send, and with `again` try anew where nothing can have happened."""
+        while True:
+            try:
+                answer = await self._http.request(method, path, **kwargs)
+            except httpx.ConnectError:
+                if not again:
+                    raise
+                again = False  # once
+                await asyncio.sleep(WAIT)
+                continue
+            if answer.status_code == 200:
+                return answer
+            if again and answer.status_code == 503 and "retry-after" in answer.headers:
+                await asyncio.sleep(float(answer.headers["retry-after"]))
+                continue
+            raise _error(answer)
+
+
+def _error(answer: httpx.Response) -> ServerError:
+    try:
+        error = answer.json()["error"]
+        return ServerError(answer.status_code, error["message"], error["type"], error["param"])
+    except (ValueError, KeyError, TypeError):
+        return ServerError(answer.status_code, answer.text[:500])
+
+
+def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> Rollout:
+    logprobs = choice["logprobs"]
+    values = b"" if logprobs is None else logprobs["token_logprobs"]
+    spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+    return Rollout(
+        number, choice["index"], prompt, np.frombuffer(choice["token_ids"], "<i4"), np.frombuffer(values, "<f4"),
+        choice["finish_reason"], spans,
+    )  # fmt: skip
+
+
+async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
+    """A safetensors file of these tensors, made as it is read: no second copy of the weights."""
+    header: dict[str, Any] = {}
+    place = 0
+    for name, tensor in named:
+        if tensor.dtype not in SAFETENSORS:
+            raise TypeError(f"{name} is of dtype {tensor.dtype}; weights are floating")
+        end = place + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    packed = json.dumps(header, separators=(",", ":")).encode()
+    packed += b" " * (-len(packed) % 8)
+    yield len(packed).to_bytes(8, "little") + packed
+    for _, tensor in named:
+        flat = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        for first in range(0, len(flat), PIECE):
+            yield flat[first : first + PIECE].tobytes()

@@ -1,0 +1,54 @@
+"""Code of the operator's own that runs beside the model: the worker extension and functions applied to the model.
+
+Both are named as `module:name` and imported in the engine's process; nothing but names and plain values comes over
+the wire.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import msgspec
+
+from tokserve.errors import Forbidden, NotFound, RequestError, StartError
+
+
+def named(reference: str) -> Any:
+    """What `module:name` (or `module.name`) refers to.  Raises RequestError."""
+    module, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(f"{reference!r} cannot be imported: {error}") from None
+    return found
+
+
+def make(reference: str | None, runner: Any) -> Any:
+    """The worker extension, or None.  Raises StartError."""
+    if reference is None:
+        return None
+    try:
+        return named(reference)(runner)
+    except (RequestError, TypeError) as error:
+        raise StartError(f"option worker_extension_cls: {error}") from None
+
+
+def call(extension: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a public method of the extension; returns plain values."""
+    if extension is None:
+        raise Forbidden("there is no worker extension: start the server with --worker-extension-cls module:Class")
+    found = None if method.startswith("_") or not hasattr(extension, method) else getattr(extension, method)
+    if not callable(found):
+        raise NotFound(f"the worker extension has no method {method!r}", field="method")
+    return plain(found(*args, **kwargs))
+
+
+def plain(value: Any) -> Any:
+    """`value` as it can be sent; what cannot becomes its text."""
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=str))
+    except (TypeError, ValueError, OverflowError):
+        return str(value)

@@ -1,0 +1,208 @@
+"""Where the tensors of a live update come from: a checkpoint directory, shared memory, a safetensors byte stream.
+
+Each turns what a caller announced into (name, tensor) pairs and refuses what contradicts itself before it is read.
+Process groups are in `rl/broadcast`.  Nothing is unpickled.  Must not know the model or the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.errors import Forbidden, RequestError
+from tokserve.models.weights import FLOATS
+from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
+
+SHARED_MEMORY = Path("/dev/shm")
+MAX_HEADER = 64 << 20
+
+
+class Announcement(msgspec.Struct, forbid_unknown_fields=True):
+    """`update_info` of the backends that send tensors: parallel lists, in the order of sending.
+
+    `segment`, `offsets`: name of a POSIX shared memory segment and the tensors' places in it, in bytes.
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool = False
+    packed_buffer_size_bytes: int = PACKED_BYTES
+    packed_num_buffers: int = 2
+    segment: str | None = None
+    offsets: list[int] | None = None
+
+    def declared(self) -> list[Declared]:
+        """The tensors; raises RequestError for lists that do not belong together and unknown dtypes."""
+        for name in ("dtype_names", "shapes"):
+            if len(getattr(self, name)) != len(self.names):
+                raise RequestError(f"{name} and names must be of the same length", field=f"update_info.{name}")
+        unknown = sorted({name for name in self.dtype_names if name.removeprefix("torch.") not in DTYPES})
+        if unknown:
+            raise RequestError(
+                f"unsupported dtype {unknown[0]!r}; there are: {', '.join(DTYPES)}", field="update_info.dtype_names"
+            )
+        if any(size < 0 for shape in self.shapes for size in shape):
+            raise RequestError("a shape has a negative size", field="update_info.shapes")
+        types = [DTYPES[name.removeprefix("torch.")] for name in self.dtype_names]
+        return [(n, d, tuple(s)) for n, d, s in zip(self.names, types, self.shapes, strict=True)]
+
+
+def announcement(source: dict[str, Any]) -> Announcement:
+    """`source` with its types checked."""
+    if "ipc_handles" in source or "ipc_handles_pickled" in source:
+        raise RequestError(
+            "CUDA IPC handles need a CUDA device; on the CPU give segment and offsets", field="update_info.ipc_handles"
+        )
+    try:
+        return msgspec.convert(source, Announcement)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"update_info: {error}", field="update_info") from None
+
+
+def allowed_directory(name: str, allowed: Sequence[str] | None) -> Path:
+    """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
+    path = Path(os.path.realpath(os.path.expanduser(name)))
+    if allowed is not None and not any(path.is_relative_to(os.path.realpath(parent)) for parent in allowed):
+        raise Forbidden(f"{name} is not within --allowed-weight-dirs", field="weight_dir")
+    if not path.is_dir():
+        raise RequestError(f"no directory {name}", field="weight_dir")
+    return path
+
+
+def shared_memory(asked: Announcement, declared: Sequence[Declared]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) from a segment; tensors are views of it, good until the next one is asked for."""
+    segment, offsets = asked.segment, asked.offsets
+    if segment is None or offsets is None or len(offsets) != len(declared):
+        raise RequestError("ipc needs a segment, and an offset for every name", field="update_info.segment")
+    name = segment.removeprefix("/")
+    if not name or "/" in name or name in (".", ".."):
+        raise RequestError(f"{segment!r} is no name of a shared memory segment", field="update_info.segment")
+    try:
+        descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        reason = f"shared memory {segment!r}: {error.strerror}"
+        raise RequestError(reason, field="update_info.segment") from None
+    try:
+        size = os.fstat(descriptor).st_size
+        for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
+            count = num_bytes((key, dtype, shape))
+            if offset < 0 or offset % dtype.itemsize or offset + count > size:
+                raise RequestError(
+                    f"{key}: bytes {offset} to {offset + count} do not lie, aligned, in the segment of {size}",
+                    field="update_info.offsets",
+                )
+        memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), np.uint8)
+    finally:
+        os.close(descriptor)
+    for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
+        part = memory[offset : offset + num_bytes((key, dtype, shape))]
+        yield key, torch.from_numpy(part).view(dtype).view(shape)
+
+
+class SafetensorsStream:
+    """A safetensors file that comes in pieces; holds one tensor at a time.
+
+    `announce` is called once with all names, shapes and dtypes, `put` with each tensor when it is complete.
+    """
+
+    def __init__(
+        self,
+        announce: Callable[[list[tuple[str, tuple[int, ...], torch.dtype | str]]], None],
+        put: Callable[[str, Tensor], None],
+    ) -> None:
+        self._announce = announce
+        self._put = put
+        self._head = bytearray()  # until the header is complete
+        self._header_size: int | None = None
+        self._entries: list[Declared] = []  # in the order of the file
+        self._tensor: Tensor | None = None
+        self._bytes: NDArray[np.uint8] = np.empty(0, np.uint8)  # of the tensor
+        self._filled = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes."""
+        rest = memoryview(chunk)
+        if self._header_size is None or len(self._head) < self._header_size:
+            rest = self._feed_header(rest)
+        while self._next() and rest:
+            count = min(len(rest), len(self._bytes) - self._filled)
+            self._bytes[self._filled : self._filled + count] = np.frombuffer(rest[:count], np.uint8)
+            self._filled += count
+            rest = rest[count:]
+        if rest:
+            raise RequestError("the body goes on after the last tensor")
+
+    def end(self) -> None:
+        """No more bytes come."""
+        if self._header_size is None or len(self._head) < self._header_size or self._next():
+            raise RequestError("the body ends before its last tensor does: it was truncated")
+
+    def _feed_header(self, rest: memoryview) -> memoryview:
+        """The bytes after the header, once it is there."""
+        if self._header_size is None:
+            missing = 8 - len(self._head)
+            self._head += rest[:missing]
+            rest = rest[missing:]
+            if len(self._head) < 8:
+                return rest
+            self._header_size = int.from_bytes(self._head, "little")
+            self._head.clear()
+            if not 2 <= self._header_size <= MAX_HEADER:
+                raise RequestError(f"this is not a safetensors file: its header would have {self._header_size} bytes")
+        missing = self._header_size - len(self._head)
+        self._head += rest[:missing]
+        if len(self._head) == self._header_size:
+            self._entries = _entries(bytes(self._head))
+            self._announce([(name, shape, dtype) for name, dtype, shape in self._entries])
+            self._entries.reverse()
+        return rest[missing:]
+
+    def _next(self) -> bool:
+        """Hand over complete tensors; whether there is one to be filled."""
+        while self._tensor is None or self._filled == len(self._bytes):
+            if self._tensor is not None:
+                self._put(self._entries.pop()[0], self._tensor)
+                self._tensor = None
+            if not self._entries:
+                return False
+            _, dtype, shape = self._entries[-1]
+            self._tensor = torch.empty(shape, dtype=dtype)
+            self._bytes = self._tensor.view(-1).view(torch.uint8).numpy()
+            self._filled = 0
+        return True
+
+
+def _entries(header: bytes) -> list[Declared]:
+    """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
+    try:
+        found = json.loads(header)
+        rows = []
+        for name, entry in found.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                shape = tuple(int(size) for size in entry["shape"])
+                rows.append((int(begin), int(end), str(name), str(entry["dtype"]), shape))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError("this is not a safetensors file: its header cannot be read") from None
+    entries: list[Declared] = []
+    place = 0
+    for begin, end, name, dtype, shape in sorted(rows):
+        if dtype not in FLOATS:
+            raise RequestError(f"{name} is of the unsupported dtype {dtype}")
+        declared = (name, FLOATS[dtype], shape)
+        if any(size < 0 for size in shape) or begin != place or end - begin != num_bytes(declared):
+            raise RequestError(f"the header contradicts itself at {name}")
+        entries.append(declared)
+        place = end
+    return entries

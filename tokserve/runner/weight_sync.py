@@ -1,0 +1,197 @@
+"""The device's side of a weight update: gathers a second set of weights, and gives it up only when it is whole.
+
+Its methods run in a thread of their own beside the steps, one at a time and in order; only `take` and `interrupt`
+are called from elsewhere.  After any failure nothing is staged.  Decides nothing: when to begin and when a complete
+set takes effect is the engine's affair.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+
+from tokserve import device
+from tokserve.config import WeightsConfig
+from tokserve.errors import Conflict, RequestError, StartError
+from tokserve.models import weights
+from tokserve.models.decoder import Decoder
+from tokserve.models.staging import Staging
+from tokserve.rl import broadcast
+from tokserve.rl.broadcast import BACKENDS, Declared, Group
+from tokserve.runner import weight_sources as sources
+
+SPARE = 1.1  # free memory over the size of the weights that staging beside them needs
+
+
+class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`init_info` of gloo and nccl; `rank_offset` is this server's rank."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = False
+    backend: str | None = None
+
+
+class WeightSync:
+    """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is."""
+
+    def __init__(self, config: WeightsConfig, blank: Callable[[], Decoder], num_bytes: Callable[[], int]) -> None:
+        self._config = config
+        self._backend = (config.weight_transfer_config or {}).get("backend", "disk")
+        self._blank = blank
+        self._num_bytes = num_bytes
+        self._staging: Staging | None = None
+        self._complete: Decoder | None = None
+        self._old: Decoder | None = None  # replaced, not yet given back
+        self._group: Group | None = None
+        self._packed = False
+        self._stream: tuple[str, sources.SafetensorsStream] | None = None
+
+    # --- the backend ---
+
+    def init(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Make the backend ready; with gloo and nccl that means to meet the trainer."""
+        backend = options.get("backend", self._backend)
+        if backend not in BACKENDS:
+            return {"message": "Weight transfer initialized", "backend": backend}
+        try:
+            asked = msgspec.convert(options, GroupOptions)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"init_info: {error}", field="init_info") from None
+        if not 0 < asked.rank_offset < asked.world_size:
+            raise RequestError("rank_offset must be from 1 to world_size - 1", field="init_info.rank_offset")
+        if not 0 < asked.master_port < 1 << 16:
+            raise RequestError("master_port must be from 1 to 65535", field="init_info.master_port")
+        self.shutdown()
+        try:
+            address = socket.gethostbyname(asked.master_address)
+        except OSError as error:
+            raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
+        self._group = Group(
+            backend, address, asked.master_port, asked.rank_offset, asked.world_size,
+            self._config.weight_transfer_timeout,
+        )  # fmt: skip
+        self._packed = asked.packed
+        return {"message": "Weight transfer initialized", "backend": backend}
+
+    def shutdown(self) -> dict[str, Any]:
+        """Let go of the backend."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        return {"message": "Weight transfer shut down"}
+
+    def interrupt(self) -> None:
+        """From another thread: make a transfer that waits for its sender fail."""
+        if self._group is not None:
+            self._group.interrupt()
+
+    # --- the update ---
+
+    def begin(self, have_weights: bool) -> bool:
+        """Prepare for tensors; whether the weights that serve can stay where they are meanwhile."""
+        where = self._config.weight_staging
+        room = not have_weights or device.free_memory() > SPARE * self._num_bytes()
+        self._staging = Staging(self._blank())
+        return not have_weights or where == "beside" or (where == "auto" and room)
+
+    def abort(self) -> None:
+        """Drop what is staged."""
+        self._staging = self._complete = self._stream = None
+        device.give_back_memory()
+
+    def receive(self, source: dict[str, Any]) -> None:
+        """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend."""
+        whole = False
+        staging = self._opened()
+        try:
+            if "weight_dir" in source:
+                self._read_directory(staging, source)
+            else:
+                self._take_announced(staging, source)
+            whole = True
+        finally:
+            if not whole:
+                self.abort()
+
+    def _read_directory(self, staging: Staging, source: dict[str, Any]) -> None:
+        if set(source) != {"weight_dir"} or not isinstance(source["weight_dir"], str):
+            raise RequestError("weight_dir must be a string, and stand alone", field="weight_dir")
+        directory = sources.allowed_directory(source["weight_dir"], self._config.allowed_weight_dirs)
+        try:
+            found = weights.catalogue(directory)
+            staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
+            for name, tensor in weights.stream(found):
+                staging.put(name, tensor)
+        except (StartError, OSError, SafetensorError) as error:
+            raise RequestError(str(error), field="weight_dir") from None
+
+    def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
+        asked = sources.announcement(source)
+        declared = asked.declared()
+        staging.announce((name, shape, dtype) for name, dtype, shape in declared)
+        if asked.segment is not None:
+            tensors = sources.shared_memory(asked, declared)
+        elif self._group is not None:
+            tensors = self._broadcast(self._group, asked, declared)
+        else:
+            raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
+        for name, tensor in tensors:
+            staging.put(name, tensor)
+
+    def _broadcast(self, group: Group, asked: sources.Announcement, declared: list[Declared]) -> Any:
+        packed = asked.packed or self._packed
+        return broadcast.receive(group, declared, packed=packed, buffer_bytes=asked.packed_buffer_size_bytes)
+
+    def feed(self, stream: str, chunk: bytes, last: bool, broken: bool) -> None:
+        """Stage a piece of a safetensors file."""
+        whole = False
+        staging = self._opened()
+        if self._stream is not None and self._stream[0] != stream:
+            raise Conflict("the tensors of another request are still coming")
+        try:
+            if self._stream is None:
+                self._stream = stream, sources.SafetensorsStream(staging.announce, staging.put)
+            if broken:
+                raise RequestError("the sender left before the body's end")
+            self._stream[1].feed(chunk)
+            if last:
+                self._stream[1].end()
+                self._stream = None
+            whole = True
+        finally:
+            if not whole:
+                self.abort()
+
+    def finish(self) -> None:
+        """Make sure that every weight is there."""
+        staging = self._opened()
+        self._staging = None
+        if self._stream is not None:
+            self.abort()
+            raise Conflict("tensors are still coming")
+        self._complete = staging.finish()
+
+    def take(self, old: Decoder) -> Decoder:
+        """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step."""
+        self._old = old
+        complete, self._complete = self._complete, None
+        if complete is None:
+            raise RuntimeError("no complete set of weights is staged")
+        return complete
+
+    def forget(self) -> None:
+        """Give back the memory of replaced weights."""
+        self._old = None
+        device.give_back_memory()
+
+    def _opened(self) -> Staging:
+        if self._staging is None:
+            raise Conflict("no weight update is open")
+        return self._staging

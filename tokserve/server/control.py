@@ -1,0 +1,329 @@
+"""Control routes: pause, sleep, weight updates and worker calls, under vLLM's names.
+
+A body (JSON or msgpack) and the query say the same things; the body wins.  Each route is one call of the engine,
+which is the authority on what is allowed now, so it does not matter which front end was asked.  Who may call is
+decided in `auth`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import EngineDead, RequestError
+from tokserve.server import body, errors
+from tokserve.server.body import Gone
+from tokserve.server.serving import Serving
+
+T = TypeVar("T", bound=msgspec.Struct)
+TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
+PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
+UNDER_WAY = 8  # pieces sent and not yet acknowledged
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
+    """How to pause."""
+
+    mode: str = "abort"
+    wait_for_inflight_requests: bool = False
+    clear_cache: bool = True
+
+
+class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to give back, and what becomes of requests."""
+
+    level: int = 1
+    mode: str = "abort"
+
+
+class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to wake; default: everything."""
+
+    tags: list[str] | None = None
+
+
+class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's options, which mean nothing here: running requests keep what they have, and there is no other cache."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+    reset_connector: bool = False
+
+
+class InitBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Options of the backend."""
+
+    init_info: dict[str, Any]
+
+
+class StartBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the tensors' names."""
+
+    is_checkpoint_format: bool = True
+
+
+class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Tensors of an open update, or a whole update from a directory."""
+
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    weight_dir: str | None = None
+    weight_version: str | None = None
+
+
+class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to call the new weights."""
+
+    weight_version: str | None = None
+
+
+class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What to call the weights that serve."""
+
+    new_version: str
+
+
+class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
+    """checksum, or compare with a baseline."""
+
+    action: str
+    baseline: dict[str, str] | None = None
+
+
+class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A call of the worker extension."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+async def _asked(serving: Serving, request: Request, kind: type[T]) -> T:
+    """Query and body as a `kind`; unknown names in the query are a proxy's affair and ignored."""
+    known = kind.__struct_fields__
+    query = request.query_params
+    values: dict[str, Any] = {
+        name: query.getlist(name) if name == "tags" else query[name] for name in known if name in query
+    }
+    raw = await body.read(request, serving.max_body)
+    if raw.strip():
+        sent = body.decode(raw, body.is_msgpack(request))
+        if sent is not None and not isinstance(sent, dict):
+            raise RequestError("the body must be an object")
+        values |= sent or {}
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, known) from None
+
+
+# --- pause ---
+
+
+async def pause(serving: Serving, request: Request) -> Response:
+    """POST /pause"""
+    asked = await _asked(serving, request, PauseBody)
+    await serving.llm.pause_generation(
+        mode=asked.mode, wait_for_inflight_requests=asked.wait_for_inflight_requests, clear_cache=asked.clear_cache
+    )
+    return body.reply(request, {"status": "paused"})
+
+
+async def resume(serving: Serving, request: Request) -> Response:
+    """POST /resume"""
+    await serving.llm.resume_generation()
+    return body.reply(request, {"status": "resumed"})
+
+
+async def is_paused(serving: Serving, request: Request) -> Response:
+    """GET /is_paused"""
+    return body.reply(request, {"is_paused": await serving.llm.is_paused()})
+
+
+async def state(serving: Serving, request: Request) -> Response:
+    """GET /inference/v1/state: what the engine does, with which weights"""
+    found = await serving.llm.call("state")
+    names = ("state", "weight_version", "epoch", "running", "waiting", "since", "reason")
+    return body.reply(request, {name: found[name] for name in names})
+
+
+async def liveness(serving: Serving, request: Request) -> Response:
+    """GET /liveness: whether the engine's loop turns"""
+    seconds = serving.config.server.liveness_timeout
+    try:
+        await asyncio.wait_for(serving.llm.call("ping"), seconds)
+    except TimeoutError:
+        raise EngineDead(f"the engine has not answered for {seconds:g} s") from None
+    return body.reply(request, {})
+
+
+# --- sleep and caches ---
+
+
+async def sleep(serving: Serving, request: Request) -> Response:
+    """POST /sleep"""
+    asked = await _asked(serving, request, SleepBody)
+    await serving.llm.sleep(asked.level, asked.mode)
+    return body.reply(request, {"status": "sleeping", "level": asked.level})
+
+
+async def wake_up(serving: Serving, request: Request) -> Response:
+    """POST /wake_up"""
+    asked = await _asked(serving, request, WakeBody)
+    await serving.llm.wake_up(asked.tags)
+    return body.reply(request, {"status": "sleeping" if serving.llm.status.sleeping else "awake"})
+
+
+async def is_sleeping(serving: Serving, request: Request) -> Response:
+    """GET /is_sleeping"""
+    return body.reply(request, {"is_sleeping": await serving.llm.is_sleeping()})
+
+
+async def release_kv_cache_memory(serving: Serving, request: Request) -> Response:
+    """POST /release_kv_cache_memory"""
+    await serving.llm.release_kv_cache_memory()
+    return body.reply(request, {"success": True})
+
+
+async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
+    """POST /reset_prefix_cache"""
+    await _asked(serving, request, ResetBody)
+    return body.reply(request, {"success": await serving.llm.reset_prefix_cache()})
+
+
+# --- weights ---
+
+
+async def init_weight_transfer_engine(serving: Serving, request: Request) -> Response:
+    """POST /init_weight_transfer_engine"""
+    asked = await _asked(serving, request, InitBody)
+    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": asked.init_info}))
+
+
+async def shutdown_weight_transfer_engine(serving: Serving, request: Request) -> Response:
+    """POST /shutdown_weight_transfer_engine"""
+    await serving.llm.shutdown_weight_transfer_engine()
+    return body.reply(request, {"message": "Weight transfer shut down"})
+
+
+async def start_weight_update(serving: Serving, request: Request) -> Response:
+    """POST /start_weight_update"""
+    asked = await _asked(serving, request, StartBody)
+    await serving.llm.start_weight_update(asked.is_checkpoint_format)
+    return body.reply(request, {"message": "Weight update started"})
+
+
+async def update_weights(serving: Serving, request: Request) -> Response:
+    """POST /update_weights"""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
+        await _stream_weights(serving, request)
+        return body.reply(request, {"message": "Weights updated"})
+    asked = await _asked(serving, request, UpdateBody)
+    if (asked.update_info is None) == (asked.weight_dir is None):
+        raise RequestError("give update_info (within an update) or weight_dir (a whole one)", field="update_info")
+    if asked.weight_dir is not None:
+        await serving.llm.update_weights({"weight_dir": asked.weight_dir, "weight_version": asked.weight_version})
+    else:
+        await serving.llm.update_weights({"update_info": asked.update_info})
+    status = serving.llm.status
+    return body.reply(
+        request, {"message": "Weights updated", "weight_version": status.weight_version, "epoch": status.epoch}
+    )
+
+
+async def _stream_weights(serving: Serving, request: Request) -> None:
+    """A safetensors file goes to the engine as it comes, a piece at a time: it is never here as a whole."""
+    stream = secrets.token_hex(8)
+    sent: deque[asyncio.Task[None]] = deque()  # a piece is acknowledged between two steps: so several are under way
+    try:
+        async for piece, last in _pieces(request):
+            sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
+            if len(sent) == UNDER_WAY:
+                await sent.popleft()
+        await asyncio.gather(*sent)
+    except Gone:
+        with suppress(RequestError):  # that the update fails is what this says
+            await serving.llm.feed_weights(stream, b"", broken=True)
+        raise
+    finally:
+        for task in sent:
+            task.cancel()
+
+
+async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
+    """(bytes, whether they are the last) of a body, about PIECE bytes at a time."""
+    held = bytearray()
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        held += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(held) >= PIECE or not more:
+            yield bytes(held), not more
+            held.clear()
+
+
+async def finish_weight_update(serving: Serving, request: Request) -> Response:
+    """POST /finish_weight_update"""
+    asked = await _asked(serving, request, FinishBody)
+    return body.reply(request, await serving.llm.finish_weight_update(asked.weight_version))
+
+
+async def abort_weight_update(serving: Serving, request: Request) -> Response:
+    """POST /abort_weight_update"""
+    await serving.llm.abort_weight_update()
+    return body.reply(request, {"message": "Weight update aborted"})
+
+
+async def update_weight_version(serving: Serving, request: Request) -> Response:
+    """POST /update_weight_version"""
+    asked = await _asked(serving, request, VersionBody)
+    await serving.llm.update_weight_version(asked.new_version)
+    return body.reply(request, {"success": True, "new_version": asked.new_version})
+
+
+async def weights(serving: Serving, request: Request) -> Response:
+    """GET /weight_info"""
+    status = await serving.llm.fresh_status()
+    found = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
+    return body.reply(request, found)
+
+
+async def weight_checker(serving: Serving, request: Request) -> Response:
+    """POST /weight_checker"""
+    asked = await _asked(serving, request, CheckerBody)
+    if asked.action not in ("checksum", "compare"):
+        raise RequestError(f"action must be checksum or compare, got {asked.action[:200]!r}", field="action")
+    if asked.action == "compare" and asked.baseline is None:
+        raise RequestError("compare needs a baseline", field="baseline")
+    found = await serving.llm.weight_checksums()
+    if asked.baseline is None:
+        return body.reply(request, {"checksums": found})
+    names = sorted(found.keys() | asked.baseline.keys())
+    mismatches = [name for name in names if found.get(name) != asked.baseline.get(name)]
+    return body.reply(request, {"match": not mismatches, "mismatches": mismatches})
+
+
+async def get_world_size(serving: Serving, request: Request) -> Response:
+    """GET /get_world_size: how many ranks of a weight transfer this server is"""
+    return body.reply(request, {"world_size": 1})
+
+
+async def collective_rpc(serving: Serving, request: Request) -> Response:
+    """POST /collective_rpc"""
+    asked = await _asked(serving, request, RpcBody)
+    try:
+        results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
+    except TimeoutError:
+        raise EngineDead(f"{asked.method} has not returned for {asked.timeout:g} s") from None
+    return body.reply(request, {"results": results})
