@@ -4,13 +4,13 @@ The task: reverse words of eight letters (the model was trained on at most seven
 share of the answer's letters that are in their place.
 
     tokserve serve demo --dtype float32 --port 8041 &
-    python examples/rl_loop.py http://127.0.0.1:8041 --plot rl_loop.png
+    python examples/rl_loop.py http://127.0.0.1:8041 | tee log && python examples/rl_plot.py log rl_loop.png
 """
 
-import argparse
 import asyncio
 import random
 import string
+import sys
 import time
 
 import numpy as np
@@ -21,6 +21,7 @@ from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Rollout, TokserveClient
 
 LETTERS, PROMPTS, SAMPLES, TEMPERATURE = 8, 8, 16, 2.0
+STEPS, GOAL = 60, 0.85  # stop when the last three rewards' mean is above
 
 
 def reward(answer: str, want: str) -> float:
@@ -29,28 +30,26 @@ def reward(answer: str, want: str) -> float:
 
 def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The trainer's logprobs of the rollouts' tokens, the server's, and which entries are tokens: each [rows, T]."""
-    starts = [len(r.prompt_ids) for r in rollouts]
     rows = [torch.tensor(np.concatenate([r.prompt_ids, r.token_ids]), dtype=torch.long) for r in rollouts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     all_logprobs = torch.log_softmax(model(ids).logits[:, :-1] / TEMPERATURE, -1)
     own = all_logprobs.gather(-1, ids[:, 1:, None])[..., 0]
     theirs, mask = torch.zeros_like(own), torch.zeros_like(own)
     for i, r in enumerate(rollouts):
-        span = slice(starts[i] - 1, starts[i] - 1 + len(r.token_ids))
+        span = slice(len(r.prompt_ids) - 1, len(r.prompt_ids) - 1 + len(r.token_ids))
         theirs[i, span], mask[i, span] = torch.tensor(r.logprobs), 1.0
     return own, theirs, mask
 
 
-async def main(args: argparse.Namespace) -> None:
+async def main(url: str) -> None:
     torch.set_num_threads(1)  # the model is small
     rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_DIR)
     model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rewards, mismatches, began = [], [], time.monotonic()
-    async with TokserveClient(args.url) as client:
-        await client.wait_ready()
-        for step in range(args.steps):
+    async with TokserveClient(url) as client:
+        for step in range(STEPS):
             words = ["".join(rng.choices(string.ascii_lowercase, k=LETTERS)) for _ in range(PROMPTS)]
             chats = [[{"role": "user", "content": f"Reverse the word {word}."}] for word in words]
             prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
@@ -64,7 +63,7 @@ async def main(args: argparse.Namespace) -> None:
             mismatches.append(float(((own.detach() - theirs).abs() * mask).sum() / mask.sum()))
             rewards.append(float(scores.mean()))
             loss = -((own - theirs).exp() * advantages * mask).sum() / mask.sum()
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -72,26 +71,10 @@ async def main(args: argparse.Namespace) -> None:
             print(
                 f"step {step:3}  reward {rewards[-1]:.3f}  mean |logprob difference| {mismatches[-1]:.1e}", flush=True
             )
-            if np.mean(rewards[-3:]) > args.goal:
+            if np.mean(rewards[-3:]) > GOAL:
                 break
     print(f"reward {rewards[0]:.3f} -> {np.mean(rewards[-3:]):.3f} in {time.monotonic() - began:.0f} s; "
           f"mean |server logprob - trainer logprob| {np.mean(mismatches):.1e}")  # fmt: skip
-    if args.plot:
-        import matplotlib.pyplot as plt
-
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-        left.plot(rewards)
-        left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-        right.semilogy(mismatches)
-        right.set(xlabel="step", ylabel="mean |server - trainer| logprob", ylim=(1e-8, 1e-3))
-        figure.savefig(args.plot, dpi=100)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--goal", type=float, default=0.95, help="stop when the last three rewards' mean is above")
-    parser.add_argument("--plot", help="write the plot here")
-    asyncio.run(main(parser.parse_args()))
+asyncio.run(main(sys.argv[1]))

@@ -100,4 +100,4 @@ def test_rl_loop_reaches_its_goal() -> None:
         shown = run(str(EXAMPLES / "rl_loop.py"), server.url)
     found = re.search(r"reward ([\d.]+) -> ([\d.]+) in \d+ s; mean .* ([\d.e-]+)$", shown.strip())
     assert found, shown
-    assert float(found[2]) > float(found[1]) + 0.1 and float(found[3]) < 1e-4
+    assert float(found[1]) < 0.8 and float(found[2]) > 0.85 and float(found[3]) < 1e-4
