@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import Rollout, TokserveClient
 
-LETTERS, PROMPTS, SAMPLES, TEMPERATURE = 8, 8, 16, 2.0
-STEPS, GOAL = 60, 0.85  # stop when the last three rewards' mean is above
+LETTERS, PROMPTS, SAMPLES, TEMPERATURE, STEPS, GOAL = 8, 8, 16, 2.0, 60, 0.85  # the goal: of three steps' mean reward
 
 
 def reward(answer: str, want: str) -> float:
