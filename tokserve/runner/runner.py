@@ -86,7 +86,9 @@ class Runner:
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
         )  # fmt: skip
         loaded = time.perf_counter()
-        self._sync = WeightSync(self._weights_config, self._blank, lambda: self._memory()["weight_bytes"])
+        self._sync = WeightSync(
+            self._weights_config, self._blank, lambda: self._memory()["weight_bytes"], self._device.free_memory
+        )
         self._extension = extension.make(self._weights_config.worker_extension_cls, self)
         self._allocate()
         with self._no_autograd:

@@ -39,13 +39,21 @@ class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightSync:
-    """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is."""
+    """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is, `free_memory` what there
+    is for another one."""
 
-    def __init__(self, config: WeightsConfig, blank: Callable[[], Decoder], num_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        blank: Callable[[], Decoder],
+        num_bytes: Callable[[], int],
+        free_memory: Callable[[], int],
+    ) -> None:
         self._config = config
         self._backend = (config.weight_transfer_config or {}).get("backend", "disk")
         self._blank = blank
         self._num_bytes = num_bytes
+        self._free_memory = free_memory
         self._staging: Staging | None = None
         self._complete: Decoder | None = None
         self._old: Decoder | None = None  # replaced, not yet given back
@@ -97,7 +105,7 @@ class WeightSync:
     def begin(self, have_weights: bool) -> bool:
         """Prepare for tensors; whether the weights that serve can stay where they are meanwhile."""
         where = self._config.weight_staging
-        room = not have_weights or device.free_memory() > SPARE * self._num_bytes()
+        room = not have_weights or self._free_memory() > SPARE * self._num_bytes()
         self._staging = Staging(self._blank())
         return not have_weights or where == "beside" or (where == "auto" and room)
 
