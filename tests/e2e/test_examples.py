@@ -78,8 +78,9 @@ def test_what_the_token_api_document_shows(demo: Server) -> None:
     assert wrong in shown
 
 
-def test_the_token_api_document_names_every_field_and_route() -> None:
+def test_the_documents_name_every_field_and_route() -> None:
     text = (EXAMPLES.parent / "docs" / "token-api.md").read_text()
     known = {*SamplingParams.__struct_fields__, *GenerateBody.__struct_fields__, *ChatBody.model_fields}
     assert {name for name in known | {*CompletionBody.model_fields} if f"`{name}`" not in text} == set()
+    text += (EXAMPLES.parent / "docs" / "rl.md").read_text()  # control routes
     assert {e.path for e in ENDPOINTS if e.path.replace(":path", "") not in text} == set()
