@@ -163,6 +163,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Gauges, then counters since the engine's start (tokens unless said otherwise).
 
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
+    `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
+    prompt tokens they share with another request are being computed.
     """
 
     running: int = 0
@@ -178,6 +180,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefix_hits: int = 0
     nan_requests: int = 0
     tokens_by_age: list[int] = []
+    deferred: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

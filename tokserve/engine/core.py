@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokserve.config import Config
+from tokserve.engine import listing
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import StepColumns
 from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
@@ -112,6 +113,7 @@ class EngineCore:
             "ping": self._ping,
             "state": self._state,
             "stats": self._stats,
+            "requests": self._requests,
             "abort": self._abort_keys,
             "abort_group": self._abort_group,
             "abort_all": self._abort_all,
@@ -251,7 +253,7 @@ class EngineCore:
             except RequestError as error:
                 verdict = Verdict(submit.call_id, "invalid", error.message)
             except Exception:  # admission: whatever one request does to us, the others go on
-                logger.exception("request %s could not be admitted", submit.key)
+                logger.exception("a request could not be admitted", extra={"request_id": submit.key})
                 verdict = Verdict(submit.call_id, "internal", "internal error at admission")
             else:
                 verdict = Verdict(submit.call_id)
@@ -430,6 +432,15 @@ class EngineCore:
         """Gauges and counters of this moment, ahead of the reply."""
         self._send_step(identity, StepColumns(), self.scheduler.stats())
         self._emit(identity, Reply(call_id, {}))
+
+    def _requests(self, identity: bytes, call_id: int, limit: int) -> None:
+        """What there is, oldest first, whichever front end sent it."""
+        submissions = self._registry.submissions()
+        result = {
+            "weight_version": self.scheduler.weight_version, "total": len(submissions),
+            "requests": listing.rows(submissions, limit, self._clock()),
+        }  # fmt: skip
+        self._emit(identity, Reply(call_id, result))
 
     def _abort_keys(self, identity: bytes, call_id: int, keys: list[str], reason: str = "abort_user") -> None:
         self._abort_acknowledged(identity, call_id, keys, reason)

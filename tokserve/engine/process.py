@@ -110,7 +110,8 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     if not line:
         sys.exit("the engine is started by `tokserve serve`, AsyncLLM or LLM, with its configuration on stdin")
     opening = msgspec.json.decode(line, type=Opening)
-    log.setup("engine", opening.config.server.log_level)
+    server = opening.config.server
+    log.setup("engine", server.log_level, server.log_format)
     _watch(opening.address)
     code = run(opening.address, opening.config, make_executor(opening.config))
     _leave(opening.address, code)

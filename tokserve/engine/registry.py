@@ -6,7 +6,7 @@ The one authority on ids for all front ends.  Knows nothing of what requests do;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokserve.engine.request import Request
@@ -78,6 +78,10 @@ class Registry:
     def keys(self, group: str | None = None) -> list[str]:
         """The keys of a group, or all."""
         return list(self._by_key if group is None else self._groups.get(group, ()))
+
+    def submissions(self) -> Collection[Submission]:
+        """All that have not ended, in order of receipt."""
+        return self._by_key.values()
 
     def under(self, key: str) -> list[Request]:
         """The requests of a key."""

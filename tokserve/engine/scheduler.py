@@ -93,6 +93,7 @@ class Scheduler:
         self._waiting = Queue(policy)
         self._limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
         self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
+        self._deferred = 0  # waiting requests that the last plan passed over
         self._running = Queue(policy)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))  # a stack
         self._done: list[int] = []  # slots freed since the last plan
@@ -121,6 +122,7 @@ class Scheduler:
             prompt_tokens=count.prompt_tokens, output_tokens=count.output_tokens,
             prefix_queries=count.prefix_queries, prefix_hits=count.prefix_hits, nan_requests=count.nan_requests,
             tokens_by_age=count.tokens_by_age.copy(),
+            deferred=min(self._deferred, len(self._waiting)),
         )  # fmt: skip
 
     def use_weights(self, version: str, epoch: int) -> None:
@@ -170,6 +172,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to compute before the next `update` or `add`."""
         draft = _Draft(self._config.max_num_batched_tokens)
+        self._deferred = 0
         self._continue(draft)
         if not draft.short:
             self._admit(draft, now)
@@ -242,6 +245,7 @@ class Scheduler:
                 draft.add(request, self._chunk(request, draft.budget))
             else:
                 draft.short = True
+        self._deferred = index
 
     def _enter(self, request: Request, hits: int, now: float) -> None:
         self._waiting.remove(request)
