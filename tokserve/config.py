@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +223,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file.")] = None
     ssl_ca_certs: Annotated[str | None, about("CA file that client certificates must be signed by.")] = None
+    ui: Annotated[
+        bool | None, about("Serve the status page at /; default: only if nobody but this machine can connect.")
+    ] = None
+    vllm_metric_names: Annotated[
+        bool, about("Export the metrics that vLLM has under their vllm: names as well, for its dashboards and routers.")
+    ] = False
+    log_format: Annotated[Literal["text", "json"], about("Log lines for people, or a JSON object per line.")] = "text"
+    log_requests: Annotated[
+        bool, about("Log each request when it is accepted or refused, and when it ends: counts and times, no prompts.")
+    ] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
     log_stats_interval: Annotated[float, about("Seconds between the one-line statistics while requests run.", gt=0)] = (
         10.0
@@ -303,10 +314,24 @@ def resolve(config: Config) -> Config:
         runtime=replace(
             config.runtime, device=device, cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
         ),
-        server=replace(config.server, served_model_name=names, api_key=keys),
+        server=replace(config.server, served_model_name=names, api_key=keys, ui=_ui(config.server)),
     )
     _check(resolved)
     return resolved
+
+
+def _ui(server: ServerConfig) -> bool:
+    """Whether to serve the page: where only this machine can see it, if nothing else is said."""
+    if server.ui is not None:
+        return server.ui
+    return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _check(config: Config) -> None:

@@ -1,29 +1,89 @@
-"""One log format for all processes: time, level, process, logger, text.
+"""One log format for all processes: a line of text, or a JSON object, per record.
 
-The process name is set once by `setup`; library code uses `logging.getLogger(__name__)` with lazy
-arguments.
+The process name is set once by `setup`; library code uses `logging.getLogger(__name__)` with lazy arguments.  A line
+about a request carries its id: that of the request whose task is running (`request_id`), or what a record says with
+`extra={"request_id": ...}`.  `extra={"fields": {...}}` adds members to the JSON object, for what the text says.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+Format = Literal["text", "json"]
 
 
-class _OneLine(logging.Formatter):
-    """Escapes control characters, so that text from a client cannot forge a log line."""
+class _Lines(logging.Formatter):
+    """`time level process logger: text`, with control characters escaped and the lines of a traceback indented, so
+    that no client can forge a line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(about)s%(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        about = _request_of(record)
+        record.about = f"[{about}] " if about else ""
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).splitlines())
+
+
+class _Objects(logging.Formatter):
+    """A JSON object per line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if record.exc_info or record.stack_info or text.isprintable():
-            return text
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        about = _request_of(record)
+        if about:
+            line["request_id"] = about
+        line |= vars(record).get("fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return msgspec.json.encode(line).decode()
+        except UnicodeEncodeError:  # half of a surrogate pair, out of somebody's JSON
+            return msgspec.json.encode(_whole(line)).decode()
 
 
-def setup(process: str, level: str = "info") -> None:
-    """Send all logging to stderr as `time level process logger: text`; call once per process."""
+def _request_of(record: logging.LogRecord) -> str | None:
+    said: str | None = vars(record).get("request_id")
+    return said or request_id.get()
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _whole(value: Any) -> Any:
+    """Without what no UTF-8 can say."""
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def setup(process: str, level: str = "info", form: Format = "text") -> None:
+    """Send all logging to stderr in this form; call once per process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_Lines(process) if form == "text" else _Objects(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -69,7 +69,7 @@ def test_an_aborted_call_returns_200_with_what_it_has() -> None:
         assert '"token_ids":[]' in last and caller.writes[-1] == b"data: [DONE]\n\n"
 
     s = play(scene)
-    assert 'request_aborts_total{cause="abort_user",model_name="tiny"} 1.0' in s.get("/metrics").text
+    assert 'request_aborts_total{cause="abort_user",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
 def test_an_abort_with_zero_tokens_is_200_with_empty_lists() -> None:

@@ -171,7 +171,7 @@ def test_a_refused_prompt_takes_the_others_along() -> None:
     answer = s.post(COMPLETIONS, {"prompt": [[5], [6], [9999]]})
     assert answer.status_code == 400 and not s.llm.streams and not s.app.state.serving.metrics.inflight
     assert not s.llm.calls
-    assert 'request_aborts_total{cause="abort_disconnect",model_name="tiny"} 0.0' in s.get("/metrics").text
+    assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 0.0' in s.get("/metrics").text
 
 
 @pytest.mark.parametrize(

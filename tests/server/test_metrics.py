@@ -1,9 +1,12 @@
 """/metrics: names, values from the engine's statistics, histograms of finished requests."""
 
+import asyncio
 import re
+import time
 
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
+from tokserve.server.metrics import SAMPLED, VLLM_NAMES
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -12,16 +15,24 @@ NAMES = [
     "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket",
     "request_decode_time_seconds_bucket", "request_aborts_total", "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket",
+    "num_requests_waiting_by_reason", "cache_config_info", "request_inference_time_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket",
+    "stream_serialization_seconds_bucket", "http_requests_in_flight",
 ]  # fmt: skip
 
 
 def values(s: Site) -> dict[str, float]:
     """Name with labels (but the model's) -> value."""
+    return parse(s.get("/metrics").text)
+
+
+def parse(text: str) -> dict[str, float]:
     found = {}
-    for line in s.get("/metrics").text.splitlines():
+    for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
-            found[re.sub(r',?model_name="tiny"|\{model_name="tiny"\}', "", name).replace("{}", "")] = float(value)
+            rest = re.sub(r'engine="0",?|,?model_name="tiny"', "", name)
+            found[rest.replace("{,", "{").replace("{}", "")] = float(value)
     return found
 
 
@@ -36,13 +47,15 @@ def test_content_type_is_prometheus() -> None:
 
 def test_the_engines_statistics() -> None:
     s = site()
-    s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1)
+    s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1)
     found = values(s)
     assert found["tokserve:num_requests_running"] == 2 and found["tokserve:num_requests_waiting"] == 3
     assert found["tokserve:kv_cache_usage_perc"] == 0.25 and found["tokserve:num_preemptions_total"] == 4
     assert found["tokserve:prompt_tokens_total"] == 1000 and found["tokserve:generation_tokens_total"] == 500
     assert found["tokserve:prefix_cache_queries_total"] == 800 and found["tokserve:prefix_cache_hits_total"] == 200
     assert found["tokserve:nan_requests_total"] == 1
+    assert found['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
+    assert found['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1
 
 
 def test_a_finished_request_is_observed_once_per_choice() -> None:
@@ -57,6 +70,8 @@ def test_a_finished_request_is_observed_once_per_choice() -> None:
     assert abs(found["tokserve:inter_token_latency_seconds_sum"] - 2.0) < 1e-9
     assert found['tokserve:inter_token_latency_seconds_bucket{le="0.1"}'] == 20
     assert found['tokserve:inter_token_latency_seconds_bucket{le="0.08"}'] == 0
+    assert found["tokserve:request_time_per_output_token_seconds_count"] == 2
+    assert abs(found["tokserve:request_inference_time_seconds_sum"] - 2 * 1.249) < 1e-9
     assert found["tokserve:request_generation_tokens_sum"] == 22 and found["tokserve:request_prompt_tokens_sum"] == 6
     assert found["tokserve:request_params_n_sum"] == 2 and found["tokserve:request_params_max_tokens_sum"] == 11
 
@@ -72,3 +87,68 @@ def test_two_apps_do_not_share_counters() -> None:
     first, second = site(), site()
     first.post("/v1/completions", {"prompt": "a"})
     assert values(second)['tokserve:request_success_total{finished_reason="length"}'] == 0
+
+
+def test_the_labels_that_routers_read() -> None:
+    """As vLLM writes them; the sample below is of one of its servers."""
+    shown = site(vllm_metric_names=True, block_size=16).get("/metrics").text
+    (config,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", shown, re.MULTILINE)
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', config))
+    theirs = {
+        "block_size": "16", "enable_prefix_caching": "True", "engine": "0", "gpu_memory_utilization": "0.9",
+        "num_gpu_blocks": "64", "kv_cache_size_tokens": "1024",
+    }  # fmt: skip
+    assert labels.items() >= theirs.items()
+    for line in (
+        'num_requests_running{engine="0",model_name="tiny"} 0.0',
+        'num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 0.0',
+        'request_success_total{engine="0",finished_reason="length",model_name="tiny"} 0.0',
+        'inter_token_latency_seconds_bucket{engine="0",le="0.01",model_name="tiny"} 0.0',
+        'prefix_cache_queries_total{engine="0",model_name="tiny"} 0.0',
+    ):
+        assert f"\nvllm:{line}\n" in shown and f"\ntokserve:{line}\n" in shown
+
+
+def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
+    assert "vllm:" not in site().get("/metrics").text
+    s = site(vllm_metric_names=True)
+    s.post("/v1/completions", {"prompt": "a"})
+    shown = s.get("/metrics").text
+    families = set(re.findall(r"^# TYPE vllm:(\w+) ", shown, re.MULTILINE))
+    assert {name.removesuffix("_total") for name in families} == VLLM_NAMES
+    for line in shown.splitlines():
+        if line.startswith("vllm:"):
+            assert line.replace("vllm:", "tokserve:", 1) in shown
+
+
+def test_requests_in_flight_are_a_gauge() -> None:
+    s = site()
+    s.app.state.serving.metrics.came()
+    assert values(s)["tokserve:http_requests_in_flight"] == 1
+    s.app.state.serving.metrics.closed()
+    assert values(s)["tokserve:http_requests_in_flight"] == 0
+
+
+def test_one_stream_in_many_has_its_serialization_timed() -> None:
+    s = site(says("abc"))
+    for _ in range(SAMPLED + 1):
+        s.events("/inference/v1/generate", {"token_ids": [5]})
+    assert values(s)["tokserve:stream_serialization_seconds_count"] == 2 * 4
+
+
+def test_a_blocked_event_loop_shows() -> None:
+    s = site()
+
+    async def block() -> None:
+        watching = asyncio.create_task(s.app.state.serving.metrics.watch_loop(0.01))
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+        while not values_now()["tokserve:event_loop_lag_seconds_count"]:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    def values_now() -> dict[str, float]:
+        return parse(s.app.state.serving.metrics.render().decode())
+
+    asyncio.run(block())
+    assert values(s)["tokserve:event_loop_lag_seconds_sum"] > 0.15

@@ -389,10 +389,10 @@ def test_what_the_engine_does_not_accept_is_refused_before_a_200(path: str, body
     }
     assert not s.llm.streams and not s.app.state.serving.metrics.inflight
     shown = s.get("/metrics").text
-    assert 'tokserve:request_refusals_total{model_name="tiny",reason="queue_full"} 1.0' in shown
-    assert 'tokserve:request_refusals_total{model_name="tiny",reason="duplicate_id"} 0.0' in shown
-    assert 'tokserve:request_params_n_sum{model_name="tiny"} 0.0' in shown
-    assert 'tokserve:request_success_total{finished_reason="abort",model_name="tiny"} 0.0' in shown
+    assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in shown
+    assert 'tokserve:request_refusals_total{engine="0",model_name="tiny",reason="duplicate_id"} 0.0' in shown
+    assert 'tokserve:request_params_n_sum{engine="0",model_name="tiny"} 0.0' in shown
+    assert 'tokserve:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 0.0' in shown
     s.llm.refuse = None
     assert s.post(path, body).status_code == 200
 
@@ -406,4 +406,4 @@ def test_an_id_in_use_elsewhere_is_a_409_and_counted() -> None:
     assert refused(s.post(GENERATE, PROMPT), 503, None)
     shown = s.get("/metrics").text
     for reason in ("duplicate_id", "draining"):
-        assert f'tokserve:request_refusals_total{{model_name="tiny",reason="{reason}"}} 1.0' in shown
+        assert f'tokserve:request_refusals_total{{engine="0",model_name="tiny",reason="{reason}"}} 1.0' in shown

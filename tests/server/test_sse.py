@@ -268,7 +268,7 @@ def test_a_client_that_leaves_aborts(route: str, body: dict[str, Any], stream: b
 
     s = asyncio.run(scene())
     assert s.llm.left == {"mine"} and s.llm.num_inflight == 0 and not s.app.state.serving.metrics.inflight
-    assert 'tokserve:request_aborts_total{cause="abort_disconnect",model_name="tiny"} 1.0' in s.get("/metrics").text
+    assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
 def test_a_client_that_leaves_in_the_middle() -> None:
@@ -325,7 +325,7 @@ def test_a_client_that_leaves_before_the_engine_has_accepted(stream: bool) -> No
 
     s = asyncio.run(scene())
     assert s.llm.left == {"mine"} and not s.app.state.serving.metrics.inflight
-    assert 'tokserve:request_aborts_total{cause="abort_disconnect",model_name="tiny"} 1.0' in s.get("/metrics").text
+    assert 'request_aborts_total{cause="abort_disconnect",engine="0",model_name="tiny"} 1.0' in s.get("/metrics").text
 
 
 def test_the_servers_own_cancellation_is_not_swallowed() -> None:

@@ -53,7 +53,8 @@ def main() -> None:
     if not line:
         sys.exit("an API process is started by `tokserve serve --api-server-count N`, with its orders on stdin")
     opening = msgspec.json.decode(line, type=Opening)
-    log.setup(f"api-{opening.place.index}", opening.config.server.log_level)
+    server = opening.config.server
+    log.setup(f"api-{opening.place.index}", server.log_level, server.log_format)
     with socket.socket(fileno=opening.listening) as sock:
         sys.exit(uvloop.run(_run(opening, sock)))
 

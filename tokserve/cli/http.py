@@ -59,7 +59,7 @@ class ApiServer:
         server, app = self._http
         gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = asyncio.create_task(_watch(self.llm, server))
+        watching = asyncio.gather(_watch(self.llm, server), app.state.serving.metrics.watch_loop())
         await server.serve(sockets=[sock])
         watching.cancel()
         return 1 if self.llm.dead else 0

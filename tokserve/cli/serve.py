@@ -28,7 +28,7 @@ def serve(values: dict[str, Any]) -> int:
     """Serve until told to stop; returns the exit code (1: the engine died)."""
     started = time.monotonic()
     config = resolve(Config.make(**values))
-    log.setup("server", config.server.log_level)
+    log.setup("server", config.server.log_level, config.server.log_format)
     for group in ("model", "cache", "scheduler", "runtime", "weights", "server"):
         logger.info("%s: %s", group, _shown(getattr(config, group)))
     with listen.bind(config) as sock:

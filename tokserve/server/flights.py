@@ -7,7 +7,7 @@ usage's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +16,10 @@ import msgspec
 from tokserve.client.async_llm import Stream
 from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import Completion
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+
+Render = Callable[[Completion], bytes]  # writes a delta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -34,13 +38,22 @@ class Usage(msgspec.Struct):
 
 
 class Observer(Protocol):
-    """Who is told about the ends of choices (the metrics)."""
+    """Who is told what becomes of a request: the metrics, and whoever else looks at this one."""
+
+    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+        """The engine has taken it."""
+
+    def refused(self, error: RequestError) -> None:
+        """It was not accepted."""
 
     def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
-        """A choice ended."""
+        """A choice ended; `completion` is its last delta."""
 
     def aborted(self, cause: str, count: int) -> None:
         """`count` choices were given up without an end of their own."""
+
+    def closed(self) -> None:
+        """Nothing more will be said of it."""
 
 
 class Answered(Protocol):
@@ -59,16 +72,16 @@ class Answered(Protocol):
 class Flight:
     """One HTTP request: its streams, polled as one.  Choice index = prompt's place * n + the stream's index."""
 
-    def __init__(self, request_id: str, n: int, observer: Observer, on_close: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, n: int, observers: Sequence[Observer]) -> None:
         self.request_id = request_id
         self.key = bare_id(request_id)
         self.n = n
         self.streams: list[Stream] = []
         self.adjust: Callable[[Completion], Completion] | None = None
+        self.timed: Callable[[Render], Render] = _as_it_is
         self.cause: str | None = "abort_disconnect"  # what it is, for the metrics, if this is closed before its end
         self.completion_tokens = 0
-        self._observer = observer
-        self._on_close = on_close
+        self._observers = observers
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
         self._cached: dict[int, int] = {}
         self._ended = 0
@@ -127,8 +140,20 @@ class Flight:
             self._cached[index] = delta.cached_tokens
         if delta.finish_reason is not None:
             self._ended += 1
-            self._observer.finished(delta, len(self.prompt_ids(index)), length)
+            for observer in self._observers:
+                observer.finished(delta, len(self.prompt_ids(index)), length)
         return delta
+
+    def accepted(self, params: SamplingParams) -> None:
+        """The engine has taken it."""
+        for observer in self._observers:
+            observer.accepted(self, params)
+
+    def refused(self, error: RequestError) -> None:
+        """The engine has not taken it, or was not asked."""
+        self.cause = None
+        for observer in self._observers:
+            observer.refused(error)
 
     def usage(self) -> Usage:
         """Tokens so far.  The choices of a prompt read it once: what the least lucky of them found cached counts."""
@@ -145,9 +170,15 @@ class Flight:
         if self._closed:
             return
         self._closed = True
-        self._on_close()
         for stream in self.streams:
             await stream.aclose()
-        if self._ended < self.num_choices and self.cause is not None:
-            self._observer.aborted(self.cause, self.num_choices - self._ended)
+        left = self.num_choices - self._ended
         self._ended = self.num_choices
+        for observer in self._observers:
+            if left and self.cause is not None:
+                observer.aborted(self.cause, left)
+            observer.closed()
+
+
+def _as_it_is(render: Render) -> Render:
+    return render

@@ -1,13 +1,16 @@
 """Prometheus metrics: the engine's counters read at scrape time, and what the API processes count of requests.
 
 The only importer of prometheus_client.  Nothing is done per token: a request is observed once, when a choice
-ends, from the times the engine measured.  Names are vLLM's under the prefix `tokserve:`.
+ends, from the times the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; what vLLM has can
+be exported under its own prefix as well.
 """
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from time import perf_counter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,14 +18,30 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.outputs import Completion
-from tokserve.errors import REFUSALS
+from tokserve.client.outputs import Completion, StepStats
+from tokserve.config import Config
+from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.counters import Counters
+from tokserve.server.flights import Flight, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-PREFIX = "tokserve:"
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
+VLLM_NAMES = frozenset({
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+})  # fmt: skip
+LABELS = ["model_name", "engine"]
+ENGINE = "0"  # the label that tells engines of one server apart: this server has one
+TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+SHORT = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0,
+)  # fmt: skip
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -30,6 +49,7 @@ STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
+SAMPLED = 16  # one stream in so many has its serialization timed
 
 
 class Histogram:
@@ -78,27 +98,38 @@ class Tally:
 
 
 class Metrics(Collector):
-    """All metrics of the server; its API processes share `counters`."""
+    """All metrics of the server; its API processes share `counters`.  An observer of all requests."""
 
-    def __init__(self, llm: AsyncLLM, model: str, counters: Counters) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: Counters) -> None:
         self._llm = llm
+        self._config = config
         self._model = model
+        self._vllm = config.server.vllm_metric_names
         self._inflight = counters.take(1)
         self._inflight.clear()
         self._finished = Tally(counters, REASONS)
         self._aborts = Tally(counters, CAUSES)
         self._refusals = Tally(counters, REFUSALS)
+        self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
         self.inter_token = Histogram(counters, "inter_token_latency_seconds", text, SHORT)
+        text = "Mean time between tokens of a choice, counted once per choice."
+        self.per_token = Histogram(counters, "request_time_per_output_token_seconds", text, SHORT)
         self.latency = Histogram(counters, "e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
         self.queue = Histogram(counters, "request_queue_time_seconds", "Arrival to first computation.", SECONDS)
+        text = "First computation to last token."
+        self.inference = Histogram(counters, "request_inference_time_seconds", text, SECONDS)
         self.prefill = Histogram(counters, "request_prefill_time_seconds", "First computation to first token.", SECONDS)
         self.decode = Histogram(counters, "request_decode_time_seconds", "First to last token.", SECONDS)
         self.prompt_length = Histogram(counters, "request_prompt_tokens", "Prompt tokens of a choice.", TOKENS)
         self.output_length = Histogram(counters, "request_generation_tokens", "Generated tokens of a choice.", TOKENS)
         self.params_n = Histogram(counters, "request_params_n", "The parameter n.", CHOICES)
         self.params_max_tokens = Histogram(counters, "request_params_max_tokens", "The parameter max_tokens.", TOKENS)
+        text = "How late an API process' event loop wakes a sleeper."
+        self.loop_lag = Histogram(counters, "event_loop_lag_seconds", text, TINY)
+        text = f"Making the events of a delta, in one stream of {SAMPLED}."
+        self.serialization = Histogram(counters, "stream_serialization_seconds", text, TINY)
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -109,18 +140,19 @@ class Metrics(Collector):
         return int(self._inflight.total(0))
 
     def came(self) -> None:
-        """A request is in flight, until `left`."""
+        """A request is in flight, until `closed`."""
         self._inflight.add(0)
 
-    def left(self) -> None:
+    def closed(self) -> None:
         """It is no more."""
         self._inflight.add(0, -1)
 
-    def refused(self, code: str) -> None:
-        """A request was not accepted."""
-        self._refusals.add(code)
+    def refused(self, error: RequestError) -> None:
+        """A request was not accepted; only the engine's words are counted, not what was wrong with a request."""
+        if error.code in REFUSALS:
+            self._refusals.add(error.code)
 
-    def started(self, params: SamplingParams) -> None:
+    def accepted(self, flight: Flight, params: SamplingParams) -> None:
         """A request was admitted."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
@@ -138,17 +170,42 @@ class Metrics(Collector):
         self.latency.observe(total)
         if not output_tokens:
             return
+        decode = max(0.0, total - first)
         self.ttft.observe(first)
         self.queue.observe(queued)
+        self.inference.observe(max(0.0, total - queued))
         self.prefill.observe(max(0.0, first - queued))
-        self.decode.observe(max(0.0, total - first))
+        self.decode.observe(decode)
         if output_tokens > 1:
-            self.inter_token.observe(max(0.0, total - first) / (output_tokens - 1), output_tokens - 1)
+            self.inter_token.observe(decode / (output_tokens - 1), output_tokens - 1)
+            self.per_token.observe(decode / (output_tokens - 1))
 
     def aborted(self, cause: str, count: int) -> None:
         """Choices were given up whose end nobody waited for."""
         self._aborts.add(cause, count)
         self._finished.add("abort", count)
+
+    def timed(self, make: Render) -> Render:
+        """`make`, which writes a stream's events, or in one stream of many the same with its time taken."""
+        self._num_streams += 1
+        if self._num_streams % SAMPLED != 1:
+            return make
+
+        def timed(delta: Completion) -> bytes:
+            start = perf_counter()
+            events = make(delta)
+            self.serialization.observe(perf_counter() - start)
+            return events
+
+        return timed
+
+    async def watch_loop(self, interval: float = 0.25) -> None:
+        """Measure how late the running event loop is, for as long as this runs."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + interval
+            await asyncio.sleep(interval)
+            self.loop_lag.observe(max(0.0, loop.time() - due))
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -156,12 +213,60 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called at each scrape."""
-        s = self._llm.stats
-        yield self._gauge("num_requests_running", "Requests being computed.", s.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for a place.", s.waiting)
+        for family in self._families():
+            yield family
+            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_NAMES:
+                yield _renamed(family)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from self._gauges(self._llm.stats)
+        yield from self._counts(self._llm.stats)
+        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
+        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
+        yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        for histogram in self._histograms:
+            made = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
+            made.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
+            yield made
+
+    def _gauges(self, s: StepStats) -> Iterator[Metric]:
         used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used)
-        yield self._gauge("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached)
+        for name, text, value in (
+            ("num_requests_running", "Requests being computed.", s.running),
+            ("num_requests_waiting", "Requests waiting for a place.", s.waiting),
+            ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
+            ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
+            ("weight_epoch", "How often the weights have changed.", self._llm.status.epoch),
+            ("http_requests_in_flight", "HTTP requests for tokens that are being served.", self.inflight),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], value)
+            yield family
+        text = "Requests waiting; deferred: only until another has computed the prefix they share."
+        waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting_by_reason", text, labels=[*LABELS, "reason"])
+        waiting.add_metric([self._model, ENGINE, "capacity"], s.waiting - s.deferred)
+        waiting.add_metric([self._model, ENGINE, "deferred"], s.deferred)
+        yield waiting
+        state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=[*LABELS, "state"])
+        for name in STATES:
+            state.add_metric([self._model, ENGINE, name], float(name == self._llm.status.state))
+        yield state
+        labels = {"model_name": self._model, "engine": ENGINE} | self._cache_labels()
+        config = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache, in labels.", labels=list(labels))
+        config.add_metric(list(labels.values()), 1.0)
+        yield config
+
+    def _cache_labels(self) -> dict[str, str]:
+        cache, ready = self._config.cache, self._llm.ready
+        return {
+            "block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks),
+            "kv_cache_size_tokens": str(ready.num_blocks * ready.block_size), "cache_dtype": self._config.model.dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),
+        }  # fmt: skip
+
+    def _counts(self, s: StepStats) -> Iterator[Metric]:
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", s.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", s.prefix_hits),
@@ -171,37 +276,24 @@ class Metrics(Collector):
             ("engine_steps", "Steps of the engine.", s.steps),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
         ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model], value)
+            family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], value)
             yield family
-        ages = CounterMetricFamily(
-            PREFIX + "generation_tokens_by_age", "Tokens of ended choices, by weight updates since they were made.",
-            labels=["model_name", "age"],
-        )  # fmt: skip
+        text = "Tokens of ended choices, by weight updates since they were made."
+        ages = CounterMetricFamily(PREFIX + "generation_tokens_by_age", text, labels=[*LABELS, "age"])
         for age, count in zip(AGES, s.tokens_by_age, strict=False):
-            ages.add_metric([self._model, age], count)
+            ages.add_metric([self._model, ENGINE, age], count)
         yield ages
-        status = self._llm.status
-        yield self._gauge("weight_epoch", "How often the weights have changed.", status.epoch)
-        state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=["model_name", "state"])
-        for name in STATES:
-            state.add_metric([self._model, name], float(name == status.state))
-        yield state
-        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
-        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
-        yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
-        for histogram in self._histograms:
-            made = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=["model_name"])
-            made.add_metric([self._model], histogram.buckets(), histogram.total)
-            yield made
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
 
     def _by(self, name: str, text: str, label: str, tally: Tally) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])
         for value, count in tally.totals().items():
-            family.add_metric([self._model, value], count)
+            family.add_metric([self._model, ENGINE, value], count)
         return family
+
+
+def _renamed(family: Metric) -> Metric:
+    """The same under vLLM's prefix."""
+    other = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
+    other.samples = [sample._replace(name=VLLM_PREFIX + sample.name.removeprefix(PREFIX)) for sample in family.samples]
+    return other

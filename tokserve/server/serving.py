@@ -17,14 +17,16 @@ import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from tokserve import log
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import RECOMMENDED, Order, Prepared, generation_defaults
+from tokserve.client.inputs import RECOMMENDED, Order, Prepared, bare_id, generation_defaults
 from tokserve.config import Config
-from tokserve.errors import REFUSALS, NotFound, Overloaded, RequestError
+from tokserve.errors import NotFound, Overloaded, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body
 from tokserve.server.counters import Counters, Place
-from tokserve.server.flights import Flight
+from tokserve.server.flights import Flight, Observer
+from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
 from tokserve.server.sse import Watch
 from tokserve.text.chat import ChatTemplate
@@ -91,7 +93,7 @@ class Serving:
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
         self.place = place or Place(0, int(time.time()), None)
         counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
-        self.metrics = Metrics(llm, self.name, counters)
+        self.metrics = Metrics(llm, config, self.name, counters)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,8 +130,10 @@ class Serving:
         ):  # fmt: skip
             if value is not None and not -end <= value < end:
                 raise RequestError(f"{name} must fit in {end.bit_length()} bits", field=name)
+        request_id = body.request_id(request, asked.request_id) or secrets.token_hex(16)
+        log.request_id.set(bare_id(request_id))  # of this request's task: all it logs from here on carries it
         return Terms(
-            request_id=body.request_id(request, asked.request_id) or secrets.token_hex(16),
+            request_id=request_id,
             cache_salt=salt, priority=priority, deadline_ms=asked.deadline_ms,
             queue_timeout_ms=asked.queue_timeout_ms, group_id=group,
         )  # fmt: skip
@@ -142,7 +146,8 @@ class Serving:
 
         Everything that can be refused is refused here, before any answer.  Raises `Gone` if the client leaves.
         """
-        flight = Flight(terms.request_id, params.n, self.metrics, self.metrics.left)
+        flight = Flight(terms.request_id, params.n, self._observers())
+        flight.timed = self.metrics.timed
         self.metrics.came()
         accepted = False
         try:
@@ -154,15 +159,20 @@ class Serving:
                 await flight.streams[0].accepted()
             accepted = True
         except RequestError as error:
-            flight.cause = None
-            if error.code in REFUSALS:
-                self.metrics.refused(error.code)
+            flight.refused(error)
             raise
         finally:
             if not accepted:
                 await flight.close()
-        self.metrics.started(params)
+        flight.accepted(params)
         return flight
+
+    def _observers(self) -> list[Observer]:
+        """Who is told what becomes of a new request."""
+        observers: list[Observer] = [self.metrics]
+        if self.config.server.log_requests:
+            observers.append(Journal())
+        return observers
 
     def check(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields

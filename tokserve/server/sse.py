@@ -142,6 +142,7 @@ class _Pump:
     def __init__(self, flight: Flight, renderer: Renderer, wire: _Wire) -> None:
         self._flight = flight
         self._renderer = renderer
+        self._events = flight.timed(renderer.delta)
         self._wire = wire
         self._ends: list[Completion] = []
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
@@ -165,7 +166,7 @@ class _Pump:
         try:
             events = b""
             while (delta := flight.poll()) is not None:
-                events += self._renderer.delta(delta)
+                events += self._events(delta)
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
             if events:

@@ -1,0 +1,87 @@
+"""--log-requests: what the log says of a request, and that it says nothing of what was in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import Caller, Site, says, site
+from tokserve import log
+from tokserve.errors import QueueFull
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record)["fields"] for record in caplog.records if record.name == "tokserve.server.journal"]
+
+
+def logged(caplog: pytest.LogCaptureFixture, **options: Any) -> Site:
+    caplog.set_level("INFO", "tokserve.server.journal")
+    return site(**{"log_requests": True} | options)
+
+
+def test_a_line_at_the_start_and_one_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    s = logged(caplog, script=says("abc"))
+    s.llm.cached = 2
+    s.post("/inference/v1/generate", {"token_ids": [77, 78, 79], "sampling_params": {"max_tokens": 9, "n": 2}})
+    accepted, ended = lines(caplog)
+    assert accepted == {"event": "request_accepted", "prompts": 1, "prompt_tokens": 3, "n": 2, "max_tokens": 9}
+    assert ended == {
+        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 8,
+        "queued": 0.001, "first_token": 0.25, "total": 1.25,
+    }  # fmt: skip
+    assert caplog.messages[-1] == (
+        "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=2 output_tokens=8 queued=0.001 first_token=0.25 "
+        "total=1.25"
+    )
+
+
+def test_streams_and_chat_are_logged_and_texts_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    s = logged(caplog, script=says("rosebud"))
+    s.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "xanadu"}]})
+    assert [line["event"] for line in lines(caplog)] == ["request_accepted", "request_ended"]
+    assert "xanadu" not in caplog.text and "rosebud" not in caplog.text
+
+
+def test_a_refused_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    s = logged(caplog)
+    s.llm.refuse = QueueFull("the queue is full", retry_after=3, code="queue_full")
+    assert s.post("/v1/completions", {"prompt": "a"}).status_code == 429
+    assert s.post("/v1/completions", {"prompt": "a", "temperature": 9}).status_code == 400
+    assert lines(caplog) == [
+        {"event": "request_refused", "status": 429, "code": "queue_full", "field": None},
+        {"event": "request_refused", "status": 400, "code": None, "field": "temperature"},
+    ]
+
+
+def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    s = logged(caplog)
+    s.llm.hold = True
+
+    async def scene() -> None:
+        caller = Caller(s, "/inference/v1/generate", {"token_ids": [5], "stream": True})
+        await caller.wait_for(lambda c: c.status == 200)
+        caller.hang_up()
+        await caller.task
+
+    asyncio.run(scene())
+    assert lines(caplog)[-1]["reasons"] == {"abort_disconnect": 1} and lines(caplog)[-1]["output_tokens"] == 0
+
+
+def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    logged(caplog, log_requests=False).post("/v1/completions", {"prompt": "a"})
+    assert not caplog.records
+
+
+def test_every_line_of_a_request_knows_its_id(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "tokserve.server.journal._say", lambda event, **fields: seen.append((event, log.request_id.get()))
+    )
+    s = logged(caplog)
+    s.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, headers={"X-Request-Id": "cmpl-mine"})
+    s.events("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}, "request_id": "other"})
+    assert seen == [("accepted", "mine"), ("ended", "mine"), ("accepted", "other"), ("ended", "other")]

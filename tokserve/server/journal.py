@@ -1,0 +1,71 @@
+"""--log-requests: a line when a request is accepted or refused, and a line when it ends.
+
+Counts and times, never what was said.  The request's id comes from the log itself, which knows whose task is running.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+from tokserve.client.outputs import Completion
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server.flights import Flight
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """The observer of one request that writes it down."""
+
+    def __init__(self) -> None:
+        self._flight: Flight | None = None
+        self._reasons: Counter[str] = Counter()
+        self._queued = self._first = self._total = 0.0
+
+    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+        """The line of its beginning."""
+        self._flight = flight
+        usage = flight.usage()
+        _say(
+            "accepted", prompts=len(flight.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
+            max_tokens=params.max_tokens,
+        )  # fmt: skip
+
+    def refused(self, error: RequestError) -> None:
+        """The only line of a request that was not accepted."""
+        _say("refused", status=error.status, code=error.code, field=error.field)
+
+    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+        """Noted for the last line."""
+        self._reasons[completion.stop_detail or completion.finish_reason or "error"] += 1
+        queued, first, total = completion.times
+        self._queued, self._total = max(self._queued, queued), max(self._total, total)
+        self._first = min(self._first, first) if self._first and first else self._first or first
+
+    def aborted(self, cause: str, count: int) -> None:
+        """Noted for the last line."""
+        self._reasons[cause] += count
+
+    def closed(self) -> None:
+        """The line of its end: what became of its choices, its tokens, and the engine's times in seconds from arrival
+        to the (last) slot, the first token and the end."""
+        if self._flight is None:
+            return
+        usage = self._flight.usage()
+        _say(
+            "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,
+            queued=round(self._queued, 6), first_token=round(self._first, 6), total=round(self._total, 6),
+        )  # fmt: skip
+
+
+def _say(event: str, **fields: Any) -> None:
+    words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)
+    logger.info("request %s: %s", event, words, extra={"fields": {"event": f"request_{event}"} | fields})
+
+
+def _shown(value: Any) -> str:
+    return ",".join(f"{name}:{count}" for name, count in value.items()) if isinstance(value, dict) else str(value)
