@@ -30,7 +30,9 @@ from tokserve.server import (
     control,
     derender,
     errors,
+    live,
     openapi,
+    page,
     render,
     schemas,
     sse,
@@ -99,6 +101,8 @@ ENDPOINTS = (
             ("/collective_rpc", control.collective_rpc, control.RpcBody),
         )
     ),
+    Endpoint(("GET",), "/inference/v1/requests", live.requests, control=True),
+    Endpoint(("GET",), "/", page.page),
 )
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 

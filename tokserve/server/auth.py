@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from tokserve.errors import Forbidden, Unauthorized
 
-PUBLIC = frozenset({"/health", "/ping", "/version"})
+PUBLIC = frozenset({"", "/health", "/ping", "/version"})  # "": the status page, which has no secrets of its own
 
 
 class Keys:

@@ -1,0 +1,191 @@
+"""The status page in a real browser: what it shows, what its buttons do, keys, keyboard, narrow and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import Browser
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.slow
+ARROW_RIGHT, END, TAB, ENTER = "\ue014", "\ue010", "\ue004", "\ue007"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("demo", "--max-num-seqs", "2", "--api-server-count", "2") as server:
+        yield server
+
+
+def visit(browser: Browser, server: Server) -> None:
+    browser.open(server.url + "/")
+    browser.wait(lambda: browser.text("#health") == "serving", "the page says that the server serves")
+    browser.console()
+
+
+def rows(browser: Browser) -> dict[str, list[str]]:
+    script = "return [...document.querySelectorAll('#live tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    return {cells[0]: cells for cells in browser.run(script)}
+
+
+@contextmanager
+def in_flight(server: Server, *names: str) -> Iterator[list[Any]]:
+    """Requests that take minutes, aborted at the end."""
+    params = {"max_tokens": 1900, "ignore_eos": True, "n": 100}
+    with ThreadPoolExecutor(len(names)) as pool:
+        try:
+            yield [
+                pool.submit(
+                    server.post, "/inference/v1/generate",
+                    {"token_ids": [5, 6, 7], "request_id": name, "group_id": "g", "sampling_params": params},
+                )
+                for name in names
+            ]  # fmt: skip
+        finally:
+            server.post("/abort_requests", {"all": True})
+
+
+def test_live_requests_and_their_abort(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    assert "Nothing is being served" in browser.text("main") and "demo" in browser.text("#facts")
+    hostile = "<img src=x onerror=alert(1)>"
+    with in_flight(server, "first", hostile) as (first, second):
+        browser.wait(lambda: len(rows(browser)) == 2, "both requests are listed")
+        browser.wait(lambda: browser.text("#running") == "2", "two choices run")
+        assert int(browser.text("#waiting")) > 100
+        found = rows(browser)
+        assert found.keys() == {"first", hostile} and not browser.run("return document.images.length")
+        assert found["first"][3] == "3" and found["first"][6].endswith("of 100") and found["first"][7] == "g"
+        browser.wait(lambda: browser.text("#output-rate").strip("0.kM\u2013"), "tokens are counted")
+        browser.click("[aria-label='Abort first']")
+        assert {choice["finish_reason"] for choice in first.result(60).json()["choices"]} == {"abort"}
+        browser.wait(lambda: rows(browser).keys() == {hostile}, "the aborted request is gone")
+        browser.click("#abort-all")
+        browser.accept()
+        assert second.result(60).status_code == 200
+        browser.wait(lambda: not rows(browser), "all are gone")
+    assert browser.run("return document.querySelector('#rate-chart polyline').getAttribute('points').length") > 10
+    assert browser.console() == []
+
+
+def test_the_playground_shows_tokens_ids_and_logprobs(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    browser.type("#temperature", "0")
+    browser.type("#seed", "9007199254740993")  # not a number of JavaScript's
+    browser.click("#go")
+    status = browser.wait(lambda: "ended" in browser.text("#play-status") and browser.text("#play-status"), "an end")
+    assert "stop (eos)" in status and "3 output tokens" in status and "seed 9007199254740993" in status
+    assert browser.text("#tokens") == "85<|im_end|>"
+    body = {
+        "messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperature": 0, "logprobs": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert browser.run("return document.querySelector('#ids').textContent") == ", ".join(map(str, choice["token_ids"]))
+    details = browser.text("#token")
+    assert f"{choice['logprobs']['content'][0]['logprob']:.6f}" in details and '"8"' in details
+    assert browser.run("return document.querySelectorAll('#alternatives tbody tr').length") == 5
+    browser.click("#tokens")
+    browser.press(END)
+    assert "3 of the output" in browser.text("#token")
+    browser.press("\ue012", "\ue012", ARROW_RIGHT)
+    assert "2 of the output" in browser.text("#token")
+    assert browser.console() == []
+
+
+def test_it_streams_and_stops(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    browser.run("document.querySelector('#kind').value = 'ids'")
+    browser.type("#prompt", "5, 6 7")
+    browser.type("#temperature", "2")
+    browser.type("#max-tokens", "1900")
+    with in_flight(server, "slow"):
+        browser.click("#go")
+        browser.wait(lambda: not browser.run("return document.querySelector('#stop').disabled"), "it can be stopped")
+        browser.click("#stop")
+        browser.wait(lambda: "stopped after" in browser.text("#play-status"), "it stops")
+    browser.type("#prompt", "five")
+    browser.click("#go")
+    browser.wait(lambda: "whole numbers" in browser.text("#play-error"), "it says what is wrong")
+    browser.type("#prompt", "999999")
+    browser.click("#go")
+    browser.wait(lambda: "999999" in browser.text("#play-error"), "it says what the server says")
+
+
+def test_all_of_it_can_be_reached_by_keyboard(browser: Browser, server: Server) -> None:
+    visit(browser, server)
+    browser.run("document.activeElement.blur()")
+    seen = []
+    for _ in range(12):
+        browser.press(TAB)
+        seen.append(browser.run("return document.activeElement.id || document.activeElement.tagName"))
+    order = ["key", "prompt", "kind", "max-tokens", "temperature", "seed", "top", "go"]
+    assert [name for name in seen if name in order][: len(order)] == order
+    browser.run("document.querySelector('#go').focus()")
+    browser.press(ENTER)
+    browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_telephone_and_can_be_read(browser: Browser, server: Server, scheme: str) -> None:
+    browser.scheme(scheme)
+    browser.resize(360, 800)
+    try:
+        visit(browser, server)
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+        low = browser.run(CONTRASTS)
+        assert not low, low
+    finally:
+        browser.devtools("Emulation.clearDeviceMetricsOverride")
+        browser.scheme("light")
+
+
+CONTRASTS = """
+const luminance = rgb => rgb.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const parse = color => color.match(/[\\d.]+/g).map(Number);
+const below = node => {
+  for (let at = node; at; at = at.parentElement) {
+    const color = parse(getComputedStyle(at).backgroundColor);
+    if (color.length < 4 || color[3] === 1) return color.slice(0, 3);
+  }
+};
+const low = [];
+for (const node of document.querySelectorAll('body *')) {
+  const text = [...node.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+  if (!text || !node.checkVisibility() || node.disabled || node.closest('svg, script')) continue;
+  const [a, b] = [luminance(parse(getComputedStyle(node).color).slice(0, 3)), luminance(below(node))];
+  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  if (ratio < 4.5) low.push([node.outerHTML.slice(0, 80), ratio]);
+}
+return low;
+"""
+
+
+def test_a_key_is_asked_for_and_used(browser: Browser) -> None:
+    with Server("demo", "--api-key", "sesame", "--tokens-only") as server:
+        browser.open(server.url + "/")
+        browser.wait(lambda: browser.text("#health") == "locked", "the page says that it needs a key")
+        assert "API key" in browser.text("#trouble")
+        browser.type("#key", "wrong")
+        browser.press(ENTER)
+        browser.wait(lambda: "not accepted" in browser.text("#trouble"), "a wrong key is said to be wrong")
+        browser.type("#key", "sesame")
+        browser.press(ENTER)
+        browser.wait(lambda: browser.text("#health") == "serving", "the key opens")
+        assert browser.run("return [...document.querySelector('#kind').options].map(o => o.value)") == ["ids"]
+        browser.click("#go")
+        browser.wait(lambda: "ended" in browser.text("#play-status"), "an end")
+        assert browser.run("return document.querySelector('#tokens span').className") == "id"
+    browser.wait(lambda: browser.text("#health") in ("unreachable", "not serving"), "the server's end is noticed")

@@ -1,0 +1,91 @@
+"""The status page: its headers, and that it asks for nothing that is not there.  A browser reads it in tests/e2e."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+import pytest
+
+from tests.server.fake_llm import Site, site
+from tokserve.config import Config, resolve
+from tokserve.server.page import FILE
+
+PAGE = FILE.read_text()
+SCRIPT = PAGE[PAGE.index("<script>") : PAGE.index("</script>")]
+
+
+def shown(**options: object) -> Site:
+    return site(ui=True, **options)
+
+
+def test_it_is_there_when_asked_for_and_only_then() -> None:
+    answer = shown().get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.text == PAGE
+    answer = site(ui=False).get("/")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"
+
+
+@pytest.mark.parametrize(
+    ("options", "there"),
+    [
+        ({}, True), ({"host": "127.3.2.1"}, True), ({"host": "::1"}, True), ({"host": "localhost"}, True),
+        ({"host": "0.0.0.0"}, False), ({"host": "::"}, False), ({"host": "10.0.0.1"}, False), ({"host": "box"}, False),
+        ({"host": "0.0.0.0", "uds": "/tmp/x"}, True), ({"host": "0.0.0.0", "ui": True}, True), ({"ui": False}, False),
+    ],
+)  # fmt: skip
+def test_by_default_it_is_for_this_machine(options: dict[str, object], there: bool) -> None:
+    assert resolve(Config.make(**options)).server.ui is there
+
+
+def test_a_browser_may_run_this_script_and_nothing_else() -> None:
+    headers = shown().get("/").headers
+    policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+    assert policy.pop("img-src") == "data:" and policy.pop("connect-src") == "'self'"
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert set(policy.values()) == {"'none'"}
+    assert policy.keys() == {"default-src", "base-uri", "form-action", "frame-ancestors"}
+    assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+def test_nothing_in_it_needs_more_than_that() -> None:
+    markup = PAGE.replace(SCRIPT, "")
+    assert not re.search(r"\son\w+\s*=", markup) and not re.search(r"\sstyle\s*=", markup)
+    assert not re.search(r"\b(src|href|action)=(?!\"data:,\")", markup)
+    assert not re.search(r"\b(eval|Function|innerHTML|outerHTML|insertAdjacentHTML|document\.write)\b", SCRIPT)
+    assert "http://" not in SCRIPT.replace("http://www.w3.org/2000/svg", "") and "https://" not in SCRIPT
+
+
+def test_all_it_asks_for_is_there() -> None:
+    s = shown()
+    asked = set(re.findall(r'(?:call|ask)\([`"]([\w/]+)', SCRIPT))
+    assert asked == {
+        "health", "metrics", "inference/v1/requests", "inference/v1/generate", "abort_requests", "server_info",
+        "v1/models", "tokenizer_info", "tokenize",
+    }  # fmt: skip
+    routes = {route.path for route in s.app.routes}
+    assert {f"/{path}" for path in asked} <= routes
+    names = set(re.findall(r'"?\b(\w+_(?:total|sum|count|perc|running|waiting))\b', SCRIPT)) - {"requests_waiting"}
+    exported = set(re.findall(r"^tokserve:(\w+)", s.get("/metrics").text, re.MULTILINE))
+    assert len(names) >= 8 and names <= exported, names - exported
+
+
+def test_every_element_the_script_names_is_in_the_page() -> None:
+    ids = set(re.findall(r'\bid="([\w-]+)"', PAGE))
+    used = set(re.findall(r'\$\("([\w-]+)"\)', SCRIPT))
+    assert used <= ids, used - ids
+    for name in re.findall(r'(?:aria-labelledby|aria-describedby|for)="([\w-]+)"', PAGE):
+        assert name in ids
+    assert len(re.findall(r'\bid="', PAGE)) == len(ids)
+
+
+def test_it_needs_no_key_but_what_it_asks_for_does() -> None:
+    s = shown(api_key=["sesame"])
+    assert s.get("/").status_code == 200
+    for path in ("/metrics", "/inference/v1/requests", "/server_info", "/v1/models", "/tokenizer_info"):
+        assert s.get(path).status_code == 401, path
