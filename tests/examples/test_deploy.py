@@ -1,0 +1,140 @@
+"""examples/deploy: the files parse, and every flag, route, port and file they name exists."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.server.fake_llm import site
+from tokserve.cli.main import parser
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "deploy"
+DOCKERFILES = ["Dockerfile", "Dockerfile.cuda"]
+INSTRUCTIONS = {
+    "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD",
+}  # fmt: skip
+
+
+def routes() -> set[str]:
+    return {route.path for route in site().app.routes}
+
+
+def check_command(words: list[str]) -> dict[str, Any]:
+    """What `tokserve` makes of its arguments; a flag that does not exist ends the test."""
+    return vars(parser().parse_args(words))
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", (FOLDER / name).read_text())
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfiles(name: str) -> None:
+    made = instructions(name)
+    assert {word for word, _ in made} <= INSTRUCTIONS
+    last = dict(made)  # of each instruction, the last
+    values = check_command([*json.loads(last["ENTRYPOINT"])[1:], *json.loads(last["CMD"])])
+    assert values["host"] == "0.0.0.0" and values["model"] == "demo"
+    assert json.loads(last["ENTRYPOINT"])[0] == "tokserve" and last["USER"] == "10001"
+    check = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", check[2])
+    assert check[:2] == ["python", "-c"] and path in routes() and last["EXPOSE"] == "8000"
+    compile(check[2], "HEALTHCHECK", "exec")
+    for word, rest in made:
+        if word == "COPY":
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists(), source
+    for _, rest in [pair for pair in made if pair[0] == "RUN"]:
+        command = re.sub(r"^--mount=\S+\s+", "", rest)
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
+def test_what_the_images_are_built_from_is_all_that_the_package_needs() -> None:
+    for name in DOCKERFILES:
+        copied = {source for word, rest in instructions(name) if word == "COPY" for source in rest.split()[:-1]}
+        assert {"pyproject.toml", "CMakeLists.txt", "csrc", "tokserve", "README.md", "LICENSE"} <= copied
+
+
+def test_systemd_unit() -> None:
+    unit = configparser.RawConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(FOLDER / "tokserve.service")
+    assert unit.sections() == ["Unit", "Service", "Install"]
+    service = unit["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    values = check_command(words)
+    assert program.endswith("/bin/tokserve") and values["log_format"] == "json"
+    assert float(service["TimeoutStopSec"]) > values["shutdown_timeout"]
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("needs systemd-analyze")
+    unit = tmp_path / "tokserve.service"
+    unit.write_text((FOLDER / "tokserve.service").read_text().replace("/opt/tokserve/bin/tokserve", "/bin/true"))
+    done = subprocess.run([analyze, "verify", "--recursive-errors=no", unit], capture_output=True, text=True)
+    complaints = [line for line in done.stderr.splitlines() if "tokserve.service" in line]
+    assert not complaints, complaints
+
+
+def manifests() -> dict[str, Any]:
+    folder = FOLDER / "kubernetes"
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    assert {path.name for path in folder.iterdir()} == {*names, "kustomization.yaml"}
+    return {made["kind"]: made for made in (yaml.safe_load((folder / name).read_text()) for name in names)}
+
+
+def test_kubernetes_manifests() -> None:
+    made = manifests()
+    assert made.keys() == {"Secret", "Deployment", "Service", "PodDisruptionBudget"}
+    pod = made["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    values = check_command(["serve", *container["args"]])
+    stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > values["shutdown_timeout"] + stop
+    (port,) = container["ports"]
+    assert port["containerPort"] == values["port"] and values["cpu_threads"] == int(
+        container["resources"]["limits"]["cpu"]
+    )
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"].partition("?")[0] in routes() and probe["port"] == port["name"]
+    (key,) = container["env"]
+    chosen = key["valueFrom"]["secretKeyRef"]
+    assert key["name"] == "TOKSERVE_API_KEY" and chosen["name"] == made["Secret"]["metadata"]["name"]
+    assert chosen["key"] in made["Secret"]["stringData"]
+    labels = pod["metadata"]["labels"]
+    for selector in (
+        made["Deployment"]["spec"]["selector"]["matchLabels"], made["Service"]["spec"]["selector"],
+        made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    ):  # fmt: skip
+        assert selector.items() <= labels.items()
+    assert made["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+
+
+@pytest.mark.parametrize("folder", ["deploy", "monitoring"])
+def test_readmes_name_flags_routes_and_files_that_exist(folder: str) -> None:
+    text = (ROOT / "examples" / folder / "README.md").read_text()
+    serve = parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr,index,call-overload]
+    flags = {flag for action in serve._actions for flag in action.option_strings}
+    for flag in re.findall(r"`(--[\w-]+)", text) + re.findall(r"tokserve serve[^\n`]*?(--[\w-]+)", text):
+        assert flag in flags, flag
+    for path in re.findall(r"`(/[a-z]+)[`?]", text):
+        assert path in routes(), path
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / "examples" / folder / target).exists(), target
