@@ -6,7 +6,7 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format bench clean
+.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format audit bench clean
 
 install: $(VENV)/.installed
 
@@ -67,6 +67,13 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Known vulnerabilities of everything installed; needs PyPI's own JSON interface, and fails for what that does not know.
+audit: install
+	test -x $(VENV)/audit/bin/pip-audit || \
+	  { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet --disable-pip-version-check pip-audit; }
+	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable | sed 's/+.*//' | \
+	  $(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r /dev/stdin
 
 clean:
 	rm -rf $(VENV) build dist

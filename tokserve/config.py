@@ -233,6 +233,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_requests: Annotated[
         bool, about("Log each request when it is accepted or refused, and when it ends: counts and times, no prompts.")
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        about("URL that OpenTelemetry traces of requests are sent to, as OTLP over HTTP (http://HOST:4318/v1/traces); "
+              "needs the extra `otel`."),
+    ] = None  # fmt: skip
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
     log_stats_interval: Annotated[float, about("Seconds between the one-line statistics while requests run.", gt=0)] = (
         10.0
@@ -355,6 +360,8 @@ def _check(config: Config) -> None:
     for directory in config.weights.allowed_weight_dirs or []:
         if not Path(directory).is_dir():
             raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
+    if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
+        raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
     if server.tokens_only and server.chat_template:
         raise StartError("chat_template has no use with tokens_only")
 

@@ -56,12 +56,17 @@ class ApiServer:
 
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Serve until a signal or the engine's death; returns the exit code."""
-        server, app = self._http
+        server, app, tracing = self._http
         gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = asyncio.gather(_watch(self.llm, server), app.state.serving.metrics.watch_loop())
+        watching = [
+            asyncio.create_task(each) for each in (_watch(self.llm, server), app.state.serving.metrics.watch_loop())
+        ]
         await server.serve(sockets=[sock])
-        watching.cancel()
+        for task in watching:
+            task.cancel()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         return 1 if self.llm.dead else 0
 
     async def end(self) -> None:
@@ -70,14 +75,15 @@ class ApiServer:
 
 
 def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
-    """The uvicorn server and the app's drain switch; imported while the engine loads."""
+    """The uvicorn server, the app with its drain switch, and the tracing; imported while the engine loads."""
     import uvicorn
 
     from tokserve.server.app import build_app
     from tokserve.server.protocol import Protocol
 
-    app = build_app(llm, config, place=place)
     s = config.server
+    tracing = _tracing(config) if s.otlp_traces_endpoint else None
+    app = build_app(llm, config, place=place, trace=tracing and tracing.observe)
 
     class Server(uvicorn.Server):
         """uvicorn without its signal handlers: ours drain first."""
@@ -100,7 +106,17 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
         settings.load()
     except OSError as error:  # what ssl raises is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
-    return Server(settings), app
+    return Server(settings), app, tracing
+
+
+def _tracing(config: Config) -> Any:
+    """Where spans are made.  Raises StartError."""
+    try:
+        from tokserve.server.tracing import Tracing
+    except ImportError:
+        raise StartError("otlp_traces_endpoint needs OpenTelemetry: pip install 'tokserve[otel]'") from None
+    names = config.server.served_model_name or [config.model.model]
+    return Tracing(names[0], config.server.otlp_traces_endpoint or "")
 
 
 def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:

@@ -43,7 +43,7 @@ from tokserve.server.auth import Keys
 from tokserve.server.body import Gone
 from tokserve.server.counters import Place
 from tokserve.server.openapi import Endpoint
-from tokserve.server.serving import Serving
+from tokserve.server.serving import Serving, Trace
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -122,17 +122,19 @@ class Api(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def build_app(llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0, place: Place | None = None) -> FastAPI:
+def build_app(
+    llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0, place: Place | None = None, trace: Trace | None = None
+) -> FastAPI:
     """The application.  `config` is resolved; `llm` need not have started yet, but must before requests come.
 
     Raises StartError for a chat template or a generation_config.json that cannot be used.
     `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
     `keep_alive`: seconds of silence after which a stream says that it is still there.  `place`: among the API
-    processes of this server, if it has several.
+    processes of this server, if it has several.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(title="tokserve", version=tokserve.__version__, openapi_url=None)
     app.state.draining = False
-    app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place)
+    app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
     if serving.text and llm.tokenizer is not None:
         _ = serving.template  # a template that cannot be read or compiled is told now
     app.router.routes.extend(_routes(serving))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,9 @@ MAX_SALT = 128
 _INT32, _INT64 = 1 << 31, 1 << 63
 _COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
+
+
+Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request with these headers
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,12 +80,14 @@ class Serving:
     """The state shared by the routes of one app."""
 
     def __init__(
-        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, place: Place | None = None
-    ) -> None:
+        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, place: Place | None = None,
+        trace: Trace | None = None,
+    ) -> None:  # fmt: skip
         self.llm = llm
         self.config = config
         self.state = state
         self.keep_alive = keep_alive
+        self._trace = trace
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
         self.max_body = config.server.max_body_mb << 20
@@ -146,7 +151,7 @@ class Serving:
 
         Everything that can be refused is refused here, before any answer.  Raises `Gone` if the client leaves.
         """
-        flight = Flight(terms.request_id, params.n, self._observers())
+        flight = Flight(terms.request_id, params.n, self._observers(request))
         flight.timed = self.metrics.timed
         self.metrics.came()
         accepted = False
@@ -167,11 +172,13 @@ class Serving:
         flight.accepted(params)
         return flight
 
-    def _observers(self) -> list[Observer]:
+    def _observers(self, request: Request) -> list[Observer]:
         """Who is told what becomes of a new request."""
         observers: list[Observer] = [self.metrics]
         if self.config.server.log_requests:
             observers.append(Journal())
+        if self._trace is not None:
+            observers.append(self._trace(request.headers))
         return observers
 
     def check(

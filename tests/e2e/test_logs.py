@@ -1,0 +1,23 @@
+"""The log of a whole server, all processes of it, from start to end."""
+
+from __future__ import annotations
+
+import json
+
+from tests.e2e.server import Server
+
+
+def test_json_lines_of_all_processes_and_of_requests() -> None:
+    flags = ("--tokens-only", "--log-format", "json", "--log-requests", "--api-server-count", "2")
+    with Server("demo", *flags) as server:
+        body = {"token_ids": [81, 82, 83], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+        answer = server.post("/inference/v1/generate", body, headers={"X-Request-Id": "generate-tokens-mine"})
+        assert answer.status_code == 200
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.log]
+    assert {line["process"] for line in lines} == {"server", "engine", "api-0", "api-1"}
+    assert all(line["level"] == "info" for line in lines)
+    about = [line for line in lines if line.get("request_id") == "mine"]
+    assert [line["event"] for line in about] == ["request_accepted", "request_ended"]
+    assert about[1]["reasons"] == {"max_tokens": 1} and about[1]["output_tokens"] == 3
+    assert about[1]["total"] >= about[1]["first_token"] >= about[1]["queued"] >= 0

@@ -1,0 +1,122 @@
+"""OpenTelemetry: a span per request, and in it spans of its choices' time in the queue, in prefill and in decode.
+
+The only importer of opentelemetry, and itself imported only if traces are wanted.  A request is looked at when it ends:
+the spans are laid out backwards from the times the engine measured, so tracing costs nothing per token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import tokserve
+from tokserve.client.outputs import Completion
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+from tokserve.server.flights import Flight
+
+EXPORT_SECONDS = 5  # that a collector may take for a batch
+PARAMS = ("n", "max_tokens", "temperature", "top_p")
+
+
+class Tracing:
+    """Makes an observer for each request.  `processor`: where spans go; by default in batches to `endpoint` (a URL)."""
+
+    def __init__(self, model: str, endpoint: str, processor: SpanProcessor | None = None) -> None:
+        resource = Resource.create({"service.name": "tokserve", "service.version": tokserve.__version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        if processor is None:
+            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("tokserve")
+        self._model = model
+
+    def observe(self, headers: Mapping[str, str]) -> Trace:
+        """Of a request that has come; its `traceparent` header says what it is a part of."""
+        return Trace(self._tracer, self._model, TraceContextTextMapPropagator().extract(dict(headers)))
+
+    def close(self) -> None:
+        """Send what has not been sent; may take as long as the collector does."""
+        self._provider.shutdown()
+
+
+class Trace:
+    """The observer of one request that makes its spans."""
+
+    def __init__(self, tracer: Tracer, model: str, parent: Context) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._arrival = time.time_ns()
+        self._attributes: dict[str, Any] = {"gen_ai.request.model": model}
+        self._ends: list[Completion] = []
+        self._reasons: list[str] = []
+        self._error: RequestError | None = None
+        self._flight: Flight | None = None
+
+    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+        """What was asked for."""
+        self._flight = flight
+        self._attributes["gen_ai.request.id"] = flight.key
+        for name in PARAMS:
+            value = getattr(params, name)
+            if value is not None:
+                self._attributes[f"gen_ai.request.{name}"] = value
+
+    def refused(self, error: RequestError) -> None:
+        """A span with an error is all there will be."""
+        self._error = error
+
+    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+        """A choice's times."""
+        self._ends.append(completion)
+        self._reasons.append(completion.finish_reason or "error")
+
+    def aborted(self, cause: str, count: int) -> None:
+        """Choices without times."""
+        self._reasons += [cause] * count
+
+    def closed(self) -> None:
+        """The spans."""
+        span = self._tracer.start_span(
+            "llm_request", self._parent, SpanKind.SERVER, self._attributes, start_time=self._arrival
+        )
+        if self._error is not None:
+            span.set_status(Status(StatusCode.ERROR, self._error.code or self._error.type))
+            span.set_attribute("http.response.status_code", self._error.status)
+        if self._flight is not None:
+            usage = self._flight.usage()
+            span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+            span.set_attribute("gen_ai.usage.cached_tokens", usage.prompt_tokens_details.cached_tokens)
+            span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+        inside = set_span_in_context(span, self._parent)
+        for end in self._ends:
+            self._lay_out(end, inside)
+        span.end()
+
+    def _lay_out(self, end: Completion, inside: Context) -> None:
+        """A choice's phases, one after the other; it has only those that it came to."""
+        queued, first, total = end.times
+        phases = (
+            ("queue", 0.0, queued or total),
+            ("prefill", queued, (first or total) if queued else 0.0),
+            ("decode", first, total if first else 0.0),
+        )
+        for name, start, stop in phases:
+            if stop > start or name == "queue":
+                phase = self._tracer.start_span(
+                    name, inside, attributes={"gen_ai.choice.index": end.index}, start_time=self._at(start)
+                )
+                phase.end(self._at(stop))
+
+    def _at(self, seconds: float) -> int:
+        return self._arrival + int(seconds * 1e9)
