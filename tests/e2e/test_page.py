@@ -143,7 +143,12 @@ def test_it_fits_a_telephone_and_can_be_read(browser: Browser, server: Server, s
     browser.resize(360, 800)
     try:
         visit(browser, server)
+        edge = "return document.querySelector(arguments[0]).getBoundingClientRect().right"
+        with in_flight(server, "a-request-with-a-long-name"):
+            browser.wait(lambda: rows(browser), "the request is listed")
+            assert browser.run(edge, "#live button") <= 360
         assert browser.run("return document.documentElement.scrollWidth") <= 360
+        assert browser.run(edge, "#abort-all") <= 360
         low = browser.run(CONTRASTS)
         assert not low, low
     finally:

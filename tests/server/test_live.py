@@ -2,12 +2,17 @@
 
 import pytest
 
+from tests.engine.scripted import Engine
 from tests.server.fake_llm import site
 
 
 def test_it_is_the_engines_answer() -> None:
     s = site()
-    s.llm.answers["requests"] = answer = {"weight_version": "7", "total": 1, "requests": [{"request_id": "a"}]}
+    engine = Engine()
+    engine.add("a", [3, 4, 5], max_tokens=9, group="g")
+    engine.call("requests", limit=100)
+    s.llm.answers["requests"] = answer = engine.replies[-1].result
+    assert [row["request_id"] for row in answer["requests"]] == ["a"]
     assert s.get("/inference/v1/requests").json() == answer
     assert s.get("/inference/v1/requests?limit=7").json() == answer
     assert s.llm.asked == [("requests", {"limit": 100}), ("requests", {"limit": 7})]

@@ -101,7 +101,7 @@ ENDPOINTS = (
             ("/collective_rpc", control.collective_rpc, control.RpcBody),
         )
     ),
-    Endpoint(("GET",), "/inference/v1/requests", live.requests, control=True),
+    Endpoint(("GET",), "/inference/v1/requests", live.requests, reply=live.LiveRequests, control=True),
     Endpoint(("GET",), "/", page.page),
 )
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,9 +13,35 @@ from tokserve.server.serving import Serving
 SHOWN, MOST = 100, 10_000
 
 
+class LiveRequest(msgspec.Struct):
+    """What came in one HTTP request; counts are of its choices that have not ended."""
+
+    request_id: str
+    group_id: str | None
+    state: str
+    choices: int
+    running: int
+    age: float
+    queued: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    priority: int
+
+
+class LiveRequests(msgspec.Struct):
+    """The oldest of `total`."""
+
+    weight_version: str
+    total: int
+    requests: list[LiveRequest]
+
+
 async def requests(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`; how many there are; the weights"""
     limit = request.query_params.get("limit", str(SHOWN))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MOST):
         raise RequestError(f"limit must be 0 to {MOST}", field="limit")
-    return body.reply(request, await serving.llm.call("requests", limit=int(limit)))
+    found = await serving.llm.call("requests", limit=int(limit))
+    return body.reply(request, msgspec.convert(found, LiveRequests))
