@@ -23,7 +23,7 @@ serve: install
 	$(BIN)/tokserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: install check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: install check
 	$(BIN)/python -m pytest -q -m 'not gpu and not multi_gpu and not network'

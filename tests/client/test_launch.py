@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from tokserve.errors import EngineDead, StartError
 from tokserve.params import SamplingParams
 
 PLAIN = SamplingParams()
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short enough for a socket's name wherever pytest keeps its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
