@@ -77,6 +77,10 @@ def test_live_requests_and_their_abort(browser: Browser, server: Server) -> None
         browser.wait(lambda: not rows(browser), "all are gone")
     assert browser.run("return document.querySelector('#rate-chart polyline').getAttribute('points').length") > 10
     assert browser.console() == []
+    server.post("/pause", {})
+    browser.wait(lambda: browser.text("#health") == "paused", "a pause is noticed")
+    server.post("/resume", {})
+    browser.wait(lambda: browser.text("#health") == "serving", "and its end")
 
 
 def test_the_playground_shows_tokens_ids_and_logprobs(browser: Browser, server: Server) -> None:
@@ -111,6 +115,7 @@ def test_it_streams_and_stops(browser: Browser, server: Server) -> None:
     browser.type("#temperature", "2")
     browser.type("#max-tokens", "1900")
     with in_flight(server, "slow"):
+        browser.wait(lambda: int(browser.text("#waiting")) > 50, "others are before it")
         browser.click("#go")
         browser.wait(lambda: not browser.run("return document.querySelector('#stop').disabled"), "it can be stopped")
         browser.click("#stop")

@@ -267,5 +267,5 @@ def test_the_server_tells_about_itself(lab: Lab) -> None:
     assert shown["vllm_config"]["weights"]["weight_transfer_config"] == {"backend": "gloo"}
     assert json.dumps(shown)
     text = lab.server.get("/metrics").text
-    assert 'engine_state{model_name="' in text and "tokserve:weight_epoch" in text
+    assert 'engine_state{engine="0",model_name="' in text and "tokserve:weight_epoch" in text
     assert lab.server.metric("tokserve:generation_tokens_by_age_total") > 0

@@ -281,7 +281,7 @@ class Metrics(Collector):
             yield family
         text = "Tokens of ended choices, by weight updates since they were made."
         ages = CounterMetricFamily(PREFIX + "generation_tokens_by_age", text, labels=[*LABELS, "age"])
-        for age, count in zip(AGES, s.tokens_by_age, strict=False):
+        for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
 
