@@ -1,4 +1,4 @@
-"""`python -m tokserve` and the `tokserve` script.  A signal that comes before there is anything to clean up just ends it."""
+"""`python -m tokserve` and the `tokserve` script.  A signal that comes before there is anything to clean up ends it."""
 
 import signal
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Received = tuple[bytes, ToEngine, float]  # identity, message, when
 LINGER_MS = 1000
 PEERS_KEPT = 1024
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding raises for bytes that are no message
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for bytes that are no message
 WAKE, FAILED = "wake", "failed"
 
 
