@@ -20,6 +20,7 @@ import httpx
 import psutil
 
 from tests.e2e.server import Server
+from tests.e2e.test_soak import more_files
 
 POOL = 120  # different requests
 WORKERS = 16
@@ -270,8 +271,11 @@ def play(seconds: float, seed: int) -> Scene:
     with Server("demo", *FLAGS) as server:
         scene = Scene(server, seconds, seed)
         process = psutil.Process(server.process.pid)
+        server.get("/health")
+        files = process.num_fds()
         asyncio.run(scene.run())
         server.wait_idle(60)
+        assert not any(more_files([process], [files])), "files were left open"
         deep = server.get("/health?deep=1")  # checks the KV accounting
         assert deep.status_code == 200, deep.text
         assert process.children() == [server.engine()], "processes were left behind"

@@ -75,6 +75,7 @@ class Supervisor:
     def __init__(self, config: Config, sock: socket.socket) -> None:
         replace = msgspec.structs.replace
         self.llm = AsyncLLM.from_config(replace(config, server=replace(config.server, tokens_only=True)))
+        self.llm.on_replaced = self._on_replaced
         self._config = config
         self._count = config.server.api_server_count
         self._sockets = listen.spread(sock, self._count)
@@ -121,7 +122,6 @@ class Supervisor:
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Until told to stop, or the engine dies; returns the exit code."""
         signals.act = self._stop
-        self.llm.on_replaced = self._on_replaced
         keeping = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
         done, others = await asyncio.wait(keeping, return_when="FIRST_EXCEPTION")
         for task in others:
