@@ -1,6 +1,10 @@
-"""`python -m tokserve`."""
+"""`python -m tokserve` and the `tokserve` script.  A signal that comes before there is anything to clean up ends it."""
 
-from tokserve.cli.main import main
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a while, and Ctrl-C in them shall not print a traceback
+
+from tokserve.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

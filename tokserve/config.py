@@ -152,6 +152,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about('Implementation by op, as JSON, e.g. {"rms_norm": "torch"}; "*" names all ops.'),
     ] = None
     start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0)] = 600.0
+    step_timeout: Annotated[
+        float,
+        about("Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503.",
+              gt=0),
+    ] = 600.0  # fmt: skip
+    restart_engine: Annotated[
+        NotNegative,
+        about("Times within ten minutes that a crashed engine is replaced by another, with the checkpoint's weights; "
+              "0: the server ends with its engine."),
+    ] = 0  # fmt: skip
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ class RequestError(Exception):
 
     status = 400
     type = "invalid_request_error"
+    retry_after: int | None = None  # seconds after which the same may be served
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -100,14 +101,27 @@ class RequestFailed(RequestError):
 
 
 class EngineDead(RequestError):
-    """503: the engine process is gone.  `message` is for clients, `private` for the log."""
+    """503: the engine process is gone or does not answer.  `message` is for clients, `private` for the log.
+
+    With `retry_after` (seconds) another engine is being started, and then the same request can be served.
+    """
 
     status = 503
     type = "engine_dead_error"
 
-    def __init__(self, message: str = "the engine is not running", *, private: str = "") -> None:
-        super().__init__(message, code="engine_dead")
+    def __init__(
+        self, message: str = "the engine is not running", *, private: str = "", code: str = "engine_dead",
+        retry_after: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message, code=code)
         self.private = private
+        self.retry_after = retry_after
+
+    def again(self) -> EngineDead:
+        """The same for one more who must hear of it: an exception is raised once."""
+        return EngineDead(
+            self.message, private=self.private, code=self.code or "engine_dead", retry_after=self.retry_after
+        )
 
 
 _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)

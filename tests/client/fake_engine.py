@@ -46,7 +46,7 @@ def config(model: str | Path = "none", **options: Any) -> Config:
         model=ModelConfig(model=str(model), **model_options),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "fcfs")),
-        runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0)),
+        runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0), **options.pop("runtime", {})),
         server=ServerConfig(tokens_only=options.pop("tokens_only", False)),
     )
 
@@ -100,6 +100,7 @@ class FakeEngine:
         self.ended: set[str] = set()
         self.closed = threading.Event()
         self.verdict: Callable[[Submit], Verdict | None] = lambda submit: Verdict(submit.call_id)
+        self.deaf = False  # to pings
         self._ready = ready
         self._script = script
         self._news = threading.Condition()
@@ -200,7 +201,7 @@ class FakeEngine:
         if call.method == "stats":
             return [Step(StepStats(steps=77)), Reply(call.call_id, {})]
         if call.method == "ping":
-            return [Reply(call.call_id, {})]
+            return [] if self.deaf else [Reply(call.call_id, {})]
         keys = list(dict.fromkeys(rid.rpartition("#")[0] for rid in self.live))
         if call.method in ("abort", "abort_all"):
             return self._abort_keys(call, call.args.get("keys", keys), call.args["reason"])

@@ -26,6 +26,7 @@ def test_kill_9_of_the_engine() -> None:
     with Server("demo") as server:
         url = server.url
         engine = server.engine()
+        left = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
 
         async def scene() -> tuple[httpx.Response, str, httpx.Response]:
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -43,6 +44,7 @@ def test_kill_9_of_the_engine() -> None:
         assert '"error"' in stream and stream.rstrip().endswith("data: [DONE]")
         assert health.status_code == 503
         assert server.process.wait(30) == 1
+        assert left and not [f for f in left if f.exists()]
 
 
 def test_deep_health_does_not_wait_for_a_stopped_engine() -> None:
@@ -125,6 +127,19 @@ def test_told_to_stop_while_the_engine_loads(number: signal.Signals) -> None:
     assert server.stop(number, seconds=10) == 0
     engine.wait(1)
     assert not any("serving on" in line or "Traceback" in line for line in server.log), server.log
+
+
+@pytest.mark.parametrize("module", ["tokserve.cli.main", "msgspec", "zmq"])
+def test_ctrl_c_while_it_imports_prints_nothing(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    done = run("serve", "demo", "--port", "0", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == -signal.SIGINT and not done.stdout and not done.stderr
 
 
 def test_a_second_sigint_hangs_up_on_a_client_that_does_not_read() -> None:

@@ -70,9 +70,11 @@ def test_unreadable_messages_are_logged_and_passed_over(
     with Front(address) as front:
         front.socket.send(b"\xc1 not msgpack")
         front.socket.send(b"\x92\x63\x00")  # an array with an unknown tag
+        front.socket.send(b"\x93\x01\x91\xa1\xff\xa0")  # an Abort of an id that is not UTF-8
+        front.socket.send(b"\x94\x02\x00\xa1x\x81\xa1a" + b"\x91" * 100_000)  # a Call, nested too deeply
         front.send(Abort(["a"]))
         assert [message for _, message, _ in take(wire, 1)] == [Abort(["a"])]
-    assert caplog.text.count("cannot be read") == 2
+    assert caplog.text.count("cannot be read") == 4
 
 
 def test_a_front_end_that_has_gone_hurts_nobody(wire: Wire, address: str) -> None:

@@ -271,6 +271,10 @@ class FakeLLM:
     fails: Callable[[int], bool] = lambda index: False
     cached: int = 0
     dead: EngineDead | None = None
+    restarting: EngineDead | None = None
+    started: bool = True
+    hung: bool = False
+    silence: float = 0.0
     hold: bool = False
     undecided: bool = False  # no word on new requests yet
     refuse: RequestError | None = None  # the word on new requests
@@ -295,12 +299,16 @@ class FakeLLM:
         self._orders: dict[str, Order] = {}
 
     @property
+    def down(self) -> EngineDead | None:
+        return self.dead or self.restarting
+
+    @property
     def num_inflight(self) -> int:
         return len(self.streams)
 
     def prepare(self, order: Order) -> Prepared:
-        if self.dead:
-            raise self.dead
+        if self.down:
+            raise self.down
         prepared = self.inputs.prepare(order)
         self._orders[prepared.adds[0].rid] = order
         return prepared

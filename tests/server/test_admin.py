@@ -8,8 +8,9 @@ import pytest
 import tokserve
 from tests.server.fake_llm import Site, site
 from tokserve.client.outputs import StepStats
+from tokserve.errors import EngineDead
 
-PUBLIC = {"/", "/health", "/ping", "/version"}
+PUBLIC = {"/", "/health", "/ping", "/ready", "/version"}
 
 
 def test_health() -> None:
@@ -27,6 +28,53 @@ def test_health_of_a_dead_engine(path: str) -> None:
     answer = s.get(path)
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
     assert "signal 9" not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health?deep=1"])
+def test_health_of_an_engine_that_hangs(path: str) -> None:
+    s = site()
+    s.llm.hung, s.llm.silence = True, 601.0
+    answer = s.get(path)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_hung" and "601 s" in answer.text
+    assert "retry-after" not in answer.headers and not s.llm.verbs, "nothing waits for it"
+
+
+def test_while_another_engine_starts_requests_are_told_when_to_come_back() -> None:
+    s = site()
+    s.llm.restarting = EngineDead("it has crashed", private="signal 9", code="engine_restarting", retry_after=7)
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+    for answer in (
+        s.get("/health"),
+        *(s.post("/inference/v1/generate", body | {"stream": on}) for on in (False, True)),
+    ):
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "7"
+        assert answer.json()["error"] == {
+            "message": "it has crashed", "type": "engine_dead_error", "param": None, "code": "engine_restarting",
+        }  # fmt: skip
+    s.llm.restarting = None
+    assert s.post("/inference/v1/generate", body).status_code == 200
+
+
+def test_ready_says_what_is_in_the_way() -> None:
+    s = site()
+
+    def status() -> tuple[int, str]:
+        answer = s.get("/ready")
+        assert list(answer.json()) == ["status"]
+        return answer.status_code, answer.json()["status"]
+
+    assert status() == (200, "ready")
+    s.app.state.draining = True  # each that follows hides those before
+    assert status() == (503, "draining")
+    s.llm.hung = True
+    assert status() == (503, "hung")
+    s.llm.started = False
+    assert status() == (503, "loading")
+    s.llm.restarting = EngineDead()
+    assert status() == (503, "restarting")
+    s.llm.die()
+    assert status() == (503, "dead")
+    assert s.get("/version").status_code == 200 and not s.llm.verbs
 
 
 def test_version() -> None:

@@ -1,8 +1,9 @@
 """One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and dying with it.
 
 Stdin is a socket to the supervisor.  From there comes one line of JSON, the `Opening`; one goes back, the `Report`,
-when this process can serve or knows that it cannot; its end means that the supervisor is gone.  The listening socket
-and the shared counters are inherited.
+when this process can serve or knows that it cannot.  An `Engine` comes for every engine that takes the place of one,
+or an empty one when none does.  The channel's end means that the supervisor is gone.  The listening socket and the
+shared counters are inherited.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uvloop
 from tokserve import log
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals
+from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import StartError
 from tokserve.server.counters import Place
@@ -27,6 +29,7 @@ from tokserve.server.counters import Place
 logger = logging.getLogger("tokserve.serve")
 COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")
 SUPERVISOR = 0  # the descriptor
+LINES = 1 << 16  # bytes read at once
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -38,6 +41,13 @@ class Opening(msgspec.Struct, frozen=True):
     engine: int
     listening: int
     place: Place
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The engine's address and process; none: it has ended and is not replaced."""
+
+    address: str = ""
+    pid: int = 0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -60,8 +70,8 @@ def main() -> None:
 
 
 async def _run(opening: Opening, sock: socket.socket) -> int:
-    asyncio.get_running_loop().add_reader(SUPERVISOR, _leave, opening.config)
     server = ApiServer(opening.config, opening.place)
+    asyncio.get_running_loop().add_reader(SUPERVISOR, _listen, server.llm, opening.config)
     joining = server.llm.connect(opening.address, pid=opening.engine, name=opening.name)
     starting = asyncio.create_task(server.start(joining))
     signals = Signals(starting.cancel)
@@ -82,6 +92,21 @@ async def _run(opening: Opening, sock: socket.socket) -> int:
 def _tell(report: Report) -> None:
     with suppress(BrokenPipeError):  # it is gone; `_leave` is next
         os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
+
+
+def _listen(llm: AsyncLLM, config: Config) -> None:
+    """What the supervisor says.  (Lines are short and far between: each is read whole.)"""
+    lines = b""
+    with suppress(ConnectionError):
+        lines = os.read(SUPERVISOR, LINES)
+    if not lines:
+        _leave(config)
+    for line in lines.splitlines():
+        engine = msgspec.json.decode(line, type=Engine)
+        if engine.pid:
+            llm.rejoin(engine.address, engine.pid)
+        else:
+            llm.give_up()
 
 
 def _leave(config: Config) -> None:

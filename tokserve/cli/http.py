@@ -12,16 +12,18 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from tokserve.cli.listen import BACKLOG
-from tokserve.client.async_llm import AsyncLLM
+from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
-from tokserve.errors import StartError
+from tokserve.errors import EngineDead, StartError
 from tokserve.server.counters import Place
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies after the first, a further signal
+ABORT_SECONDS = 5.0  # for an engine to end its requests; one that hangs is not waited for
 DEAD_GRACE = 5.0  # seconds that 503s are answered after the engine's death, before the process exits
 
 
@@ -128,11 +130,12 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
         app.state.draining = True
         logger.info("stopping: up to %.0f s for running requests", seconds)
         end = loop.time() + seconds
-        while llm.num_inflight and loop.time() < end and llm.dead is None:
+        while llm.num_inflight and loop.time() < end:
             await asyncio.sleep(0.05)
-        if llm.num_inflight and llm.dead is None:
+        if llm.num_inflight:
             logger.info("aborting %d running requests", llm.num_inflight)
-            await llm.abort_own("shutdown")
+            with suppress(TimeoutError, EngineDead):
+                await asyncio.wait_for(llm.abort_own("shutdown"), ABORT_SECONDS)
         server.should_exit = True
         await asyncio.sleep(hang_up)
         for connection in list(server.server_state.connections):  # clients that do not read
@@ -174,6 +177,8 @@ async def report(llm: AsyncLLM, config: Config) -> None:
     while True:
         await asyncio.sleep(interval)
         now = llm.stats
+        if now.steps < last.steps:  # another engine has begun to count
+            last = StepStats()
         if now.steps != last.steps:
             hits = now.prefix_hits - last.prefix_hits
             queries = max(1, now.prefix_queries - last.prefix_queries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     try:
         if command == "bench":
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it cleans up
             code = bench(values)
         else:
             from tokserve.cli.serve import serve
@@ -48,4 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except StartError as error:
         print(f"tokserve: error: {error}", file=sys.stderr)
         code = 1
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     sys.exit(code)

@@ -1,8 +1,8 @@
 """Several API processes at one address with one engine: started, kept alive, told to stop.
 
 The supervisor owns the engine and the sockets and serves nothing itself.  An API process that dies is replaced, after
-the engine has been told to drop its requests.  What the processes must know of one another's requests, the engine
-knows; what they count together lies in shared memory.
+the engine has been told to drop its requests; when the engine is replaced, all are told where the new one is.  What
+the processes must know of one another's requests, the engine knows; what they count together lies in shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from tokserve.cli import listen
-from tokserve.cli.api_server import COMMAND, Opening, Report
+from tokserve.cli.api_server import COMMAND, Engine, Opening, Report
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess, describe_exit
@@ -45,6 +45,11 @@ class ApiProcess(ChildProcess):
         asyncio.get_running_loop().add_reader(self._channel, self._on_report)
         self.exited.add_done_callback(self._on_end)
 
+    def tell(self, engine: Engine) -> None:
+        """The engine has changed."""
+        with suppress(OSError):  # it has ended
+            self._channel.sendall(msgspec.json.encode(engine) + b"\n")
+
     def _on_report(self) -> None:
         line = b""
         with suppress(ConnectionError):
@@ -70,6 +75,7 @@ class Supervisor:
     def __init__(self, config: Config, sock: socket.socket) -> None:
         replace = msgspec.structs.replace
         self.llm = AsyncLLM.from_config(replace(config, server=replace(config.server, tokens_only=True)))
+        self.llm.on_replaced = self._on_replaced
         self._config = config
         self._count = config.server.api_server_count
         self._sockets = listen.spread(sock, self._count)
@@ -124,6 +130,11 @@ class Supervisor:
             task.result()
         return 1 if self.llm.dead else 0
 
+    def _on_replaced(self) -> None:
+        engine = Engine() if self.llm.dead else Engine(*self.llm.engine)
+        for process in self._processes.values():
+            process.tell(engine)
+
     def _stop(self) -> None:
         """The first time all processes drain, the second they abort what still runs."""
         logger.info("stopping: the API processes %s", "hang up" if self._stopping else "drain")
@@ -141,17 +152,29 @@ class Supervisor:
             if self._stopping or self.llm.dead:
                 return
             logger.error("%s; another takes its place", describe_exit(code, f"API process {index}"))
-            try:
-                aborted = await self.llm.call("leave", front_end=process.name)
-            except EngineDead:
-                return
-            if self._stopping:
-                return
-            self._launch(index)
-            error = await self._processes[index].ready
-            if error is not None and not self._stopping:
-                raise StartError(f"API process {index} cannot be replaced: {error}")
+            aborted = 0
+            error: str | None = ""
+            joined = None
+            while error is not None:  # again if the engine went meanwhile
+                aborted += await self._drop(self._processes[index].name)
+                if self._stopping or self.llm.dead:
+                    return
+                if joined == self.llm.engine:
+                    raise StartError(f"API process {index} cannot be replaced: {error}")
+                joined = self.llm.engine
+                self._launch(index)
+                error = await self._processes[index].ready
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
+
+    async def _drop(self, name: str) -> int:
+        """Have the engine drop the requests of a process that has ended, and say how many those were."""
+        while self.llm.dead is None:
+            try:
+                dropped: int = await self.llm.call("leave", front_end=name)
+                return dropped
+            except EngineDead:
+                await self.llm.restored()
+        return 0
 
     async def end(self) -> None:
         """Nothing is left behind."""

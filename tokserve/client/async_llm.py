@@ -2,13 +2,15 @@
 
 `generate` checks and sends a request at once and returns a `Stream` of its outputs.  A request ends early in one
 way only: the stream is closed (or dropped), which aborts what has not ended.  When the engine dies, everything
-that waits for it raises `EngineDead`.  Nothing here knows HTTP, nor how tokens come about.
+that waits for it raises `EngineDead`; with `restart_engine`, another takes its place.  Nothing here knows HTTP, nor
+how tokens come about.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
 SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
+RESTART_WINDOW = 600.0  # seconds in which an engine is replaced at most `restart_engine` times
+LONGEST_PULSE = 15.0  # seconds between two pings
+PULSE = -1  # their call
 
 
 class _Submission:
@@ -140,8 +145,8 @@ def _part(request: Any, name: str) -> Any:
 class AsyncLLM:
     """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop.
 
-    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself; `dead` is set when it has
-    died.
+    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself.  `down` is set while there is
+    no engine: for good when `dead` is set too, else until another has started in its place.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -160,6 +165,8 @@ class AsyncLLM:
         self.stats = StepStats()
         self.status = Status()
         self.dead: EngineDead | None = None
+        self.down: EngineDead | None = None
+        self.on_replaced: Callable[[], object] = lambda: None  # another engine serves, or none will
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._engine: EngineProcess | None = None
@@ -175,6 +182,12 @@ class AsyncLLM:
         self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
+        self._name: str | None = None
+        self._restarts: list[float] = []  # when
+        self._restarting: asyncio.Task[None] | None = None
+        self._start_seconds = 1.0  # the last start took
+        self._asked: float | None = None  # when the ping was sent that is not answered
+        self._pulse: asyncio.TimerHandle | None = None
 
     # --- start and end ---
 
@@ -182,12 +195,14 @@ class AsyncLLM:
         """Start the engine and wait until it serves; once only.  Raises StartError."""
         if self._engine is not None or self._stopping is not None:
             raise StartError("an AsyncLLM starts once; make another")
+        self._engine = self._launch()
+        await self.connect(self._engine.address)
+
+    def _launch(self) -> EngineProcess:
         try:
-            self._engine = EngineProcess(self.config)
+            return EngineProcess(self.config)
         except OSError as error:
             raise StartError(f"the engine process could not be started: {error.strerror}") from error
-        self._engine.exited.add_done_callback(self._on_exit)
-        await self.connect(self._engine.address)
 
     @property
     def engine(self) -> tuple[str, int]:
@@ -203,35 +218,58 @@ class AsyncLLM:
         (whoever starts clients can then tell it, with the verb `leave`, that one has gone).
         """
         self._loop = asyncio.get_running_loop()
-        self._starting = self._loop.create_future()
-        if pid is not None:
-            try:
-                watch(pid, lambda: self._on_end("the engine process ended"))
-            except ProcessLookupError:
-                raise StartError("the engine process has ended") from None
-        self._link = Link(address, self._on_message, self._on_settled, name)
-        self._link.send(Call(0, "hello"))
+        self._name = name
+        joining = asyncio.ensure_future(self._join(address, pid))
         loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
         started = False
         try:
-            timeout = self.config.runtime.start_timeout
-            both: list[asyncio.Future[Any]] = [self._starting, loading]
-            done, late = await asyncio.wait(both, timeout=timeout, return_when="FIRST_EXCEPTION")
+            both: list[asyncio.Future[Any]] = [joining, loading]
+            done, _ = await asyncio.wait(both, return_when="FIRST_EXCEPTION")
             for future in done:
                 future.result()
-            if late:
-                raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)")
             if self.dead is not None:  # it was ready before the tokenizer was, and then died
                 raise StartError(f"the engine failed to start: {self.dead.private}; its log says more")
-            self._ready = self._starting.result()
-            self._inputs = Inputs(self.config, self._ready, lambda: self.tokenizer)
+            self._serve(joining.result())
+            self._beat()
             started = True
         finally:
             if not started:
                 loading.cancel()
-                if not self._starting.cancel() and not self._starting.cancelled():
-                    self._starting.exception()  # looked at, lest asyncio complain
+                if not joining.cancel() and not joining.cancelled():
+                    joining.exception()  # looked at, lest asyncio complain
                 await self.shutdown()
+
+    async def _join(self, address: str, pid: int | None = None) -> Ready:
+        """Say hello to an engine and wait until it is ready.  Raises StartError."""
+        began = asyncio.get_running_loop().time()
+        self._starting = asyncio.get_running_loop().create_future()
+        if self._link is not None:
+            self._link.close()
+        self._link = link = Link(address, self._on_message, self._on_settled, self._name)
+        if self._engine is not None:
+            self._engine.exited.add_done_callback(lambda exited: self._on_exit(link, exited))
+        elif pid is not None:
+            try:
+                watch(pid, lambda: self._on_end(link, "the engine process ended"))
+            except ProcessLookupError:
+                raise StartError("the engine process has ended") from None
+        link.send(Call(0, "hello"))
+        timeout = self.config.runtime.start_timeout
+        try:
+            ready = await asyncio.wait_for(self._starting, timeout)
+        except TimeoutError:
+            raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
+        if link is not self._link:
+            reason = self.down.private if self.down else "it ended at once"
+            raise StartError(f"the engine failed to start: {reason}; its log says more")
+        self._start_seconds = asyncio.get_running_loop().time() - began
+        return ready
+
+    def _serve(self, ready: Ready) -> None:
+        """Requests can be sent from here on."""
+        self._ready = ready
+        self._inputs = Inputs(self.config, ready, lambda: self.tokenizer)
+        self.down = self._asked = self._restarting = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -252,6 +290,21 @@ class AsyncLLM:
         return self._ready
 
     @property
+    def started(self) -> bool:
+        """The engine has been ready."""
+        return self._inputs is not None
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine has owed the answer to a ping; it answers between two steps."""
+        return 0.0 if self._asked is None or self._loop is None else self._loop.time() - self._asked
+
+    @property
+    def hung(self) -> bool:
+        """The engine has not finished a step for longer than `step_timeout`."""
+        return self.down is None and self.silence > self.config.runtime.step_timeout
+
+    @property
     def num_inflight(self) -> int:
         """Requests that have not ended."""
         return len(self._deliveries)
@@ -263,8 +316,13 @@ class AsyncLLM:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        if self._pulse is not None:
+            self._pulse.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
         if self._engine is not None:
-            asked = self._ready is not None and self.dead is None
+            asked = self._ready is not None and self.down is None
             if asked:
                 asking = asyncio.ensure_future(self._ask_to_end())
                 either: list[asyncio.Future[Any]] = [asking, self._engine.exited]
@@ -275,24 +333,24 @@ class AsyncLLM:
         elif self._deliveries:  # somebody else's engine: leave nothing running there
             with suppress(TimeoutError, EngineDead):
                 await asyncio.wait_for(self.abort_own("shutdown"), SHUTDOWN_PATIENCE)
-        self._abandon("the engine has been shut down")
+        self._abandon(EngineDead("the engine has been shut down"))
 
     async def _ask_to_end(self) -> None:
         with suppress(EngineDead, RequestFailed):
             await self._call("shutdown", {})
 
-    def _abandon(self, message: str, private: str = "") -> None:
-        """Let go of the engine: all who wait raise EngineDead."""
+    def _abandon(self, error: EngineDead) -> None:
+        """Let go of the engine: all who wait raise the error."""
         if self._link is not None:
             self._link.close()
             self._link = None
         for delivery in self._deliveries.values():
-            delivery.fail(EngineDead(message, private=private))
+            delivery.fail(error.again())
         for submission in self._submissions.values():
-            submission.settle(EngineDead(message, private=private))
+            submission.settle(error.again())
         for call in self._calls.values():
             if not call.done():
-                call.set_exception(EngineDead(message, private=private))
+                call.set_exception(error.again())
         self._deliveries.clear()
         self._owners.clear()
         self._submissions.clear()
@@ -316,8 +374,8 @@ class AsyncLLM:
 
     def prepare(self, order: Order) -> Prepared:
         """Check a request without sending it.  Raises RequestError, EngineDead."""
-        if self._inputs is None or self._link is None:
-            raise self._gone()
+        self._line()
+        assert self._inputs is not None
         return self._inputs.prepare(order)
 
     def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[Stream]:
@@ -326,8 +384,7 @@ class AsyncLLM:
         They have one request_id, and their choices are numbered through (`Order.first_choice`).  Raises Conflict for
         an id in use here, EngineDead.
         """
-        if self._link is None:
-            raise self._gone()
+        link = self._line()
         choices = [choice for each in prepared for choice in each.choices]
         if any(choice.rid in self._owners for choice in choices):
             message = f"request_id {prepared[0].request_id!r} is in use by a request in flight"
@@ -338,13 +395,16 @@ class AsyncLLM:
         self._last_call += 1
         self._submissions[self._last_call] = submission = _Submission(deliveries)
         adds = [add for each in prepared for add in each.adds]
-        self._link.send(Submit(self._last_call, prepared[0].key, adds, group_id))
+        link.send(Submit(self._last_call, prepared[0].key, adds, group_id))
         return [Stream(self, *both, submission) for both in zip(prepared, deliveries, strict=True)]
 
-    def _gone(self) -> EngineDead:
-        if self.dead is not None:
-            return EngineDead(self.dead.message, private=self.dead.private)
-        return EngineDead("the engine has been shut down" if self._stopping else "the engine has not started")
+    def _line(self) -> Link:
+        """The way to an engine that serves.  Raises EngineDead."""
+        if self.down is not None:
+            raise self.down.again()
+        if self._link is None or self._ready is None:
+            raise EngineDead("the engine has been shut down" if self._stopping else "the engine has not started")
+        return self._link
 
     def release(self, delivery: Delivery) -> None:
         """Forget a request; the engine is told to abort what has not ended."""
@@ -398,16 +458,23 @@ class AsyncLLM:
         return await self._call(method, args)
 
     async def _call(self, method: str, args: dict[str, Any]) -> Any:
-        if self._link is None or self._ready is None:
-            raise self._gone()
+        link = self._line()
         self._last_call += 1
         call_id = self._last_call
         self._calls[call_id] = answer = asyncio.get_running_loop().create_future()
         try:
-            self._link.send(Call(call_id, method, args))
+            link.send(Call(call_id, method, args))
             return await answer
         finally:
             self._calls.pop(call_id, None)
+
+    def _beat(self) -> None:
+        """Ask for a sign of life, now and ever again: an engine that hangs cannot say so itself."""
+        assert self._loop is not None
+        self._pulse = self._loop.call_later(min(self.config.runtime.step_timeout / 4, LONGEST_PULSE), self._beat)
+        if self._asked is None and self.down is None and self._link is not None:
+            self._asked = self._loop.time()
+            self._link.send(Call(PULSE, "ping"))
 
     # --- control: names and meanings are vLLM's; docs/rl.md tells the semantics ---
 
@@ -527,6 +594,8 @@ class AsyncLLM:
         elif isinstance(message, Verdict):
             self._on_verdict(message)
         elif isinstance(message, Reply):
+            if message.call_id == PULSE:
+                self._asked = None
             answer = self._calls.get(message.call_id)
             if answer is not None and not answer.done():
                 if message.error is None:
@@ -537,7 +606,7 @@ class AsyncLLM:
         elif isinstance(message, Status):
             self.status = message
         elif isinstance(message, Dead):
-            self._die(message.reason, message.expected)
+            self._die(self._link, message.reason, message.expected)
         elif self._starting is not None and not self._starting.done():
             self.status = message.status
             self._starting.set_result(message)
@@ -586,21 +655,77 @@ class AsyncLLM:
         for delivery in news:
             delivery.tell()
 
-    def _on_exit(self, exited: asyncio.Future[int]) -> None:
+    # --- its end ---
+
+    def _on_exit(self, link: Link, exited: asyncio.Future[int]) -> None:
         if not exited.cancelled():
-            self._on_end(describe_exit(exited.result()))
+            self._on_end(link, describe_exit(exited.result()))
 
-    def _on_end(self, reason: str) -> None:
+    def _on_end(self, link: Link, reason: str) -> None:
         if self._stopping is None and self._loop is not None:
-            self._loop.call_later(LAST_WORDS, self._die, reason, False)
+            self._loop.call_later(LAST_WORDS, self._die, link, reason, False)
 
-    def _die(self, reason: str, expected: bool) -> None:
-        """The engine is gone: during start-up that is a StartError, later EngineDead for all who wait."""
-        if self.dead is not None or self._stopping is not None:
+    def _die(self, link: Link | None, reason: str, expected: bool) -> None:
+        """The engine of this link is gone.  During start-up that is a StartError, later EngineDead for all who wait."""
+        if link is None or link is not self._link or self._stopping is not None:
             return
-        self.dead = EngineDead(private=reason)
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(
                 StartError(reason if expected else f"the engine failed to start: {reason}; its log says more")
             )
-        self._abandon(self.dead.message, private=reason)
+        if self.started and self._may_restart():
+            seconds = math.ceil(self._start_seconds)
+            message = "the engine has crashed and another is being started; send the request again"
+            self.down = EngineDead(message, private=reason, code="engine_restarting", retry_after=seconds)
+        else:
+            self.dead = self.down = EngineDead(private=reason)
+        self._abandon(self.down)
+        if self.started and self._restarting is None and self._engine is not None:
+            self._restarting = asyncio.ensure_future(self._restart(self._engine))
+
+    def _may_restart(self) -> bool:
+        assert self._loop is not None
+        recent = [when for when in self._restarts if self._loop.time() - when < RESTART_WINDOW]
+        return len(recent) < self.config.runtime.restart_engine
+
+    async def _restart(self, engine: EngineProcess) -> None:
+        """Put another engine in the place of one that has crashed, and of that again, as often as may be."""
+        assert self._loop is not None and self.down is not None
+        while self.dead is None:
+            logger.error("the engine died: %s; starting another", self.down.private)
+            self._restarts.append(self._loop.time())
+            await engine.stop(0.0)
+            try:
+                self._engine = engine = self._launch()
+                self._serve(await self._join(engine.address))
+                logger.info("another engine serves, with the weights of the start")
+                break
+            except StartError as error:
+                logger.error("the engine cannot be restarted: %s", error)
+                if not self._may_restart():
+                    self.dead = self.down = EngineDead(private=str(error))
+        self.on_replaced()
+
+    def rejoin(self, address: str, pid: int) -> None:
+        """Another engine has taken the place of the one that `connect` joined: serve with that, when it is ready."""
+        self._die(self._link, "another engine has taken its place", False)
+        if self.dead is None:
+            if self._restarting is not None:
+                self._restarting.cancel()
+            self._restarting = asyncio.ensure_future(self._rejoin(address, pid))
+
+    async def _rejoin(self, address: str, pid: int) -> None:
+        try:
+            self._serve(await self._join(address, pid))
+        except StartError as error:  # whoever owns the engine says what comes next
+            logger.error("the new engine cannot be joined: %s", error)
+
+    def give_up(self) -> None:
+        """No other engine will take the place of the one that `connect` joined."""
+        self._die(self._link, "the engine has ended and is not replaced", False)
+        self.dead = self.down = EngineDead(private=self.down.private if self.down else "")
+
+    async def restored(self) -> None:
+        """Wait while another engine is being started."""
+        while self._restarting is not None and self.dead is None:
+            await asyncio.wait([self._restarting])

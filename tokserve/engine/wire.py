@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Received = tuple[bytes, ToEngine, float]  # identity, message, when
 LINGER_MS = 1000
 PEERS_KEPT = 1024
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for bytes that are no message
 WAKE, FAILED = "wake", "failed"
 
 
@@ -124,7 +125,7 @@ class Wire:
     def _accept(self, identity: bytes, *frames: bytes) -> None:
         try:
             message = decode_to_engine(b"".join(frames))
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             logger.error("a message from a front end cannot be read: %s", error)
             return
         if identity not in self.peers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import fastapi
@@ -41,21 +42,47 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (  # what keeps from serving; the first one is told
+    ("dead", lambda serving: serving.llm.dead is not None),
+    ("restarting", lambda serving: serving.llm.down is not None),
+    ("loading", lambda serving: not serving.llm.started),
+    ("hung", lambda serving: serving.llm.hung),
+    ("draining", lambda serving: bool(serving.state.draining)),
+)
+
+
+class Readiness(msgspec.Struct):
+    """ready, or what keeps the server from serving new requests now."""
+
+    status: str
+
+
+async def readiness(serving: Serving, request: Request) -> Response:
+    """GET /ready: 200 while new requests are served, 503 with the reason else"""
+    status = next((name for name, holds in CONDITIONS if holds(serving)), "ready")
+    answer = body.reply(request, Readiness(status))
+    answer.status_code = 200 if status == "ready" else 503
+    return answer
+
+
 async def health(serving: Serving, request: Request) -> Response:
-    """GET /health: 200 while the engine lives; `?deep=1` asks the engine itself"""
+    """GET /health: 200 while the engine lives and its steps end; `?deep=1` asks the engine itself"""
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
         try:
             await asyncio.wait_for(serving.llm.call("state"), DEEP_SECONDS)  # checks the KV accounting too
         except TimeoutError:
-            raise EngineDead(f"the engine has not answered for {DEEP_SECONDS:g} s") from None
+            raise EngineDead(f"the engine has not answered for {DEEP_SECONDS:g} s", code="engine_hung") from None
     return body.reply(request, {})
 
 
 def _check_alive(serving: Serving) -> None:
-    if serving.llm.dead is not None:
-        raise EngineDead(serving.llm.dead.message)
-    _ = serving.llm.ready  # raises until the engine has started
+    llm = serving.llm
+    if llm.down is not None:
+        raise llm.down.again()
+    _ = llm.ready  # raises until the engine has started
+    if llm.hung:
+        raise EngineDead(f"the engine has not finished a step for {llm.silence:.0f} s", code="engine_hung")
 
 
 async def version(serving: Serving, request: Request) -> Response:

@@ -70,6 +70,7 @@ ENDPOINTS = (
     Endpoint(("GET",), "/v1/models/{id:path}", admin.model),
     Endpoint(("GET",), "/health", admin.health),
     Endpoint(("GET", "POST"), "/ping", admin.health),
+    Endpoint(("GET",), "/ready", admin.readiness, reply=admin.Readiness),
     Endpoint(("GET",), "/version", admin.version),
     Endpoint(("GET",), "/metrics", admin.scrape),
     Endpoint(("GET",), "/load", admin.load),

@@ -11,7 +11,8 @@ from starlette.types import Scope
 
 from tokserve.errors import Forbidden, Unauthorized
 
-PUBLIC = frozenset({"", "/health", "/ping", "/version"})  # "": the status page, which has no secrets of its own
+# "": the status page, which has no secrets of its own
+PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
 
 
 class Keys:

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import Overloaded, RequestError
+from tokserve.errors import RequestError
 
 SHOWN = 200  # characters of a client's own text that an error repeats
 
@@ -52,7 +52,7 @@ def body(error: RequestError) -> bytes:
 def response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The error as an HTTP response, with `Retry-After` where trying again makes sense."""
     extra = dict(headers or {})
-    if isinstance(error, Overloaded):
+    if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
     return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
 

@@ -1,0 +1,315 @@
+"""A server under random load while its engine is killed and stopped: what every request came to, and what it cost.
+
+`python -m tests.chaos.scene --seconds 600 --csv FILE` prints a table and writes the curves.  Every request must end in
+a way that the API defines, with the tokens and logprobs of its solo run as far as it came; anything else is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.e2e.server import Server
+from tests.e2e.test_soak import more_files
+
+POOL = 120  # different requests
+WORKERS = 16
+FLAGS = (
+    "--max-num-seqs", "8", "--max-queued-requests", "4", "--kv-cache-memory-bytes", "2M", "--restart-engine", "10000",
+    "--step-timeout", "30", "--max-body-mb", "1",
+)  # fmt: skip
+KILLED, STOPPED = (6.0, 14.0), (2.0, 6.0)  # seconds between two kills, two stops of the engine
+LONGEST_STOP = 1.0
+BAD: tuple[Any, ...] = (
+    b"", b"{", b"[]", b"null", b'{"token_ids": []}', b'{"token_ids": [1, -5]}', b'{"token_ids": "x"}', b"\xff\xfe",
+    b'{"token_ids": [5], "sampling_params": {"temperature": -1}}', b'{"token_ids": [5], "nonsense": 1}',
+    b'{"token_ids": [999999999]}', b"[" * 5000, b" " * ((1 << 20) + 1),
+)  # fmt: skip
+Answer = tuple[list[int], list[float]]
+
+
+def request(i: int) -> dict[str, Any]:
+    """The i-th request of the pool."""
+    rng = random.Random(i)
+    prompt = [rng.randrange(3, 250) for _ in range(rng.choice([1, 9, 40, 130, 400]))]
+    if i % 3 == 0:
+        prompt = list(range(5, 70)) + prompt
+    params = {
+        "max_tokens": rng.randrange(1, 120), "temperature": rng.choice([0.0, 0.7, 1.0]), "seed": i, "logprobs": 0,
+        "ignore_eos": rng.random() < 0.7,
+    }  # fmt: skip
+    return {"token_ids": prompt, "sampling_params": params, "logprobs_format": "arrays"}
+
+
+class Fault(AssertionError):
+    """A request ended in no way that is defined, or with other tokens."""
+
+
+class Scene:
+    """`run` it; then `ends` counts how requests ended, and `curves` has a row per second."""
+
+    def __init__(self, server: Server, seconds: float, seed: int) -> None:
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.curves: list[tuple[float, int, int, int, int, int]] = []
+        self.kills = self.stops = 0
+        self.solo: list[Answer] = []
+        self._server = server
+        self._seconds = seconds
+        self._rng = random.Random(seed)
+        self._number = 0
+        self._process = psutil.Process(server.process.pid)
+
+    async def run(self) -> None:
+        """The whole of it; raises Fault."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=limits) as client:
+            self._client = client
+            self.solo = [await self._alone(i) for i in range(POOL)]
+            self._end = time.monotonic() + self._seconds
+            actors = [self._work() for _ in range(WORKERS)] + [self._kill(), self._stop(), self._watch()]
+            tasks = [asyncio.create_task(actor) for actor in actors]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            await self._recover()
+            for i in range(0, POOL, 5):
+                if await self._alone(i) != self.solo[i]:
+                    raise Fault(f"request {i} has another answer than at the beginning")
+
+    # --- who does what until the time is up ---
+
+    async def _work(self) -> None:
+        ways = [self._whole, self._whole, self._streamed, self._streamed, self._left, self._aborted, self._late,
+                self._bad]  # fmt: skip
+        while time.monotonic() < self._end:
+            i = self._rng.randrange(POOL)
+            try:
+                end = await self._rng.choice(ways)(i)
+            except httpx.HTTPError as error:
+                raise Fault(f"request {i}: {type(error).__name__} {error}") from error
+            self.ends[end] += 1
+            if end in ("engine_restarting", "queue_full"):
+                await asyncio.sleep(self._rng.random() * 0.5)
+
+    async def _kill(self) -> None:
+        while await self._pause(KILLED):
+            engine = self._engine()
+            if engine is not None:
+                engine.kill()
+                self.kills += 1
+                while starts(self._server) < self.kills:
+                    await asyncio.sleep(0.1)
+
+    async def _stop(self) -> None:
+        while await self._pause(STOPPED):
+            engine = self._engine()
+            if engine is not None:
+                try:
+                    engine.suspend()
+                    self.stops += 1
+                    await asyncio.sleep(self._rng.random() * LONGEST_STOP)
+                    engine.resume()
+                except psutil.NoSuchProcess:  # it was killed meanwhile
+                    continue
+
+    async def _watch(self) -> None:
+        began = time.monotonic()
+        while await self._pause((1.0, 1.0)):
+            engine = self._engine()
+            own = self._process.memory_info().rss, self._process.num_fds()
+            others = (0, 0)
+            if engine is not None:
+                with suppress(psutil.NoSuchProcess):
+                    others = engine.memory_info().rss, engine.num_fds()
+            self.curves.append((time.monotonic() - began, *own, *others, self.ends.total()))
+
+    async def _pause(self, between: tuple[float, float]) -> bool:
+        """Sleep; False when the time is up."""
+        left = self._end - time.monotonic()
+        await asyncio.sleep(max(0.0, min(left, self._rng.uniform(*between))))
+        return time.monotonic() < self._end
+
+    def _engine(self) -> psutil.Process | None:
+        try:
+            return self._server.engine()
+        except (StopIteration, psutil.Error):
+            return None
+
+    async def _is_ready(self) -> bool:
+        answer = await self._client.get("/ready")
+        health = await self._client.get("/health")
+        state = answer.json()["status"]
+        if answer.status_code != (200 if state == "ready" else 503) or state not in ("ready", "restarting", "hung"):
+            raise Fault(f"/ready: {answer.status_code} {answer.text}")
+        if health.status_code not in (200, 503):
+            raise Fault(f"/health: {health.status_code} {health.text}")
+        return bool(state == "ready")
+
+    async def _recover(self) -> None:
+        while not await self._is_ready():
+            await asyncio.sleep(0.1)
+
+    # --- ways to ask; each returns how it ended ---
+
+    async def _alone(self, i: int) -> Answer:
+        answer = await self._client.post("/inference/v1/generate", json=request(i))
+        if answer.status_code != 200:
+            raise Fault(f"request {i} alone: {answer.status_code} {answer.text}")
+        return tokens(answer.json()["choices"])
+
+    def _body(self, i: int, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return request(i) | {"request_id": f"chaos-{self._number}"} | fields
+
+    async def _whole(self, i: int, **fields: Any) -> str:
+        answer = await self._client.post("/inference/v1/generate", json=self._body(i, **fields))
+        if answer.status_code != 200:
+            return self._refused(answer.status_code, answer.content, answer.headers)
+        return self._check(i, answer.json()["choices"])
+
+    async def _late(self, i: int) -> str:
+        return await self._whole(i, deadline_ms=self._rng.randrange(1, 400))
+
+    async def _streamed(self, i: int, leave: int | None = None) -> str:
+        choices: list[Any] = []
+        body = self._body(i, stream=True)
+        async with self._client.stream("POST", "/inference/v1/generate", json=body) as answer:
+            if answer.status_code != 200:
+                return self._refused(answer.status_code, await answer.aread(), answer.headers)
+            error, done = None, False
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    error = error or event.get("error")
+                    choices += event.get("choices", [])
+                if leave is not None and len(choices) > leave:
+                    self._check(i, choices, ended=False)
+                    return "left"
+        if not done:
+            raise Fault(f"request {i}: the stream has no end")
+        if error is not None:
+            if error["code"] != "engine_restarting":
+                raise Fault(f"request {i}: {error}")
+            self._check(i, choices, ended=False)
+            return "engine_restarting"
+        return self._check(i, choices)
+
+    async def _left(self, i: int) -> str:
+        return await self._streamed(i, leave=self._rng.randrange(20))
+
+    async def _aborted(self, i: int) -> str:
+        body = self._body(i)
+        asking = asyncio.create_task(self._client.post("/inference/v1/generate", json=body))
+        await asyncio.sleep(self._rng.random() * 0.3)
+        told = await self._client.post("/abort_requests", json={"request_ids": [body["request_id"]]})
+        if told.status_code != 200:
+            self._refused(told.status_code, told.content, told.headers)
+        answer = await asking
+        if answer.status_code != 200:
+            return self._refused(answer.status_code, answer.content, answer.headers)
+        return self._check(i, answer.json()["choices"])
+
+    async def _bad(self, i: int) -> str:
+        headers = {"Content-Type": self._rng.choice(["application/json", "application/msgpack"])}
+        route = self._rng.choice(["/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/tokenize"])
+        answer = await self._client.post(route, content=self._rng.choice(BAD), headers=headers)
+        if not 400 <= answer.status_code < 500 and answer.status_code != 503:
+            raise Fault(f"a bad body: {answer.status_code} {answer.text}")
+        if set(answer.json()["error"]) != {"message", "type", "param", "code"}:
+            raise Fault(f"a bad body: {answer.text}")
+        return "bad body"
+
+    # --- what may be ---
+
+    def _refused(self, status: int, content: bytes, headers: httpx.Headers) -> str:
+        code: str = json.loads(content)["error"]["code"]
+        if (status, code) not in ((503, "engine_restarting"), (429, "queue_full")) or int(headers["retry-after"]) < 1:
+            raise Fault(f"{status} {content!r}")
+        return code
+
+    def _check(self, i: int, choices: list[Any], ended: bool = True) -> str:
+        (ids, logprobs), (own_ids, own_logprobs) = tokens(choices), self.solo[i]
+        reason = choices[-1]["finish_reason"] if choices and ended else None
+        if ids != own_ids[: len(ids)] or logprobs != own_logprobs[: len(logprobs)] or len(ids) != len(logprobs):
+            raise Fault(f"request {i} differs from its solo run: {ids} {own_ids}")
+        if ended and reason not in ("stop", "length", "abort", "deadline"):
+            raise Fault(f"request {i} ended by {reason}")
+        if reason in ("stop", "length") and len(ids) != len(own_ids):
+            raise Fault(f"request {i} is shorter than its solo run")
+        return str(reason)
+
+
+def tokens(choices: list[Any]) -> Answer:
+    """Ids and logprobs, joined."""
+    logprobs = [
+        value for choice in choices for value in (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    ]
+    return [token for choice in choices for token in choice["token_ids"]], logprobs
+
+
+def starts(server: Server) -> int:
+    """How often another engine was started."""
+    return sum("starting another" in line for line in server.log)
+
+
+def play(seconds: float, seed: int) -> Scene:
+    """A scene with a server of its own, and what must hold when it is over.  Raises AssertionError."""
+    with Server("demo", *FLAGS) as server:
+        scene = Scene(server, seconds, seed)
+        process = psutil.Process(server.process.pid)
+        server.get("/health")
+        files = process.num_fds()
+        asyncio.run(scene.run())
+        server.wait_idle(60)
+        assert not any(more_files([process], [files])), "files were left open"
+        deep = server.get("/health?deep=1")  # checks the KV accounting
+        assert deep.status_code == 200, deep.text
+        assert process.children() == [server.engine()], "processes were left behind"
+        assert starts(server) == scene.kills, "an engine died that nobody has killed"
+        assert not any("Traceback" in line for line in server.log), "\n".join(server.log[-200:])
+        assert server.stop() == 0
+    return scene
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="seconds, RSS and files of server and engine, requests so far")
+    asked = parser.parse_args()
+    scene = play(asked.seconds, asked.seed)
+    print(f"{scene.ends.total()} requests, {scene.kills} kills, {scene.stops} stops in {asked.seconds:g} s")
+    for end, count in scene.ends.most_common():
+        print(f"{end:20} {count}")
+    first, last = thirds(scene)
+    print(f"server: RSS at most {first[0] >> 20} MiB, {first[1]} files in the first third; "
+          f"{last[0] >> 20} MiB, {last[1]} files in the last")  # fmt: skip
+    if asked.csv:
+        head = "seconds,server_rss,server_files,engine_rss,engine_files,requests\n"
+        asked.csv.write_text(head + "".join(",".join(map(str, row)) + "\n" for row in scene.curves))
+
+
+def thirds(scene: Scene) -> list[tuple[int, int]]:
+    """The server's largest RSS and number of files in the first and in the last third."""
+    third = max(1, len(scene.curves) // 3)
+    parts = scene.curves[:third], scene.curves[-third:]
+    return [(max(row[1] for row in part), max(row[2] for row in part)) for part in parts]
+
+
+if __name__ == "__main__":
+    main()

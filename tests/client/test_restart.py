@@ -1,0 +1,170 @@
+"""An engine that crashes and is replaced, by its owner and for those who have joined it; and one that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.fake_engine import FakeEngine, config
+from tests.client.test_launch import gone, mode, pid_of
+from tokserve.client import async_llm
+from tokserve.client.async_llm import AsyncLLM, collect
+from tokserve.errors import EngineDead
+from tokserve.messages import Reply
+from tokserve.params import SamplingParams
+
+__all__ = ["mode"]
+
+PLAIN = SamplingParams()
+
+
+def make(restarts: int, **runtime: Any) -> AsyncLLM:
+    return AsyncLLM.from_config(config(tokens_only=True, runtime={"restart_engine": restarts, **runtime}))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: Any) -> None:
+    mode("hang")
+
+    async def scene() -> None:
+        llm = make(1)
+        replaced: list[int] = []
+        llm.on_replaced = lambda: replaced.append(pid_of(llm))
+        await llm.start()
+        first = pid_of(llm)
+        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN, request_id="r")))
+        asking = asyncio.create_task(llm.call("silence"))
+        await asyncio.sleep(0)
+        mode("serve")
+        os.kill(first, signal.SIGKILL)
+        for task in (waiting, asking):
+            with pytest.raises(EngineDead) as caught:
+                await asyncio.wait_for(task, 30)
+            assert caught.value.code == "engine_restarting" and caught.value.retry_after
+            assert "SIGKILL" in caught.value.private and "SIGKILL" not in caught.value.message
+        assert llm.dead is None and llm.down is not None and llm.num_inflight == 0 and not llm.hung
+        with pytest.raises(EngineDead) as caught:
+            llm.generate([1], PLAIN)
+        assert caught.value.code == "engine_restarting" and caught.value is not llm.down
+        await llm.restored()
+        assert llm.down is None and replaced == [pid_of(llm)] and pid_of(llm) != first
+        assert (await collect(llm.generate([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
+        os.kill(pid_of(llm), signal.SIGKILL)  # once was all
+        await until(lambda: llm.dead is not None)
+        with pytest.raises(EngineDead) as caught:
+            llm.generate([1], PLAIN)
+        assert caught.value.code == "engine_dead" and caught.value.retry_after is None
+        await llm.shutdown()
+        assert gone(pid_of(llm))
+
+    asyncio.run(scene())
+
+
+def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode("serve")
+    monkeypatch.setattr(async_llm, "RESTART_WINDOW", 0.0)
+
+    async def scene() -> None:
+        llm = make(1)
+        await llm.start()
+        for _ in range(2):
+            before = pid_of(llm)
+            os.kill(before, signal.SIGKILL)
+            await until(lambda before=before: pid_of(llm) != before and llm.down is None)  # type: ignore[misc]
+        assert (await collect(llm.generate([3], PLAIN)))[0].token_ids == [3]
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("name", ["exit", "refuse", "crash"])
+def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(mode: Any, name: str) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm = make(2)
+        told = asyncio.Event()
+        llm.on_replaced = told.set
+        await llm.start()
+        mode(name)
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await asyncio.wait_for(told.wait(), 60)
+        assert llm.dead is not None and llm.dead.code == "engine_dead"
+        await llm.restored()  # does not wait
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_shutdown_while_another_engine_starts_leaves_nothing(mode: Any) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm = make(3)
+        await llm.start()
+        first = pid_of(llm)
+        mode("mute")
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(llm) != first)
+        await llm.shutdown()
+        assert gone(pid_of(llm)) and gone(first) and llm.dead is None
+
+    asyncio.run(scene())
+
+
+def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm, other = make(1), make(1)
+
+        def tell() -> None:
+            if llm.dead:
+                other.give_up()
+            else:
+                other.rejoin(*llm.engine)
+
+        llm.on_replaced = tell
+        await llm.start()
+        address, pid = llm.engine
+        await other.connect(address, pid=pid, name="api-0")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.down is None and pid_of(llm) != pid)
+        await other.restored()
+        assert (await collect(other.generate([8], PLAIN)))[0].token_ids == [8]
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await until(lambda: other.dead is not None)
+        with pytest.raises(EngineDead) as caught:
+            other.generate([1], PLAIN)
+        assert caught.value.code == "engine_dead"
+        await other.shutdown()
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_does_not_answer_hangs_until_it_does(tmp_path: Path) -> None:
+    async def scene() -> None:
+        llm = make(0, step_timeout=0.2)
+        with FakeEngine(f"ipc://{tmp_path}/e.sock") as engine:
+            engine.deaf = True
+            await llm.connect(f"ipc://{tmp_path}/e.sock")
+            await until(lambda: llm.hung)
+            assert llm.silence > 0.2 and llm.dead is None and llm.down is None
+            engine.deaf = False
+            engine.send(Reply(async_llm.PULSE, {}))
+            await until(lambda: not llm.hung)
+            await llm.shutdown()
+
+    asyncio.run(scene())

@@ -1,0 +1,148 @@
+"""An engine that is killed is replaced, one that is stopped is noticed; by one API process and by several."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.test_api_servers import in_flight, via
+
+GENERATE = "/inference/v1/generate"
+FLAGS = ("--tokens-only", "--max-num-seqs", "4", "--restart-engine", "2", "--step-timeout", "2")
+LONG: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1900, "ignore_eos": True, "n": 200}}
+PATIENCE = 120.0
+
+
+def until(condition: Callable[[], bool], log: list[str]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "\n".join(log)
+        time.sleep(0.05)
+
+
+def directories(engine: psutil.Process) -> set[Path]:
+    return {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
+
+
+def status(server: Server) -> str:
+    answer = server.get("/ready")
+    state: str = answer.json()["status"]
+    assert answer.status_code == (200 if state == "ready" else 503)
+    return state
+
+
+def replaced(server: Server) -> int:
+    """How often another engine has begun to serve."""
+    return sum("another engine serves" in line for line in server.log)
+
+
+async def killed(url: str, engine: psutil.Process) -> tuple[httpx.Response, str]:
+    """What a whole and a streamed request get when the engine is killed under them."""
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+        whole = asyncio.create_task(client.post(GENERATE, json=LONG))
+        text = []
+        async with client.stream("POST", GENERATE, json=LONG | {"stream": True}) as stream:
+            async for line in stream.aiter_lines():
+                if not text:
+                    engine.kill()
+                text.append(line)
+        return await whole, "\n".join(text)
+
+
+def test_a_killed_engine_is_replaced_and_a_stopped_one_noticed() -> None:
+    with Server("demo", *FLAGS) as server:
+        before = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
+        engine = server.engine()
+        left = directories(engine)
+        whole, stream = asyncio.run(killed(server.url, engine))
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_restarting"
+        assert int(whole.headers["retry-after"]) >= 1
+        assert '"code":"engine_restarting"' in stream and stream.rstrip().endswith("data: [DONE]")
+        until(lambda: status(server) == "ready", server.log)
+        after = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
+        assert after["choices"] == before["choices"]
+        assert left and not [each for each in left if each.exists()]
+        second = server.engine()
+        assert second.pid != engine.pid and server.get("/health?deep=1").status_code == 200
+        second.suspend()
+        try:
+            until(lambda: server.get("/health").status_code == 503, server.log)
+            assert server.get("/health").json()["error"]["code"] == "engine_hung" and status(server) == "hung"
+        finally:
+            second.resume()
+        until(lambda: server.get("/health").status_code == 200 and status(server) == "ready", server.log)
+        left = directories(second)
+        server.process.kill()
+        server.process.wait()
+        second.wait(30)
+        assert left and not [each for each in left if each.exists()]
+
+
+@pytest.mark.slow
+def test_no_more_than_so_often() -> None:
+    with Server("demo", *FLAGS) as server:
+        for count in (1, 2):
+            server.engine().kill()
+            until(lambda count=count: replaced(server) == count, server.log)  # type: ignore[misc]
+        last = server.engine()
+        left = directories(last)
+        last.kill()
+        until(lambda: status(server) == "dead", server.log)
+        assert server.get("/health").json()["error"]["code"] == "engine_dead"
+        assert server.process.wait(PATIENCE) == 1
+        assert left and not [each for each in left if each.exists()]
+
+
+@pytest.mark.slow
+def test_several_api_processes_go_on_with_the_next_engine() -> None:
+    with Server("demo", "--api-server-count", "2", *FLAGS, "--max-queued-requests", "600") as server:
+        apis, engine = server.api_processes(), server.engine()
+        long = LONG | {"request_id": "a"}
+        with via(server, 0) as first, via(server, 1) as second, in_flight(server, (0, long)) as (lost,):
+            engine.kill()
+            answer = lost.result(PATIENCE)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_restarting"
+            for client in (first, second):
+                until(lambda client=client: client.get("/ready").status_code == 200, server.log)  # type: ignore[misc]
+                body = {"token_ids": [5], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+                assert client.post(GENERATE, json=body).status_code == 200
+        assert server.api_processes() == apis and server.engine() != engine
+        apis[0].kill()  # the next engine knows of its end as the first would have
+        until(lambda: any("API process 0 serves again" in line for line in server.log), server.log)
+        server.engine().kill()
+        apis[1].kill()  # both at once
+        until(lambda: replaced(server) == 2, server.log)
+        until(lambda: any("API process 1 serves again" in line for line in server.log), server.log)
+        for index in (0, 1):
+            with via(server, index) as client:
+                until(lambda client=client: client.get("/ready").status_code == 200, server.log)  # type: ignore[misc]
+                assert client.post(GENERATE, json={"token_ids": [5]}).status_code == 200
+        left = [server.engine(), *server.api_processes()]
+        directory = directories(left[0])
+        left[0].kill()  # that was one too many
+        assert server.process.wait(PATIENCE) == 1
+        assert psutil.wait_procs(left, PATIENCE)[1] == [] and not [each for each in directory if each.exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_server_whose_engine_hangs_can_be_stopped(signals: int) -> None:
+    with Server("demo", *FLAGS, "--shutdown-timeout", "1") as server:
+        engine = server.engine()
+        with httpx.stream("POST", server.url + GENERATE, json=LONG | {"stream": True}, timeout=PATIENCE) as stream:
+            assert next(stream.iter_lines()).startswith("data:")
+            engine.suspend()
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                until(lambda: any("stopping:" in line for line in server.log), server.log)
+            assert server.process.wait(PATIENCE) == 0
+        assert not engine.is_running()

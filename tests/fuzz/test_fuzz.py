@@ -1,0 +1,16 @@
+"""A few thousand executions of each target; a million by hand: `python -m tests.fuzz.run TARGET`."""
+
+import pytest
+
+from tests.fuzz.run import NAMES, fuzz
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_unexpected(name: str) -> None:
+    fuzz(name, 1500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_unexpected_for_longer(name: str) -> None:
+    fuzz(name, 100_000, seed=1)
