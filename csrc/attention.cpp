@@ -72,39 +72,34 @@ void merge(const State& into, const State& from, int64_t rows, int64_t width) {
   }
 }
 
+// Sixteen rows of sixteen words, `stride` bytes apart, become sixteen columns.
 #if defined(__AVX512F__)
-// Sixteen rows of sixteen words become sixteen columns.
-TOKSERVE_INLINE void transpose(I* r) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i].v, r[i + 1].v);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i].v, r[i + 1].v);
-  }
-  __m512i u[16];  // u[4 i + j]: in 128-bit lane l, word 4 l + j of rows 4 i .. 4 i + 3
-  for (int i = 0; i < 16; i += 4) {
-    u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int j = 0; j < 4; j++) {
-    const __m512i even_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), odd_low = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
-    const __m512i even_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
-    const __m512i odd_high = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
-    r[j].v = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-    r[8 + j].v = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-    r[4 + j].v = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-    r[12 + j].v = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+TOKSERVE_INLINE __m512i quarter(const char* row, int64_t stride) {  // four words of rows 0, 4, 8 and 12
+  const auto four = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i * stride)); };
+  __m512i words = _mm512_castsi128_si512(four(0));
+  words = _mm512_inserti32x4(words, four(4), 1);
+  words = _mm512_inserti32x4(words, four(8), 2);
+  return _mm512_inserti32x4(words, four(12), 3);
+}
+
+TOKSERVE_INLINE void transpose(const char* rows, int64_t stride, I* columns) {
+  for (int j = 0; j < 16; j += 4, rows += 16) {
+    const __m512i a = quarter(rows, stride), b = quarter(rows + stride, stride);
+    const __m512i c = quarter(rows + 2 * stride, stride), d = quarter(rows + 3 * stride, stride);
+    const __m512i ab_low = _mm512_unpacklo_epi32(a, b), ab_high = _mm512_unpackhi_epi32(a, b);
+    const __m512i cd_low = _mm512_unpacklo_epi32(c, d), cd_high = _mm512_unpackhi_epi32(c, d);
+    columns[j].v = _mm512_unpacklo_epi64(ab_low, cd_low);
+    columns[j + 1].v = _mm512_unpackhi_epi64(ab_low, cd_low);
+    columns[j + 2].v = _mm512_unpacklo_epi64(ab_high, cd_high);
+    columns[j + 3].v = _mm512_unpackhi_epi64(ab_high, cd_high);
   }
 }
 #else
-TOKSERVE_INLINE void transpose(I* r) {
-  uint32_t words[16][16];
-  for (int i = 0; i < 16; i++) istore(words[i], r[i]);
-  for (int j = 0; j < 16; j++) {
-    uint32_t column[16];
-    for (int i = 0; i < 16; i++) column[i] = words[i][j];
-    r[j] = iload(column);
+TOKSERVE_INLINE void transpose(const char* rows, int64_t stride, I* columns) {
+  for (int j = 0; j < kLanes; j++) {
+    uint32_t column[kLanes];
+    for (int i = 0; i < kLanes; i++) std::memcpy(column + i, rows + i * stride + 4 * j, 4);
+    columns[j] = iload(column);
   }
 }
 #endif
@@ -122,6 +117,12 @@ TOKSERVE_INLINE I key_words(const T* key, int64_t at, int64_t dim) {
   }
 }
 
+// Where the rows of a block of keys or values are: sixteen positions at a time lie one after another.
+template <class T>
+struct Runs {
+  const T* at[kKeyBlock / kLanes];
+};
+
 // Pages lie anywhere, so the processor does not see what comes next: whoever works on row i of one array asks for row i
 // of the array that follows.
 template <class T>
@@ -130,21 +131,25 @@ TOKSERVE_INLINE void fetch(const T* row, int64_t at, int64_t elements) {
   for (int64_t i = 0; i < elements * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i, 0, 2);
 }
 
-// keys[64] (rows of dim elements) as a panel: [steps][64] words.  Only groups of sixteen that touch [begin, end).
+// A block's keys (rows of dim elements) as a panel: [steps][64] words.  Only runs that touch [begin, end).
 // Fetches the same rows of `next`.
 template <class Format, class T>
-void make_panel(const T* const* keys, int64_t begin, int64_t end, int64_t dim, uint32_t* panel, const T* const* next) {
+void make_panel(const Runs<T>& keys, int64_t begin, int64_t end, int64_t dim, uint32_t* panel, const Runs<T>& next) {
   const int64_t steps = (dim + Format::kDepth - 1) / Format::kDepth;
-  for (int64_t group = begin / kLanes * kLanes; group < end; group += kLanes) {
+  for (int64_t run = begin / kLanes; run * kLanes < end; run++) {
+    const T* keys_of_run = keys.at[run];
     for (int64_t at = 0; at < steps; at += kLanes) {
+      for (int i = 0; i < kLanes; i++) fetch(next.at[run] + i * dim, at * Format::kDepth, kLanes * Format::kDepth);
       I words[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        words[i] = key_words<Format>(keys[group + i], at, dim);
-        fetch(next[group + i], at * Format::kDepth, kLanes * Format::kDepth);
+      if (Format::kDepth * sizeof(T) == 4 && Format::kDepth * (at + kLanes) <= dim) {  // as they lie
+        transpose(reinterpret_cast<const char*>(keys_of_run + at * Format::kDepth), dim * sizeof(T), words);
+      } else {
+        uint32_t rows[kLanes][kLanes];
+        for (int i = 0; i < kLanes; i++) istore(rows[i], key_words<Format>(keys_of_run + i * dim, at, dim));
+        transpose(reinterpret_cast<const char*>(rows), sizeof rows[0], words);
       }
-      transpose(words);
       const int64_t count = least(kLanes, steps - at);
-      for (int64_t i = 0; i < count; i++) istore(panel + (at + i) * kPanel + group, words[i]);
+      for (int64_t i = 0; i < count; i++) istore(panel + (at + i) * kPanel + run * kLanes, words[i]);
     }
   }
 }
@@ -152,20 +157,25 @@ void make_panel(const T* const* keys, int64_t begin, int64_t end, int64_t dim, u
 // sums [ROWS][width] += weights [ROWS][64] times values, for VECTORS vectors of the head from `column` on.  Fetches the
 // same columns of `next`, if there is one.
 template <class T, int ROWS, int VECTORS>
-TOKSERVE_INLINE void add_values(const float* weights, const T* const* values, int64_t begin, int64_t end, int64_t column,
-                                int64_t part, float* sums, int64_t width, const T* const* next) {
+TOKSERVE_INLINE void add_values(const float* weights, const Runs<T>& values, int64_t begin, int64_t end, int64_t dim,
+                                int64_t column, float* sums, int64_t width, const Runs<T>* next) {
   F sum[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECTORS; v++) sum[r][v] = load(sums + r * width + column + v * kLanes);
   }
-  for (int64_t key = begin; key < end; key++) {
-    const T* value = values[key] + column;
-    if (next) fetch(next[key], column, VECTORS * kLanes);
-    F loaded[VECTORS];
-    for (int v = 0; v < VECTORS; v++) loaded[v] = VECTORS == 1 ? load_part(value, part) : load(value + v * kLanes);
-    for (int r = 0; r < ROWS; r++) {
-      const F weight = fset(weights[r * kKeyBlock + key]);
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = fma(weight, loaded[v], sum[r][v]);
+  const int64_t part = least(kLanes, dim - column);
+  for (int64_t run = begin / kLanes; run * kLanes < end; run++) {
+    const int64_t stop = least(end, (run + 1) * kLanes);
+    for (int64_t key = most(begin, run * kLanes); key < stop; key++) {
+      const int64_t row = key % kLanes * dim + column;
+      const T* value = values.at[run] + row;
+      if (next) fetch(next->at[run], row, VECTORS * kLanes);
+      F loaded[VECTORS];
+      for (int v = 0; v < VECTORS; v++) loaded[v] = VECTORS == 1 ? load_part(value, part) : load(value + v * kLanes);
+      for (int r = 0; r < ROWS; r++) {
+        const F weight = fset(weights[r * kKeyBlock + key]);
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = fma(weight, loaded[v], sum[r][v]);
+      }
     }
   }
   for (int r = 0; r < ROWS; r++) {
@@ -174,23 +184,23 @@ TOKSERVE_INLINE void add_values(const float* weights, const T* const* values, in
 }
 
 template <class T, int ROWS = kTileRows>
-void add_values_up_to(int64_t rows, const float* weights, const T* const* values, int64_t begin, int64_t end, int64_t dim,
-                      float* sums, int64_t width, const T* const* next) {
+void add_values_up_to(int64_t rows, const float* weights, const Runs<T>& values, int64_t begin, int64_t end, int64_t dim,
+                      float* sums, int64_t width, const Runs<T>* next) {
   if (rows != ROWS) {
     if constexpr (ROWS > 1) add_values_up_to<T, ROWS - 1>(rows, weights, values, begin, end, dim, sums, width, next);
     return;
   }
   int64_t column = 0;
   for (; column + kTileVectors * kLanes <= dim; column += kTileVectors * kLanes) {
-    add_values<T, ROWS, kTileVectors>(weights, values, begin, end, column, kLanes, sums, width, next);
+    add_values<T, ROWS, kTileVectors>(weights, values, begin, end, dim, column, sums, width, next);
   }
   if constexpr (kTileVectors > 2) {  // several chains at once for what is left, too
     for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
-      add_values<T, ROWS, 2>(weights, values, begin, end, column, kLanes, sums, width, next);
+      add_values<T, ROWS, 2>(weights, values, begin, end, dim, column, sums, width, next);
     }
   }
   for (; column < dim; column += kLanes) {
-    add_values<T, ROWS, 1>(weights, values, begin, end, column, least(kLanes, dim - column), sums, width, next);
+    add_values<T, ROWS, 1>(weights, values, begin, end, dim, column, sums, width, next);
   }
 }
 
@@ -212,12 +222,14 @@ struct Tile {
   uint32_t* panel;                // [steps][64]
   float* scores;                  // [rows][64]
   float* states;                  // two states
+  T* gathered;                    // [2][64][dim]: a block's keys and values, where no run of a page holds sixteen
 
   Tile(const AttentionArgs& args, const AttentionTile& which, char* scratch) : a(args), tile(which) {
     panel = reinterpret_cast<uint32_t*>(scratch);
     scores = reinterpret_cast<float*>(panel + steps * kPanel);
     states = scores + rows * kKeyBlock;
-    queries = reinterpret_cast<typename Format::Row*>(states + 2 * state_floats(rows, width));
+    gathered = reinterpret_cast<T*>(states + 2 * state_floats(rows, width));
+    queries = reinterpret_cast<typename Format::Row*>(gathered + (in_place() ? 0 : 2 * kKeyBlock * a.dim));
   }
 
   void read_queries() {
@@ -234,17 +246,27 @@ struct Tile {
     }
   }
 
-  // Where keys [begin, end) of the block are; the others point to a key that may be read.
-  void find(const void* cache, int64_t base, int64_t begin, int64_t end, const T** rows_of_block) {
-    int64_t index = (base + begin) / a.page, offset = (base + begin) % a.page;
-    for (int64_t i = begin; i < end; index++, offset = 0) {
-      const int64_t row = (tile.pages[index] * a.kv_heads + tile.kv_head) * a.page;
-      for (; offset < a.page && i < end; offset++, i++) {
-        rows_of_block[i] = static_cast<const T*>(cache) + (row + offset) * a.dim;
-      }
+  bool in_place() const { return a.page % kLanes == 0; }
+
+  const T* row_at(const void* cache, int64_t position) const {
+    const int64_t page = tile.pages[position / a.page];
+    return static_cast<const T*>(cache) + ((page * a.kv_heads + tile.kv_head) * a.page + position % a.page) * a.dim;
+  }
+
+  // The runs that touch [begin, end) of the block; the others point to one that may be read.  Unless they are in place,
+  // rows [begin, end) are copied to `copies` and the rest there means nothing.
+  Runs<T> find(const void* cache, int64_t base, int64_t begin, int64_t end, T* copies) const {
+    Runs<T> runs;
+    const int64_t first = begin / kLanes;
+    for (int64_t i = begin; i < end && !in_place(); i++) {
+      std::memcpy(copies + i * a.dim, row_at(cache, base + i), a.dim * sizeof(T));
     }
-    for (int64_t i = 0; i < begin; i++) rows_of_block[i] = rows_of_block[begin];
-    for (int64_t i = end; i < kKeyBlock; i++) rows_of_block[i] = rows_of_block[begin];
+    for (int64_t run = first; run * kLanes < end; run++) {
+      runs.at[run] = in_place() ? row_at(cache, base + run * kLanes) : copies + run * kLanes * a.dim;
+    }
+    for (int64_t run = 0; run < first; run++) runs.at[run] = runs.at[first];
+    for (int64_t run = (end + kLanes - 1) / kLanes; run < kKeyBlock / kLanes; run++) runs.at[run] = runs.at[first];
+    return runs;
   }
 
   // Scores of row r for the block become weights; its state moves to the new top.
@@ -279,9 +301,8 @@ struct Tile {
   void attend_block(int64_t base, const State& state) {
     const int64_t begin = most<int64_t>(0, first_key - base), end = least(kKeyBlock, last + 1 - base);
     if (begin >= end) return;
-    const T *keys[kKeyBlock], *values[kKeyBlock], *next[kKeyBlock];
-    find(a.k_cache, base, begin, end, keys);
-    find(a.v_cache, base, begin, end, values);
+    const Runs<T> keys = find(a.k_cache, base, begin, end, gathered);
+    const Runs<T> values = find(a.v_cache, base, begin, end, gathered + kKeyBlock * a.dim);
     make_panel<Format>(keys, begin, end, a.dim, panel, values);
     const auto* weights = reinterpret_cast<const typename Format::Weight*>(panel);
     for (int64_t r = 0; r < rows; r += kTileRows) {
@@ -290,10 +311,11 @@ struct Tile {
     }
     for (int64_t r = 0; r < rows; r++) weigh(r, base, state);
     const int64_t after = least(kKeyBlock, last + 1 - (base + kKeyBlock));
-    if (after > 0) find(a.k_cache, base + kKeyBlock, 0, after, next);
+    const bool more = after > 0 && in_place();
+    const Runs<T> next = more ? find(a.k_cache, base + kKeyBlock, 0, after, nullptr) : keys;
     for (int64_t r = 0; r < rows; r += kTileRows) {
       add_values_up_to<T>(least<int64_t>(kTileRows, rows - r), scores + r * kKeyBlock, values, begin, end, a.dim,
-                          state.sums + r * width, width, r == 0 && after > 0 ? next : nullptr);
+                          state.sums + r * width, width, r == 0 && more ? &next : nullptr);
     }
   }
 
@@ -349,7 +371,8 @@ void merge_splits_typed(const AttentionArgs& a, const AttentionTile& which, floa
 
 int64_t attention_scratch(const AttentionArgs& a) {
   const int64_t rows = most(kQueryRows, a.heads / a.kv_heads), width = rounded_up(a.dim, kLanes);
-  const int64_t floats = a.dim * kPanel + rows * kKeyBlock + 2 * state_floats(rows, width) + rows * (a.dim + 1);
+  const int64_t gathered = a.page % kLanes == 0 ? 0 : 2 * kKeyBlock * a.dim;  // in float32, the widest type
+  const int64_t floats = a.dim * kPanel + rows * kKeyBlock + 2 * state_floats(rows, width) + gathered + rows * (a.dim + 1);
   return floats * static_cast<int64_t>(sizeof(float));
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch
 from tokserve.models.decoder import Decoder
 
 PAGE = 16
@@ -28,8 +28,11 @@ class Driver:
             dtype = getattr(torch, spec.dtype)
             self.kv.append((torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)))
 
-    def step(self, work: dict[int, Sequence[int]]) -> list[Tensor]:
-        """Append tokens to rows {row: ids}; the logits of each row's new positions [n, vocab]."""
+    def step(self, work: dict[int, Sequence[int]], ends: Sequence[int] | None = None) -> list[Tensor]:
+        """Append tokens to rows {row: ids}; the logits of each row's new positions [n, vocab].
+
+        `ends`: of the last position of these rows only, by their place in `work`.
+        """
         positions = [torch.arange(self.lengths[row], self.lengths[row] + len(ids)) for row, ids in work.items()]
         slots = [self.tables[row][p // PAGE].long() * PAGE + p % PAGE for row, p in zip(work, positions, strict=True)]
         for row, ids in work.items():
@@ -45,6 +48,12 @@ class Driver:
             slot_mapping=torch.cat(slots),
             kv=self.kv,
         )
+        if ends is not None:
+            index = torch.tensor(ends, dtype=torch.int64)
+            batch.ends = Ends(
+                starts[1:][index] - 1, torch.arange(len(ends) + 1).int(), batch.seq_lens[index], batch.block_tables[index]
+            )
+            counts = [1] * len(ends)
         with torch.inference_mode():
             logits = self.decoder.logits(self.decoder.forward(batch))
         return list(logits.split(counts))

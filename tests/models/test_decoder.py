@@ -53,3 +53,19 @@ def test_chunks_decoding_and_company_do_not_change_a_bit(family: str, dtype: str
     first = others.step({2: random_ids(9, 320, seed=3), 0: ids[:40], 1: random_ids(1, 320, seed=4)})[1]
     rest = others.step({1: random_ids(2, 320, seed=5), 0: ids[40:]})[1]
     assert torch.equal(torch.cat((first, rest)), alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("kernels")
+def test_to_want_few_hidden_states_changes_no_bit(dtype: str) -> None:
+    decoder = made("qwen3", dtype)
+    work = {row: random_ids(count, 320, seed=row) for row, count in enumerate((40, 1, 17))}
+    every, some = Driver(decoder, rows=3, length=64), Driver(decoder, rows=3, length=64)
+    whole = every.step(work)
+    for wanted, logits in zip((0, 2), some.step(work, ends=[0, 2]), strict=True):
+        assert torch.equal(logits, whole[wanted][-1:])
+    more = {0: [5], 1: random_ids(20, 320, seed=3), 2: [6, 7]}
+    every.step(more)
+    assert some.step(more, ends=[]) == []
+    last = {0: [1], 1: [2], 2: [3]}  # reads what the steps before have stored
+    assert torch.equal(torch.cat(some.step(last)), torch.cat(every.step(last)))

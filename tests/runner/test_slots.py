@@ -54,6 +54,18 @@ def test_batch_is_what_a_loop_would_make(slots: Slots, rows: list[tuple[int, int
     assert batch.block_tables.is_contiguous()
 
 
+def test_ends_are_the_last_tokens_of_the_rows_that_draw(slots: Slots) -> None:
+    made = plan([(1, 3, 6), (0, 8, 1), (5, 0, 17), (3, 31, 2)])
+    made.samples[:] = [True, False, True, False]
+    batch = slots.build(made, [])
+    ends = slots.ends(made, batch)
+    assert ends is not None
+    assert (ends.tokens.tolist(), ends.query_start.tolist(), ends.seq_lens.tolist()) == ([5, 23], [0, 1, 2], [9, 17])
+    assert ends.block_tables.tolist() == batch.block_tables[[0, 2]].tolist()
+    decoding = plan([(0, 12, 1), (5, 49, 1)])
+    assert slots.ends(decoding, slots.build(decoding, [])) is None
+
+
 def test_batch_does_not_change_with_the_tables(slots: Slots) -> None:
     batch = slots.build(plan([(0, 4, 1), (1, 4, 1)]), [])
     slots.tokens[:] = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
@@ -62,16 +62,21 @@ class Attention:
         """What the cache keeps for this layer."""
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor) -> Tensor:  # [T, hidden] -> same
+    def __call__(
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, ends: Ends | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `ends`
         keys, values = batch.kv[layer]
         q = ops.norm_rope_store(
             self.qkv(x), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps, table,
             batch.positions, keys, values, batch.slot_mapping,
         )  # [T, heads, dim]  # fmt: skip
+        rows: Ends | ForwardBatch = batch
+        if ends is not None:
+            q, rows = q.index_select(0, ends.tokens), ends
         mixed = ops.paged_attention(
-            q, keys, values, batch.block_tables, batch.query_start, batch.seq_lens, self.scale, self.window
-        )  # [T, heads, dim]
-        return self.out(mixed.view(x.shape[0], self.heads * self.dim))
+            q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale, self.window
+        )  # [T or n, heads, dim]
+        return self.out(mixed.view(q.shape[0], self.heads * self.dim))
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:

@@ -11,6 +11,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The last tokens of n of a batch's rows, and what attention reads of these rows, as in `ForwardBatch`."""
+
+    tokens: Tensor  # [n] int64: where they are in the batch
+    query_start: Tensor  # [n + 1] int32: a query each
+    seq_lens: Tensor  # [n] int32
+    block_tables: Tensor  # [n, max_blocks] int32
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens of R rows.  Row r owns tokens query_start[r]:query_start[r + 1], its last positions.
@@ -18,6 +28,8 @@ class ForwardBatch:
     `seq_lens[r]` counts the row's tokens up to and including these.  Page `block_tables[r, i]` of every
     layer's cache holds its positions i*P .. i*P + P - 1 (P tokens in a page); entries past its length
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
+    `ends`: the tokens whose hidden states are wanted; of the others the last layer computes keys and values only.
+    None: all.
     """
 
     input_ids: Tensor  # [T] int64
@@ -27,3 +39,4 @@ class ForwardBatch:
     block_tables: Tensor  # [R, max_blocks] int32
     slot_mapping: Tensor  # [T] int64
     kv: list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]
+    ends: Ends | None = None

@@ -88,12 +88,15 @@ class Decoder:
         found |= under("model.norm", self.norm.parameters())
         return found if self.spec.tied else found | self.head.parameters()
 
-    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], after the final norm
-        """Compute the batch's tokens and store their keys and values."""
+    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.ends`
+        """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual = self.embedding(batch.input_ids)
         x = self.blocks[0].attention_norm(residual)
         for layer, block in enumerate(self.blocks):
-            x = block.attention(x, batch, layer, self.rope_table)
+            ends = batch.ends if block is self.blocks[-1] else None
+            x = block.attention(x, batch, layer, self.rope_table, ends)
+            if ends is not None:
+                residual = residual.index_select(0, ends.tokens)
             x, residual = block.mlp_norm.add(x, residual)
             x = block.mlp(x)
             following = self.blocks[layer + 1].attention_norm if layer + 1 < len(self.blocks) else self.norm

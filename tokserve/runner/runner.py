@@ -210,7 +210,9 @@ class Runner:
         if graph is not None:
             logits = graph.run(self._staged, plan)
         else:
-            hidden = self._model.forward(self._slots.build(plan, self._kv))  # [T, H]
+            batch = self._slots.build(plan, self._kv)
+            batch.ends = None if self._sampler.scoring else self._slots.ends(plan, batch)
+            hidden = self._model.forward(batch)  # [T, H], or [n, H] of the ends
             if self._sampler.scoring:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
@@ -239,7 +241,7 @@ class Runner:
         for slot, first, blocks in plan.blocks:
             self._slots.extend(slot, first, blocks)
 
-    def _last_logits(self, plan: StepPlan, hidden: Tensor) -> Tensor | None:  # [T, H] -> [n, V]
+    def _last_logits(self, plan: StepPlan, hidden: Tensor) -> Tensor | None:  # [T or n, H] -> [n, V]
         """Logits of the rows that end their request's known tokens; None if there are none."""
         count = np.count_nonzero(plan.samples)
         if count == 0:

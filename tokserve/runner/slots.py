@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
@@ -78,6 +78,16 @@ class Slots:
     def last(self, plan: StepPlan) -> Tensor:
         """Where the last tokens of the rows that draw are in the batch, [n] int64."""
         return torch.from_numpy(last_tokens(plan))
+
+    def ends(self, plan: StepPlan, batch: ForwardBatch) -> Ends | None:
+        """Those last tokens of the batch; None if they are all there are."""
+        rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
+        if len(rows) == len(batch.input_ids):
+            return None
+        query_start = torch.from_numpy(self._count[: len(rows) + 1].copy())
+        return Ends(
+            self.last(plan), query_start, batch.seq_lens.index_select(0, rows), batch.block_tables.index_select(0, rows)
+        )
 
     def columns(self, slots: Int32, lengths: Int64) -> Columns:
         """What drawing for the step's rows reads."""

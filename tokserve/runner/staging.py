@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Columns, Int64, Slots, last_tokens
 
@@ -119,6 +119,10 @@ class StagedSlots(Slots):
         """What went over with the step."""
         assert self._last is not None
         return self._last
+
+    def ends(self, plan: StepPlan, batch: ForwardBatch) -> Ends | None:
+        """Not made here: all tokens go through the last layer."""
+        return None
 
     def keep(self, token_ids: Tensor) -> None:
         """The tokens [n] drawn for the step's rows, in order, are in the device's table for the next step."""
