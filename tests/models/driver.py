@@ -51,7 +51,10 @@ class Driver:
         if ends is not None:
             index = torch.tensor(ends, dtype=torch.int64)
             batch.ends = Ends(
-                starts[1:][index] - 1, torch.arange(len(ends) + 1).int(), batch.seq_lens[index], batch.block_tables[index]
+                starts[1:][index] - 1,
+                torch.arange(len(ends) + 1).int(),
+                batch.seq_lens[index],
+                batch.block_tables[index],
             )
             counts = [1] * len(ends)
         with torch.inference_mode():

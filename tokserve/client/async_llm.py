@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,10 +20,11 @@ from tokserve import checkpoint
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
 from tokserve.client.launch import EngineProcess, describe_exit, watch
 from tokserve.client.link import Link
-from tokserve.client.outputs import Choice, Completion, Delivery, Ready, Status, StepStats, merge
+from tokserve.client.outputs import Choice, Completion, Delivery, Ready, Status, StepStats
+from tokserve.client.stream import Stream, Submission, collect
 from tokserve.config import Config, resolve
 from tokserve.errors import BY_STATUS, Conflict, EngineDead, RequestError, RequestFailed, StartError, refused
-from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, Submit, Verdict, unpack_ids
+from tokserve.messages import Abort, Call, Dead, FromEngine, Reply, Step, Submit, Verdict
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
@@ -38,105 +39,6 @@ LONGEST_PULSE = 15.0  # seconds between two pings
 PULSE = -1  # their call
 
 
-class _Submission:
-    """The streams of one `submit`, which are accepted or refused together, and the engine's word on it."""
-
-    def __init__(self, deliveries: Sequence[Delivery]) -> None:
-        self.deliveries = deliveries
-        self.verdict: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
-
-    def settle(self, error: RequestError | None) -> None:
-        """The word is here."""
-        if not self.verdict.done():
-            self.verdict.set_result(error)
-
-
-class Stream:
-    """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
-
-    Who must not wait uses `poll`, `ended` and `listen` instead.  Closing or dropping it before its end aborts what
-    has not ended.  A cancelled wait for the next delta loses nothing.
-    """
-
-    def __init__(self, llm: AsyncLLM, prepared: Prepared, delivery: Delivery, submission: _Submission) -> None:
-        self._llm = llm
-        self._prepared = prepared
-        self._delivery = delivery
-        self._submission = submission
-        self._prompt_ids: list[int] | None = None
-        self.request_id = prepared.request_id
-        self.seed = prepared.seed
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The prompt's token ids."""
-        if self._prompt_ids is None:
-            self._prompt_ids = unpack_ids(self._prepared.prompt)
-        return self._prompt_ids
-
-    @property
-    def num_choices(self) -> int:
-        """How many choices there are."""
-        return len(self._delivery.choices)
-
-    async def accepted(self) -> None:
-        """Wait for the engine's word on the request.  Raises Conflict, QueueFull and the other errors of a refusal.
-
-        Those who go straight to the deltas meet a refusal there.
-        """
-        error = await asyncio.shield(self._submission.verdict)
-        if error is not None:
-            raise error
-
-    def __aiter__(self) -> AsyncIterator[Completion]:
-        return self
-
-    async def __anext__(self) -> Completion:
-        delta = await self._delivery.fetch()
-        if delta is None:
-            raise StopAsyncIteration
-        return delta
-
-    def poll(self) -> Completion | None:
-        """The next delta, if there is one now.  Raises EngineDead."""
-        return self._delivery.poll()
-
-    @property
-    def ended(self) -> bool:
-        """Nothing more will come."""
-        return self._delivery.ended
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the event loop's thread whenever there is something new to `poll`, or the engine is
-        gone.  It must not raise."""
-        self._delivery.listen(listener)
-
-    def close(self) -> None:
-        """Abort what has not ended; call it in the event loop's thread."""
-        self._llm.release(self._delivery)
-        self._delivery.listen(None)
-
-    async def aclose(self) -> None:
-        """As `close`."""
-        self.close()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._delivery.num_open:  # collection may happen anywhere, in any thread
-            self._llm.release_soon(self._delivery)
-
-
-async def collect(stream: Stream) -> list[Completion]:
-    """The whole request: one completion per choice, by index."""
-    async with stream:
-        return merge([delta async for delta in stream])
-
-
 def _part(request: Any, name: str) -> Any:
     """A field of a request that may be a mapping or, as vLLM's are, an object."""
     return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
@@ -145,8 +47,8 @@ def _part(request: Any, name: str) -> Any:
 class AsyncLLM:
     """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop.
 
-    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself.  `down` is set while there is
-    no engine: for good when `dead` is set too, else until another has started in its place.
+    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself.  `down` is set while there
+    is no engine: for good when `dead` is set too, else until another has started in its place.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -178,7 +80,7 @@ class AsyncLLM:
         self._inputs: Inputs | None = None
         self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
         self._owners: dict[str, Choice] = {}  # by engine request
-        self._submissions: dict[int, _Submission] = {}  # that wait for their verdict, by call
+        self._submissions: dict[int, Submission] = {}  # that wait for their verdict, by call
         self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
@@ -393,7 +295,7 @@ class AsyncLLM:
         self._deliveries.update((delivery.request_id, delivery) for delivery in deliveries)
         self._owners.update((choice.rid, choice) for choice in choices)
         self._last_call += 1
-        self._submissions[self._last_call] = submission = _Submission(deliveries)
+        self._submissions[self._last_call] = submission = Submission(deliveries)
         adds = [add for each in prepared for add in each.adds]
         link.send(Submit(self._last_call, prepared[0].key, adds, group_id))
         return [Stream(self, *both, submission) for both in zip(prepared, deliveries, strict=True)]
