@@ -9,6 +9,7 @@ import tokserve
 from tests.server.fake_llm import Site, site
 from tokserve.client.outputs import StepStats
 from tokserve.errors import EngineDead
+from tokserve.messages import Status
 
 PUBLIC = {"/", "/health", "/ping", "/ready", "/version"}
 
@@ -64,6 +65,9 @@ def test_ready_says_what_is_in_the_way() -> None:
         return answer.status_code, answer.json()["status"]
 
     assert status() == (200, "ready")
+    for state in ("paused", "updating", "sleeping", "quarantined"):
+        s.llm.status = Status(state)
+        assert status() == (503, state)
     s.app.state.draining = True  # each that follows hides those before
     assert status() == (503, "draining")
     s.llm.hung = True

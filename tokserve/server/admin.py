@@ -42,7 +42,8 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (  # what keeps from serving; the first one is told
+# what keeps from serving: the first that holds is told, or else the engine's state
+CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("dead", lambda serving: serving.llm.dead is not None),
     ("restarting", lambda serving: serving.llm.down is not None),
     ("loading", lambda serving: not serving.llm.started),
@@ -59,7 +60,8 @@ class Readiness(msgspec.Struct):
 
 async def readiness(serving: Serving, request: Request) -> Response:
     """GET /ready: 200 while new requests are served, 503 with the reason else"""
-    status = next((name for name, holds in CONDITIONS if holds(serving)), "ready")
+    state = serving.llm.status.state
+    status = next((name for name, holds in CONDITIONS if holds(serving)), "ready" if state == "running" else state)
     answer = body.reply(request, Readiness(status))
     answer.status_code = 200 if status == "ready" else 503
     return answer
