@@ -415,6 +415,20 @@ def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> 
     play(scene)
 
 
+def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        for _ in range(2):  # given up twice under the same id, before the engine has said a word
+            given_up = llm.generate([1], PLAIN, request_id="r")
+            given_up.close()
+        again = llm.generate([1], PLAIN, request_id="r")
+        await again.accepted()  # the engine has ended the others before
+        engine.step(tokens("r#0", [5], stop()))
+        assert (await collect(again))[0].token_ids == [5]
+        assert not llm._leaving
+
+    play(scene)
+
+
 def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(n=2, max_tokens=1)

@@ -65,7 +65,9 @@ def test_ready_says_what_is_in_the_way() -> None:
         return answer.status_code, answer.json()["status"]
 
     assert status() == (200, "ready")
-    for state in ("paused", "updating", "sleeping", "quarantined"):
+    s.llm.status = Status("updating")
+    assert status() == (200, "updating")  # the old weights serve: a push must not drain a server
+    for state in ("paused", "sleeping", "quarantined"):
         s.llm.status = Status(state)
         assert status() == (503, state)
     s.app.state.draining = True  # each that follows hides those before

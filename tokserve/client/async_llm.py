@@ -12,7 +12,8 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -80,6 +81,7 @@ class AsyncLLM:
         self._inputs: Inputs | None = None
         self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
         self._owners: dict[str, Choice] = {}  # by engine request
+        self._leaving: Counter[str] = Counter()  # engine requests given up whose end is still to come, by rid
         self._submissions: dict[int, Submission] = {}  # that wait for their verdict, by call
         self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -255,6 +257,7 @@ class AsyncLLM:
                 call.set_exception(error.again())
         self._deliveries.clear()
         self._owners.clear()
+        self._leaving.clear()
         self._submissions.clear()
         self._calls.clear()
 
@@ -315,6 +318,7 @@ class AsyncLLM:
         rids = self._discard(delivery)
         delivery.abandon()
         if rids and self._link is not None:
+            self._leaving.update(rids)
             self._link.send(Abort(rids, "abort_disconnect"))
 
     def release_soon(self, delivery: Delivery) -> None:
@@ -519,9 +523,11 @@ class AsyncLLM:
             return submission.settle(None)
         error = refused(verdict.refusal, verdict.message, verdict.retry_after)
         for delivery in submission.deliveries:
-            if self._deliveries.get(delivery.request_id) is delivery:  # not given up meanwhile
+            if self._deliveries.get(delivery.request_id) is delivery:
                 self._discard(delivery)
                 delivery.fail(error)
+            else:  # given up meanwhile
+                self._left(choice.rid for choice in delivery.choices)
         submission.settle(error)
 
     def _discard(self, delivery: Delivery) -> list[str]:
@@ -536,9 +542,13 @@ class AsyncLLM:
         self.stats = step.stats
         stopped = []
         for rid, ids, logprobs, extra in step.rows():
+            if self._leaving and rid in self._leaving:  # the id may be in use again: none of this is for the new one
+                if extra is not None and extra.finish is not None:
+                    self._left([rid])
+                continue
             choice = self._owners.get(rid)
             if choice is None:
-                continue  # released; the engine had not heard of it yet
+                continue
             if choice.accept(ids, logprobs, extra):
                 stopped.append(choice.rid)
             delivery = choice.delivery
@@ -550,6 +560,11 @@ class AsyncLLM:
                     del self._deliveries[delivery.request_id]
         if stopped and self._link is not None:
             self._link.send(Abort(stopped, "abort_stop_string"))
+
+    def _left(self, rids: Iterable[str]) -> None:
+        """The engine will say nothing more of requests that were given up."""
+        self._leaving.subtract(rids)
+        self._leaving = +self._leaving
 
     def _on_settled(self) -> None:
         """Tell the consumers, once for all the steps that came together."""

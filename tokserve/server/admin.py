@@ -53,7 +53,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
 
 
 class Readiness(msgspec.Struct):
-    """ready, or what keeps the server from serving new requests now."""
+    """ready, updating (new weights come while the old ones serve), or what keeps from serving new requests now."""
 
     status: str
 
@@ -63,7 +63,7 @@ async def readiness(serving: Serving, request: Request) -> Response:
     state = serving.llm.status.state
     status = next((name for name, holds in CONDITIONS if holds(serving)), "ready" if state == "running" else state)
     answer = body.reply(request, Readiness(status))
-    answer.status_code = 200 if status == "ready" else 503
+    answer.status_code = 200 if status in ("ready", "updating") else 503
     return answer
 
 
