@@ -19,6 +19,7 @@ constexpr int kTileRows = 2, kTileVectors = 1;
 #endif
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int64_t kStretchBytes = 16384;  // of a panel, held in the first-level cache while several row tiles use them
+constexpr int kShared = 2;                // cache lines a step that these tiles fetch of the next stretch
 
 // How a panel holds its weights, what a row of x looks like to be multiplied with it, and what a sum is (in registers
 // Sum, in memory Element).  One step of the chain takes kDepth elements of K.
@@ -63,7 +64,9 @@ TOKSERVE_INLINE void store_sum(float* p, F sum) { store(p, sum); }
 TOKSERVE_INLINE void store_sum(uint32_t* p, I sum) { istore(p, sum); }
 
 // sums [ROWS][64] (+)= x [ROWS][K] times w, in VECTORS vectors of columns; `steps` steps of K.
-// Meanwhile AHEAD cache lines a step are fetched from `ahead`, which somebody will need soon.
+// Meanwhile AHEAD cache lines a step are fetched from `ahead`, which somebody will need soon.  They go to the second
+// level: what the first would hold besides what is at work there, it would drop again before it is used.  A stream of
+// several rows works on little, and slowly enough to gain from the first.
 template <class Format, int ROWS, int VECTORS, int AHEAD>
 TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
                                    int64_t steps, typename Format::Element* sums, bool begin, const char* ahead) {
@@ -77,7 +80,7 @@ TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stri
   for (int64_t step = 0; step < steps; step++) {
     decltype(Format::load_weight(w)) weight[VECTORS];
     for (int v = 0; v < VECTORS; v++) weight[v] = Format::load_weight(w + v * kLanes * Format::kDepth);
-    for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + i * 64);
+    for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + i * 64, 0, AHEAD > kShared && ROWS > 1 ? 3 : 2);
     ahead += AHEAD * 64;
     for (int r = 0; r < ROWS; r++) {
       for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(x + r * x_stride, weight[v], sum[r][v]);
@@ -128,8 +131,8 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
     for (int64_t tile = 0, row = 0; tile < tiles; tile++) {
       const int64_t count = (rows - row) / (tiles - tile);  // tiles of nearly equal height
       const typename Format::Row* from = x + row * stride + k;
-      const int64_t at = tile * 2 * steps;  // two lines a step until the next stretch is fetched
-      if (at < lines) multiply_up_to<Format, 2>(count, from, stride, now, steps, sums + row * kPanel, k == 0, ahead + at * 64);
+      const int64_t at = tile * kShared * steps;
+      if (at < lines) multiply_up_to<Format, kShared>(count, from, stride, now, steps, sums + row * kPanel, k == 0, ahead + at * 64);
       else multiply_up_to<Format, 0>(count, from, stride, now, steps, sums + row * kPanel, k == 0, ahead);
       row += count;
     }
