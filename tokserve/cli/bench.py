@@ -24,6 +24,7 @@ def add_bench(commands: Any) -> None:
     served = kinds.add_parser(
         "serve",
         help="load on a running server",
+        usage="tokserve bench serve [OPTION ...]",
         description="Send requests to a running server and report rates and latencies. Works on any server that "
         "speaks one of the routes.",
     )
@@ -37,9 +38,11 @@ def add_bench(commands: Any) -> None:
                         help="stream; without it only end-to-end latency is measured. Default: true.")  # fmt: skip
     _add_load(served)
     _add_output(served, plot=True)
+    served.set_defaults(parser=served)
     offline = kinds.add_parser(
         "offline",
         help="the engine without HTTP",
+        usage="tokserve bench offline [MODEL] [OPTION ...]",
         description="Start an engine in this process and measure throughput (all prompts at once) and latency (one "
         "batch at a time).",
     )
@@ -53,6 +56,7 @@ def add_bench(commands: Any) -> None:
     bench_flags.add_argument("--latency-iters", type=int, default=5, metavar="N", help="latency batches. Default: 5.")
     _add_output(bench_flags, plot=False)
     add_flags(offline, skip=("model",))
+    offline.set_defaults(parser=offline)
 
 
 def _add_server(parser: Any) -> None:

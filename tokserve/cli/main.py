@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import tokserve
 from tokserve.cli.bench import add_bench, bench
@@ -21,20 +24,39 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model over HTTP",
+        usage="tokserve serve [MODEL] [OPTION ...]",
         description="Serve a model over HTTP.  `tokserve serve demo` needs no download.",
     )
     serve.add_argument(
         "model", nargs="?", default="demo", help="checkpoint directory, hub name `owner/name`, or `demo` (default)"
     )
     add_flags(serve, skip=("model",))
+    serve.set_defaults(parser=serve)
     add_bench(commands)
     return root
+
+
+def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
+    """Exit with 2 for an argument that `command` does not know, naming the option that was probably meant."""
+    if not argument.startswith("-"):
+        command.error(f"unexpected argument {argument!r}")
+    name = argument.partition("=")[0]
+    known = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
+    close = difflib.get_close_matches(name.replace("_", "-"), [each for pair in known for each in pair if each], 1)
+    hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
+    if name == "--model":
+        hint = f"; the model is named without a flag: {command.prog} MODEL"
+    command.error(f"unknown option {name}{hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
-    values = vars(root.parse_args(argv))
+    known, unknown = root.parse_known_args(argv)
+    values = vars(known)
+    chosen = values.pop("parser", root)
+    if unknown:
+        _refuse(chosen, next((each for each in unknown if each.startswith("-")), unknown[0]))
     command = values.pop("command")
     if command is None:
         root.print_help()
