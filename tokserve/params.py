@@ -18,8 +18,30 @@ LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
 MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
 MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less is no float32
 _INT64 = 1 << 63
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """End an output that goes round in circles: its tail is a pattern of `min_pattern_size` (0: 1) to
+    `max_pattern_size` ids, `min_count` times.  `max_pattern_size` 0 is off."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def validate(self) -> None:
+        """Raise `RequestError` with the field's name for a value out of its range."""
+        at = "repetition_detection."
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _at_least(at + name, getattr(self, name), 0)
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            _refuse(f"{at}max_pattern_size", f"must be at most {MAX_PATTERN_SIZE}, got {self.max_pattern_size}")
+        if self.min_pattern_size > self.max_pattern_size:
+            _refuse(f"{at}min_pattern_size", f"must not be above max_pattern_size, got {self.min_pattern_size}")
+        if self.max_pattern_size:
+            _at_least(f"{at}min_count", self.min_count, 2)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -43,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop_token_ids: list[int] = []
     stop_token_sequences: list[list[int]] = []
+    repetition_detection: RepetitionDetection | None = None
     ignore_eos: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
@@ -98,6 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("seed", "must fit in 64 signed bits")
         if self.n > 1 and self.temperature == 0.0:
             _refuse("n", f"must be 1 with temperature 0 (all choices would be equal), got {self.n}")
+        if self.repetition_detection is not None:
+            self.repetition_detection.validate()
         self._validate_ids()
         self._validate_text()
 

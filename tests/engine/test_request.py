@@ -13,7 +13,7 @@ from tokserve.engine.columns import PackedRows, StepColumns
 from tokserve.engine.request import Limits, Request
 from tokserve.errors import RequestError
 from tokserve.messages import Add, Finish, StepStats, pack_ids
-from tokserve.params import SamplingParams
+from tokserve.params import RepetitionDetection, SamplingParams
 
 LIMITS = Limits(32, 50, (1, 2), "raw")
 
@@ -67,14 +67,18 @@ def test_stop_sequences_look_at_output_only() -> None:
 
 def test_order_of_stops() -> None:
     """Each condition wins over all after it."""
-    conditions: dict[str, Any] = {"stop_token_ids": [2], "stop_token_sequences": [[2]], "max_tokens": 1}
-    limits = Limits(7, 50, (2,), "raw")
+    circles = RepetitionDetection(max_pattern_size=1, min_count=2)
+    conditions: dict[str, Any] = {"stop_token_ids": [2], "stop_token_sequences": [[2]], "max_tokens": 2}
+    limits = Limits(8, 50, (2,), "raw")
     details = []
-    for removed in ["", "eos", "stop_token_ids", "stop_token_sequences", "max_tokens"]:
+    for removed in ["", "eos", "stop_token_ids", "stop_token_sequences", "max_tokens", "context"]:
         conditions.pop(removed, None)
         conditions["ignore_eos"] = removed != ""
-        details.append(ended(make(limits=limits, **conditions), 2)[1])
-    assert details == ["eos", "stop_token", "stop_sequence", "max_tokens", "context"]
+        request = make(
+            limits=LIMITS if removed == "context" else limits, repetition_detection=circles, min_tokens=2, **conditions
+        )
+        details.append(ended(request, 2, 2)[1])
+    assert details == ["eos", "stop_token", "stop_sequence", "max_tokens", "context", "repetition"]
 
 
 def test_an_eos_that_is_asked_for_as_stop_token_stops_even_if_eos_is_ignored() -> None:
@@ -85,6 +89,59 @@ def test_below_min_tokens_no_sequence_stops() -> None:
     request = make(min_tokens=3, stop_token_sequences=[[20]])
     assert feed(request, 20, 20) is None
     assert ended(request, 20)[1] == "stop_sequence"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "output", "pattern"),
+    [
+        ((1, 0, 3), [5, 6, 6, 6], [6]),
+        ((3, 0, 2), [5, 6, 7, 6, 7], [6, 7]),
+        ((3, 3, 2), [6, 7, 6, 7, 6, 7, 8, 6, 7, 8], [6, 7, 8]),
+        ((4, 2, 2), [7, 7, 7, 7], [7, 7]),
+        ((2, 0, 2), [15, 15], [15]),
+    ],
+)
+def test_an_output_that_goes_round_in_circles_ends(
+    wanted: tuple[int, int, int], output: list[int], pattern: list[int]
+) -> None:
+    """The prompt ends in 15: what it holds is no part of the output's pattern."""
+    circles = RepetitionDetection(max_pattern_size=wanted[0], min_pattern_size=wanted[1], min_count=wanted[2])
+    assert ended(make(repetition_detection=circles), *output) == ("repetition", "repetition", pattern)
+
+
+def test_circles_end_at_the_first_token_where_the_whole_tail_says_so() -> None:
+    """Counting a token at a time finds what comparing the tail's patterns finds, for many outputs."""
+    generator = np.random.default_rng(5)
+    for _ in range(200):
+        output = generator.integers(20, 23, 24).tolist()
+        last, times = int(generator.integers(1, 6)), int(generator.integers(2, 4))
+        first = int(generator.integers(0, last + 1))
+        expected = next(
+            (
+                (count, size)
+                for count in range(1, 25)
+                for size in range(max(first, 1), last + 1)
+                if size * times <= count
+                and output[count - size * times : count] == output[count - size : count] * times
+            ),
+            None,
+        )
+        circles = RepetitionDetection(max_pattern_size=last, min_pattern_size=first, min_count=times)
+        request = make(repetition_detection=circles)
+        while request.finish is None and request.num_output < 24:
+            request.append(output[request.num_output], None, 0, "v", 101.0)
+        found = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
+        assert found == expected
+
+
+def test_below_min_tokens_no_circle_ends() -> None:
+    request = make(min_tokens=3, repetition_detection=RepetitionDetection(max_pattern_size=2, min_count=2))
+    assert feed(request, 20, 20) is None
+    assert ended(request, 20) == ("repetition", "repetition", [20])
+
+
+def test_repetition_detection_with_its_defaults_is_off() -> None:
+    assert feed(make(repetition_detection=RepetitionDetection(), max_tokens=20), *[20] * 19) is None
 
 
 def test_stop_ids_for_the_sampler() -> None:

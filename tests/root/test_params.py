@@ -3,7 +3,7 @@
 import pytest
 
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import RepetitionDetection, SamplingParams
 
 BAD = {
     "temperature": [-0.1, 2.01, float("nan"), float("inf")],
@@ -28,6 +28,19 @@ BAD = {
     "logprob_token_ids": [[], list(range(129))],
     "logit_bias": [{1: float("nan")}],
 }
+BAD_CIRCLES = [
+    ("max_pattern_size", {"max_pattern_size": -1}), ("max_pattern_size", {"max_pattern_size": 257, "min_count": 2}),
+    ("min_pattern_size", {"min_pattern_size": 1}), ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 4}),
+    ("min_count", {"max_pattern_size": 3}), ("min_count", {"max_pattern_size": 3, "min_count": 1}),
+    ("min_count", {"min_count": -1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "values"), BAD_CIRCLES)
+def test_a_bad_repetition_detection_is_refused_by_its_path(field: str, values: dict[str, int]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(repetition_detection=RepetitionDetection(**values)).validate()
+    assert caught.value.field == f"repetition_detection.{field}" and field in caught.value.message
 
 
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in BAD.items() for v in values])

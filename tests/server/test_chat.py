@@ -249,12 +249,17 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     assert "x-ignored-fields" not in s.post(CHAT, {"messages": MESSAGES}).headers
     streamed = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "stream": True})
     assert streamed.headers["x-ignored-fields"] == "no_stop_trim"
+    options = {"include_usage": True, "include_obfuscation": False, "usage": True, "x y": 1}
+    streamed = s.post(CHAT, {"messages": MESSAGES, "stream": True, "stream_options": options})
+    assert streamed.headers["x-ignored-fields"] == "stream_options.usage"
 
 
 def test_strict_refuses_unknown_fields() -> None:
     answer = site(strict=True).post(CHAT, {"messages": MESSAGES, "top_pp": 1})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_pp"
     assert "did you mean 'top_p'" in answer.json()["error"]["message"]
+    asked = {"messages": MESSAGES, "stream": True, "stream_options": {"usage": True}}
+    assert site(strict=True).post(CHAT, asked).json()["error"]["param"] == "stream_options.usage"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,8 @@ def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) 
         {"response_format": {"type": "text"}}, {"response_format": None}, {"modalities": ["text"]}, {"best_of": 1},
         {"echo": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"parallel_tool_calls": False},
         {"stop": None, "logit_bias": None, "n": None, "stream": None, "stream_options": None, "seed": None},
-        {"metadata": {"a": "b"}}, {"service_tier": "auto"},
+        {"metadata": {"a": "b"}}, {"service_tier": "auto"}, {"reasoning_effort": None}, {"reasoning_effort": "none"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}}, {"truncate_prompt_tokens": -1},
     ],
 )  # fmt: skip
 def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:

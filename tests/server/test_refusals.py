@@ -1,6 +1,7 @@
 """What is refused, with which status and which field, before any answer; and garbage."""
 
 import asyncio
+import gzip
 import json
 import random
 from typing import Any
@@ -114,11 +115,42 @@ def test_generate_refuses(server: Site, body: dict[str, Any], param: str, messag
         ({"output_kind": 2, "topp": 0.5}, "topp", "did you mean 'top_p'"),
         ({"output_kind": 2, "top_p": "x"}, "top_p", "float"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
-        ({"repetition_detection": {}}, "repetition_detection", "not supported"),
+        ({"guided_decoding": {"json": {}}}, "guided_decoding", "not supported"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+        ({"best_of": True}, "best_of", "not supported"),
+        ({"repetition_detection": 5}, "repetition_detection", "object"),
+        ({"repetition_detection": {"max_size": 5}}, "repetition_detection.max_size", "did you mean"),
+        ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection.min_count", "at least 2"),
     ],
 )
 def test_sampling_params_are_refused_by_their_path(server: Site, params: Any, name: str, message: str) -> None:
     refused(server.post(GENERATE, PROMPT | {"sampling_params": params}), 400, f"sampling_params.{name}", message)
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"max_pattern_size": 5}, ".min_count"),
+        ({"max_size": 5}, ".max_size"),
+        (5, ""),
+        ({"min_count": "x"}, ".min_count"),
+    ],
+)
+def test_repetition_detection_of_a_text(server: Site, route: str, value: Any, name: str) -> None:
+    refused(server.post(route, MESSAGES | TEXT | {"repetition_detection": value}), 400, f"repetition_detection{name}")
+
+
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS, "/tokenize", "/abort_requests"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x"])
+def test_an_encoded_body_is_refused_as_that(server: Site, route: str, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    error = refused(server.post(route, content=gzip.compress(b"{}"), headers=headers), 400, None, encoding)
+    assert error["code"] == "content_encoding"
+
+
+def test_an_identity_encoding_is_none(server: Site) -> None:
+    assert server.post(GENERATE, PROMPT, headers={"Content-Encoding": "Identity"}).status_code == 200
 
 
 @pytest.mark.parametrize("params", [[], "x", 5])

@@ -297,6 +297,9 @@ def test_a_duplicate_of_an_id_in_flight_is_409() -> None:
     [
         {"output_kind": 2}, {"flat_logprobs": True}, {"skip_clone": True}, {"skip_reading_prefix_cache": True},
         {"routed_experts_prompt_start": 0}, {"structured_outputs": None}, {"repetition_detection": None},
+        {"guided_decoding": None, "truncate_prompt_tokens": None, "best_of": None, "early_stopping": None},
+        {"truncate_prompt_tokens": -1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0},
+        {"repetition_detection": {}}, {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
         {"stop": None}, {"stop_token_ids": None}, {"bad_words": None}, {"logit_bias": None}, {"seed": None},
         {"max_tokens": None, "ignore_eos": False}, {"prompt_logprobs": False}, {"prompt_logprobs": True},
         {"extra_args": {"anything": [1]}}, {"top_k": -1}, {"top_k": 0},
@@ -317,6 +320,13 @@ def test_harmless_sampling_params_are_taken(habit: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_harmless_nulls_are_taken(field: str) -> None:
     generate(site(), fields={field: None})
+
+
+@pytest.mark.parametrize(
+    "field", [{"output_kind": 2}, {"flat_logprobs": True}, {"skip_clone": True}, {"routed_experts_prompt_start": 0}]
+)
+def test_internal_names_are_harmless_beside_sampling_params_too(field: dict[str, Any]) -> None:
+    generate(site(), fields=field)
 
 
 @pytest.mark.parametrize("name", ["tiny", "alias", None])

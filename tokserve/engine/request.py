@@ -14,6 +14,7 @@ import numpy as np
 
 from tokserve.engine.cache import Table
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.repetition import Repetition
 from tokserve.errors import RequestError
 from tokserve.messages import Add, Finish
 from tokserve.plan import LogprobRows, NewRow
@@ -76,6 +77,8 @@ class Request:
         self._stops = frozenset(params.stop_token_ids)
         self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
         self.stop_ids = tuple(sorted(self._eos | self._stops))
+        circles = params.repetition_detection
+        self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
         self.finish: Finish | None = None
         self._first_token: float | None = None
         self._num_sent = 0  # output tokens
@@ -166,6 +169,7 @@ class Request:
 
     def _stop(self, token: int, count: int, now: float) -> None:
         """The order of these lines is the order of the stop conditions."""
+        pattern = 0 if self._repetition is None else self._repetition.append(self.tokens, count)
         if count >= self.params.min_tokens:
             if token in self._eos:
                 return self.end("stop", "eos", now)
@@ -179,6 +183,8 @@ class Request:
             return self.end("length", "max_tokens", now)
         if len(self.tokens) >= self.limit:
             return self.end("length", "context", now)
+        if pattern and count >= self.params.min_tokens:
+            return self.end("repetition", "repetition", now, stop=self.tokens[-pattern:].tolist())
 
     def end(
         self, reason: str, detail: str, now: float, *, stop: int | list[int] | None = None, message: str | None = None

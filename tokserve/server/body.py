@@ -32,6 +32,12 @@ class Gone(Exception):
 
 async def read(request: Request, limit: int) -> bytes:
     """The whole body.  Raises `TooLarge` as soon as it is known to have more than `limit` bytes."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"the body is encoded with {encoding[: errors.SHOWN]!r} (Content-Encoding); send it as it is",
+            code="content_encoding",
+        )
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise _too_large(limit)

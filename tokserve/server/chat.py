@@ -169,6 +169,7 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody) -> list[int]:
             asked.messages, add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message), documents=asked.documents,
             template=asked.chat_template, kwargs=asked.chat_template_kwargs,
+            add_special_tokens=bool(asked.add_special_tokens),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tokserve.errors import RequestError
-from tokserve.params import LogprobsMode, SamplingParams
+from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
 from tokserve.server import errors
 
 # Fields this server does not have, with the values that ask for nothing (null always does).
@@ -22,17 +23,18 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
     "reasoning": ({},), "verbosity": ("medium",),
     "structured_outputs": (), "structural_tag": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "guided_json_object": (False,), "logits_processors": ([],), "repetition_detection": (),
-    "thinking_token_budget": (), "truncate_prompt_tokens": (), "use_beam_search": (False,), "length_penalty": (1, 1.0),
-    "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (), "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
+    "guided_grammar": (), "guided_json_object": (False,), "logits_processors": ([],),
+    "thinking_token_budget": (), "truncate_prompt_tokens": (-1,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
 }  # fmt: skip
 # Fields that change nothing here and that everybody sends.
 ACCEPTED = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "prediction",
 })  # fmt: skip
-NO_REASONING = ("reasoning_effort", "none")  # any other effort is ignored, and named
+NO_REASONING = (None, "none")  # any other reasoning_effort is ignored, and named
+OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; there is none here
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
           "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
@@ -46,7 +48,7 @@ Body = TypeVar("Body", bound=BaseModel)
 class TextStreamOptions(BaseModel):
     """What a stream carries besides deltas."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -73,6 +75,7 @@ class TextBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     stop_token_sequences: list[list[int]] | None = None
+    repetition_detection: dict[str, Any] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -155,18 +158,20 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     ignored = []
     for name, extra in (body.model_extra or {}).items():
         if name in REFUSED:
-            if extra is not None and (type(extra), extra) not in [(type(each), each) for each in REFUSED[name]]:
-                raise errors.unsupported(name)
-        elif name not in ACCEPTED and (name, extra) != NO_REASONING:
+            errors.refuse_unsupported(name, extra, REFUSED[name])
+        elif name not in ACCEPTED and not (name == "reasoning_effort" and extra in NO_REASONING):
             ignored.append(name)
+    options = body.stream_options if isinstance(body, TextBody) else None
+    ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or () if name != OBFUSCATION]
     if strict and ignored:
-        raise errors.unknown_field(ignored[0], ignored[0], kind.model_fields)
+        known = [*kind.model_fields, *TextStreamOptions.model_fields]
+        raise errors.unknown_field(ignored[0], ignored[0].rpartition(".")[2], known)
     return body, ignored
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
     """`X-Ignored-Fields`, if there are any; names that no header can carry are left out."""
-    shown = [name for name in names if name.isascii() and name.isidentifier()]
+    shown = [name for name in names if name.isascii() and all(map(str.isidentifier, name.split(".")))]
     return {"X-Ignored-Fields": ", ".join(shown)[:1000]} if shown else {}
 
 
@@ -179,9 +184,19 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
             values[name] = value
     if body.logit_bias is not None:
         values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    if body.repetition_detection is not None:
+        values["repetition_detection"] = _repetition(body.repetition_detection)
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
     return SamplingParams(**(values | computed))
+
+
+def _repetition(value: dict[str, Any]) -> RepetitionDetection:
+    given = {name: each for name, each in value.items() if each is not None}
+    try:
+        return msgspec.convert(given, RepetitionDetection)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, RepetitionDetection.__struct_fields__, "repetition_detection") from None
 
 
 def count(value: bool | int | None) -> int | None:

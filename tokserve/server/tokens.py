@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.responses import Response
 
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import RepetitionDetection, SamplingParams
 from tokserve.server import body, errors, logprobs, sse
 from tokserve.server.flights import Flight, Usage
 from tokserve.server.serving import Fields, Serving
@@ -35,11 +36,13 @@ HARMLESS = frozenset({
     "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
     "_eos_token_id", "_watermarking_skipped",
 })  # fmt: skip
-# and those whose absence is all this server can offer
-UNSUPPORTED = frozenset({
-    "structured_outputs", "repetition_detection", "thinking_token_budget", "logits_processors",
-    "prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids",
-})  # fmt: skip
+# and those whose absence is all this server can offer, with the values that ask for nothing (null always does)
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "structured_outputs": (), "guided_decoding": (), "thinking_token_budget": (), "logits_processors": ([],),
+    "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "trace_decode_token_ids": (),
+    "truncate_prompt_tokens": (-1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+}  # fmt: skip
 # every parameter has a default, and null is another way to ask for it
 NULLABLE = frozenset(SamplingParams.__struct_fields__)
 
@@ -73,6 +76,10 @@ class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     token_offsets: Any = None  # this and the next two: what vLLM's render adds, without effect here
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
+    output_kind: Any = None  # this and the next three belong into sampling_params, and mean nothing there either
+    flat_logprobs: Any = None
+    skip_clone: Any = None
+    routed_experts_prompt_start: Any = None
 
 
 class GenerateBody(_Generate, kw_only=True):
@@ -163,8 +170,7 @@ def decode_body(raw: bytes, packed: bool) -> AnyBody:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
     for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
-        if getattr(asked, name) is not None:
-            raise errors.unsupported(name)
+        errors.refuse_unsupported(name, getattr(asked, name))
     if asked.stream_options is not None and not asked.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
     return asked
@@ -189,15 +195,16 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     try:
         return msgspec.convert(_without_habits(values), SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, SamplingParams.__struct_fields__, "sampling_params") from None
+        known = SamplingParams.__struct_fields__ + RepetitionDetection.__struct_fields__
+        raise errors.from_msgspec(error, known, "sampling_params") from None
 
 
 def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
     """What is left without the things that other servers' clients send out of habit."""
     kept = {}
     for name, value in values.items():
-        if name in UNSUPPORTED and value is not None:
-            raise errors.unsupported(f"sampling_params.{name}")
+        if name in UNSUPPORTED:
+            errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if not (name in HARMLESS or name in UNSUPPORTED or (value is None and name in NULLABLE)):

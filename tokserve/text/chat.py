@@ -118,14 +118,16 @@ class ChatTemplate:
         documents: Sequence[dict[str, Any]] | None = None,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of the conversation; see `text`."""
+        """Token ids of the conversation; see `text`.  `add_special_tokens`: the tokenizer's own, besides the
+        template's."""
         rendered = self.text(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, documents=documents, template=template, kwargs=kwargs,
         )  # fmt: skip
         try:
-            return self._tokenizer.encode(rendered, add_special_tokens=False)
+            return self._tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
         except RequestError as error:
             error.field = "messages"
             raise
