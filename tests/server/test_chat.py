@@ -113,6 +113,24 @@ def test_scheduling_fields_arrive() -> None:
     assert {name: s.llm.calls[0].options[name] for name in fields} == fields
 
 
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_the_tokenizers_own_special_tokens_come_on_request_only(
+    wanted: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    encode = TOKENIZER.encode
+
+    def noted(text: str, add_special_tokens: bool) -> list[int]:
+        asked.append(add_special_tokens)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(TOKENIZER, "encode", noted)
+    s = site()
+    ask(s, add_special_tokens=wanted, max_tokens=1)
+    assert s.post("/tokenize", {"messages": MESSAGES, "add_special_tokens": wanted}).status_code == 200
+    assert asked == [bool(wanted)] * 2
+
+
 def test_max_completion_tokens_is_max_tokens() -> None:
     assert params(max_completion_tokens=3).max_tokens == 3
     assert params().max_tokens is None

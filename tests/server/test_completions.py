@@ -116,6 +116,15 @@ def test_echo_keeps_to_its_own_width() -> None:
     assert len(choice["prompt_logprobs"][1]) >= 3
 
 
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert ask(site(), max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    scored = ask(site(), "abc", max_completion_tokens=0, echo=True, logprobs=1)
+    assert scored["usage"]["completion_tokens"] == 0 and scored["choices"][0]["text"] == "abc"
+    assert refusal(max_completion_tokens=0) == (400, "max_completion_tokens")
+    assert refusal(max_completion_tokens=-1) == (400, "max_completion_tokens")
+    assert refusal(max_tokens=1, max_completion_tokens=2) == (400, "max_tokens")
+
+
 def test_max_tokens_zero_only_scores() -> None:
     s = site()
     for stream in (False, True):

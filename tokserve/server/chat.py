@@ -144,8 +144,7 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
         prompt = await off_loop(len(raw), lambda: rendered(serving, asked))
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
-    if asked.max_completion_tokens is not None:
-        others["max_tokens"] = "max_completion_tokens"
+    others["max_tokens"] = schemas.output_limit(asked)[1]
     fields = Fields("tokens" if with_tokens else "messages", others=others)
     return Call(asked, ignored, params, terms, prompt, fields)
 
@@ -180,9 +179,7 @@ def sampling_params(serving: Serving, asked: ChatBody) -> SamplingParams:
     top = asked.top_logprobs
     if top is not None and not asked.logprobs and top != 0:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
-    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    if asked.max_tokens is not None and asked.max_tokens != limit:
-        raise RequestError("max_tokens and max_completion_tokens differ; send one of them", field="max_tokens")
+    limit, _ = schemas.output_limit(asked)
     return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=(top or 0) if asked.logprobs else None)
 
 

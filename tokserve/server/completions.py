@@ -74,7 +74,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     asked, stream = call.asked, bool(call.asked.stream)
     flight = await serving.start(request, call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
     render = Render(serving, flight, asked, call.params, call.prompts)
-    if asked.max_tokens == 0:
+    if schemas.output_limit(asked)[0] == 0:
         flight.adjust = drop_output
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
@@ -95,7 +95,8 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
     special = asked.add_special_tokens is not False
     ids = await off_loop(len(raw), lambda: tokenized(serving, prompts, special, listed))
-    fields = Fields("prompt[0]" if listed and len(prompts) == 1 else "prompt", others={"extra_args": "vllm_xargs"})
+    others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
+    fields = Fields("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
     return Call(asked, ignored, params, terms, prompts, ids, fields)
 
 
@@ -113,10 +114,10 @@ def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
     wanted = schemas.count(asked.logprobs)
     if wanted is not None and wanted < -1:
         raise RequestError("logprobs must be at least -1", field="logprobs")
-    limit = asked.max_tokens if "max_tokens" in asked.model_fields_set else DEFAULT_MAX_TOKENS
+    limit, name = schemas.output_limit(asked, DEFAULT_MAX_TOKENS)
     if limit == 0:
         if not asked.echo and schemas.count(asked.prompt_logprobs) is None:
-            raise RequestError("max_tokens must be at least 1 (0 scores a prompt, with echo)", field="max_tokens")
+            raise RequestError(f"{name} must be at least 1 (0 scores a prompt, with echo)", field=name)
         limit = 1
     prompt = schemas.count(asked.prompt_logprobs)
     if asked.echo and wanted is not None:

@@ -303,7 +303,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
             count = None if shown.prompt_tokens is None else shown.prompt_tokens[i]
             reader.add(reply, f"generate_responses[{i}]", ids, count, f"[{i}]")
         ends, landed = reader.ends, reader.landed
-        if asked is not None and asked.max_tokens == 0:
+        if asked is not None and schemas.output_limit(asked)[0] == 0:
             ends = [completions.drop_output(end) for end in ends]
         landed.completion_tokens = sum(len(end.token_ids) for end in ends)
         texts = prompts or list(landed.prompts)

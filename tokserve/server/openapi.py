@@ -138,7 +138,8 @@ def _components(types: Iterable[type[Any]], models: Sequence[str]) -> dict[str, 
     if "CompletionBody" in components:
         fields = components["CompletionBody"]["properties"]
         fields["prompt"] = PROMPT
-        _branch(fields["max_tokens"], "integer")["minimum"] = 0
+        for name in ("max_tokens", "max_completion_tokens"):
+            _branch(fields[name], "integer")["minimum"] = 0
     return components
 
 

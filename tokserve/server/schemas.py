@@ -71,6 +71,7 @@ class TextBody(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -106,7 +107,6 @@ class ChatBody(TextBody):
 
     messages: list[Any] | None = None
     tokens: list[int] | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -189,6 +189,16 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
     return SamplingParams(**(values | computed))
+
+
+def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None, str]:
+    """The most tokens of an output, and the name of the field that says so.  `default`: if none does."""
+    limit, name = body.max_completion_tokens, "max_completion_tokens"
+    if limit is None:
+        return (body.max_tokens if "max_tokens" in body.model_fields_set else default), "max_tokens"
+    if body.max_tokens not in (None, limit):
+        raise RequestError(f"max_tokens and {name} differ; send one of them", field="max_tokens")
+    return limit, name
 
 
 def _repetition(value: dict[str, Any]) -> RepetitionDetection:
