@@ -1,7 +1,9 @@
 """/v1/completions: the four forms of a prompt, echo, scoring, logprobs in the older shape."""
 
+from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Site, endless, ids, says, site
@@ -114,6 +116,25 @@ def test_echo_keeps_to_its_own_width() -> None:
     choice = ask(site(), ids("abc"), echo=True, logprobs=1, prompt_logprobs=3, max_tokens=1)["choices"][0]
     assert all(len(tops) <= 2 for tops in choice["logprobs"]["top_logprobs"][1:])
     assert len(choice["prompt_logprobs"][1]) >= 3
+
+
+def packed(s: Site, route: str, body: dict[str, Any]) -> Any:
+    return s.post(route, content=msgspec.msgpack.encode(body), headers={"Content-Type": "application/msgpack"})
+
+
+def test_msgpack_has_packed_ids_and_numbers_as_keys() -> None:
+    s = site()
+    raw = array("i", [5, 6]).tobytes()
+    asked = {"max_tokens": 2, "logit_bias": {7: 1.5, "8": 2}}
+    for route, name in ((COMPLETIONS, "prompt"), ("/v1/chat/completions/tokens", "tokens")):
+        answer = packed(s, route, asked | {name: raw})
+        assert answer.status_code == 200, answer.text
+        assert s.llm.calls[-1].prompt == [5, 6] and s.llm.calls[-1].params.logit_bias == {7: 1.5, 8: 2.0}
+        assert packed(s, route, {name: raw[:5]}).json()["error"]["param"] == name
+        assert packed(s, route, {name: b""}).json()["error"]["param"] == name
+        wrong = packed(s, route, {name: raw, "logit_bias": {True: 1}})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"].startswith("logit_bias")
+    assert packed(s, "/detokenize", {"tokens": raw}).json() == {"prompt": TOKENIZER.decode([5, 6], False)}
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:

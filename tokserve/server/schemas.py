@@ -7,6 +7,7 @@ What the values mean is decided in `params` and by the routes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -151,6 +152,7 @@ class DetokenizeBody(BaseModel):
 
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
     """The body and the names of the fields that are ignored.  Raises `RequestError` naming the field."""
+    value = _as_in_json(value)
     try:
         body = kind.model_validate(value)
     except ValidationError as error:
@@ -167,6 +169,23 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         known = [*kind.model_fields, *TextStreamOptions.model_fields]
         raise errors.unknown_field(ignored[0], ignored[0].rpartition(".")[2], known)
     return body, ignored
+
+
+def _as_in_json(value: Any) -> Any:
+    """A body whose packed ids are lists, and whose bias has strings as keys: msgpack has byte strings and numbers."""
+    if not isinstance(value, dict):
+        return value
+    changed: dict[str, Any] = {}
+    for name in ("tokens", "prompt"):
+        packed = value.get(name)
+        if isinstance(packed, bytes):
+            if len(packed) % 4:
+                raise RequestError(f"{name} must be int32 values, 4 bytes each, got {len(packed)} bytes", field=name)
+            changed[name] = array("i", packed).tolist()
+    bias = value.get("logit_bias")
+    if isinstance(bias, dict):
+        changed["logit_bias"] = {str(key) if type(key) is int else key: each for key, each in bias.items()}
+    return value | changed
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
