@@ -18,27 +18,37 @@ WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
-def locate(model: str, *, weights: bool = True) -> Path:
-    """The local directory of `model`; downloads from the hub when it is not a directory."""
+# what the hub's errors mean, the first of an error's classes that is here
+REASONS = {
+    "GatedRepoError": "access to it must be granted first (HF_TOKEN)",
+    "RepositoryNotFoundError": "there is no such repository, or it is private (HF_TOKEN)",
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the cache does not hold it",
+    "OfflineModeIsEnabled": "the hub is switched off, and the cache does not hold it",
+}
+
+
+def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
+    """The local directory of `model`; downloads from the hub when it is none.  `what`: how errors call it."""
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise StartError(f"model {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
-    return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])])
+        raise StartError(f"{what} {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
+    return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
 
 
-def _download(model: str, patterns: list[str]) -> Path:
+def _download(model: str, patterns: list[str], what: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors; a bad name is a ValueError
+        names = [kind.__name__ for kind in type(error).__mro__]
+        reason = next((REASONS[name] for name in names if name in REASONS), names[0])
         raise StartError(
-            f"model {model!r} is not a local directory and could not be fetched from the Hugging Face hub: "
-            f"{type(error).__name__}"
+            f"{what} {model!r} is not a local directory and could not be fetched from the Hugging Face hub: {reason}"
         ) from error
 
 

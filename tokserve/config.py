@@ -321,6 +321,7 @@ def resolve(config: Config) -> Config:
         model=replace(
             model,
             model=str(directory),
+            tokenizer=_tokenizer(config),
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
@@ -333,6 +334,14 @@ def resolve(config: Config) -> Config:
     )
     _check(resolved)
     return resolved
+
+
+def _tokenizer(config: Config) -> str | None:
+    """The directory of a tokenizer that is not the model's own, where one is needed."""
+    name = config.model.tokenizer
+    if name is None or config.server.tokens_only:
+        return name
+    return str(checkpoint.locate(name, weights=False, what="tokenizer"))
 
 
 def _ui(server: ServerConfig) -> bool:
@@ -357,7 +366,13 @@ def _check(config: Config) -> None:
         raise StartError("quantize_lm_head and head_dtype exclude each other")
     if model.quantization is not None and config.runtime.device != "cpu":
         raise StartError(f"quantization {model.quantization} runs on a CPU only; give --device cpu")
+    if model.max_model_len is not None and model.max_model_len < 2:
+        raise StartError("option max_model_len: must be at least 2, for a token of prompt and one of output")
     server = config.server
+    if not all(server.served_model_name or []):
+        raise StartError("option served_model_name: must not be empty")
+    if server.ssl_ca_certs is not None and server.ssl_certfile is None:
+        raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise StartError("ssl_keyfile and ssl_certfile must be given together")
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):

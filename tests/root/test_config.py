@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub import errors as hub
 
 from tokserve import config
+from tokserve.checkpoint import DEMO_DIR
 from tokserve.config import Config, resolve
 from tokserve.errors import StartError
 
@@ -77,6 +81,45 @@ def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.Monk
 def test_a_model_that_is_not_there(model: str, text: str) -> None:
     with pytest.raises(StartError, match=text):
         resolve(Config.make(model=model))
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_the_engine_loads(checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="tokenizer '/no/such/place' is neither a directory"):
+        resolve(Config.make(model=str(checkpoint), tokenizer="/no/such/place"))
+    named = Config.make(model=str(checkpoint), tokenizer="demo")
+    assert resolve(named).model.tokenizer == str(DEMO_DIR)
+    unused = Config.make(model=str(checkpoint), tokenizer="/no/such/place", tokens_only=True)
+    assert resolve(unused).model.tokenizer == "/no/such/place"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (hub.GatedRepoError, "must be granted"), (hub.RepositoryNotFoundError, "no such repository"),
+        (hub.LocalEntryNotFoundError, "cannot be reached"), (hub.OfflineModeIsEnabled, "switched off"),
+        (PermissionError, "PermissionError"),
+    ],
+)  # fmt: skip
+def test_a_download_that_fails_says_why(error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(StartError, match=f"model 'owner/name' .*{reason}"):
+        resolve(Config.make(model="owner/name"))
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"max_model_len": 1}, "max_model_len: must be at least 2"),
+        ({"served_model_name": ["a", ""]}, "served_model_name: must not be empty"),
+        ({"ssl_ca_certs": "x"}, "ssl_ca_certs needs ssl_certfile"),
+    ],
+)
+def test_options_that_would_serve_nobody_or_not_as_meant(checkpoint: Path, option: Any, text: str) -> None:
+    with pytest.raises(StartError, match=text):
+        resolve(Config.make(model=str(checkpoint), **option))
 
 
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:

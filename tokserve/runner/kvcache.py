@@ -45,10 +45,11 @@ def layout(
         limit = min(max(DEFAULT_CPU_KV_BYTES, one), share) if bounded else share
         why = "the share of the free memory that may be taken"
     if limit < one:
+        fits = limit // block_bytes * block_size
         raise StartError(
             f"the KV cache of one request of max_model_len {max_model_len} needs {one} bytes, but only {limit} "
-            f"({why}) may be used; raise --kv-cache-memory-bytes to at least {one} or lower --max-model-len to at "
-            f"most {limit // block_bytes * block_size}"
+            f"({why}) may be used; raise --kv-cache-memory-bytes to at least {one}"
+            + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
         )
     blocks = limit // block_bytes
     if cache.kv_cache_memory_bytes is None:
