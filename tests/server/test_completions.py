@@ -118,6 +118,12 @@ def test_echo_keeps_to_its_own_width() -> None:
     assert len(choice["prompt_logprobs"][1]) >= 3
 
 
+def test_choices_of_all_prompts_have_a_limit() -> None:
+    assert refusal([[5]] * 4096, n=5, max_tokens=1) == (400, "n")
+    assert refusal([[5]] * 17, n=1000, max_tokens=1) == (400, "n")
+    assert refusal([[5]] * 4097) == (400, "prompt")
+
+
 def packed(s: Site, route: str, body: dict[str, Any]) -> Any:
     return s.post(route, content=msgspec.msgpack.encode(body), headers={"Content-Type": "application/msgpack"})
 

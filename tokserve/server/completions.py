@@ -29,6 +29,7 @@ from tokserve.server.tokens import StopDetail
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
 MAX_PROMPTS = 4096
+MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine, and all are made at once
 
 
 class Choice(msgspec.Struct):
@@ -92,6 +93,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     params = sampling_params(serving, asked)
     terms = serving.terms(request, asked)
     prompts = parse_prompts(asked.prompt)
+    if len(prompts) * params.n > MAX_CHOICES:
+        asks = f"{len(prompts)} prompts with n {params.n}"
+        raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
     listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
     special = asked.add_special_tokens is not False
     ids = await off_loop(len(raw), lambda: tokenized(serving, prompts, special, listed))
