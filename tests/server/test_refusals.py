@@ -56,6 +56,8 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         ({"token_ids_b64": ""}, "token_ids_b64", "empty"),
         (PROMPT | {"token_ids_b64": "BQAAAA=="}, "token_ids_b64", "not both"),
         (PROMPT | {"token_idz": 1}, "token_idz", "did you mean 'token_ids'"),
+        (PROMPT | {"temperature": 1}, "temperature", "did you mean 'sampling_params.temperature'"),
+        (PROMPT | {"include_usage": True}, "include_usage", "did you mean 'stream_options.include_usage'"),
         (PROMPT | {"request_id": "a\nb"}, "request_id", "printable"),
         (PROMPT | {"request_id": "ä"}, "request_id", "ASCII"),
         (PROMPT | {"request_id": "x" * 300}, "request_id", ""),

@@ -87,8 +87,13 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """Refuse a name that no field has; the message names the nearest one that exists."""
-    close = difflib.get_close_matches(name[:SHOWN], list(known), 1)
+    """Refuse a name that no field has; the message names the one that has it elsewhere, or the nearest here.
+
+    Dotted names in `known` are of fields elsewhere in the body.
+    """
+    known = list(known)
+    close = [each for each in known if each.rpartition(".")[2] == name and each != path]
+    close = close or difflib.get_close_matches(name[:SHOWN], [each for each in known if "." not in each], 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
 

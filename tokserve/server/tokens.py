@@ -155,6 +155,11 @@ class Chunk(msgspec.Struct):
     prompt_logprobs: Any = UNSET
 
 
+_KNOWN = (  # names to suggest; dotted ones are of fields that clients leave out the way to
+    *GenerateBody.__struct_fields__, *StreamOptions.__struct_fields__,
+    *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__),
+    *(f"{SAMPLING}{name}" for name in SamplingParams.__struct_fields__),
+)  # fmt: skip
 _json_body = msgspec.json.Decoder(GenerateBody).decode
 _msgpack_body = msgspec.msgpack.Decoder(PackedGenerateBody).decode
 _json_params = msgspec.json.Decoder(SamplingParams).decode
@@ -166,7 +171,7 @@ def decode_body(raw: bytes, packed: bool) -> AnyBody:
     try:
         asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
     except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, GenerateBody.__struct_fields__ + StreamOptions.__struct_fields__) from None
+        raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
     for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
