@@ -171,6 +171,22 @@ def test_pipelined_requests_are_answered_in_order(api: Api) -> None:
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0_knows_no_chunks(api: Api, stream: bool) -> None:
+    """A stream ends with the connection; what has a length says it."""
+    body = json.dumps(BODY | {"stream": stream}).encode()
+    head = f"POST {GENERATE} HTTP/1.0\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n\r\n"
+    where = urlsplit(api.url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as sock:
+        sock.sendall(head.encode() + body)
+        headers, _, answer = b"".join(iter(lambda: sock.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b" 200 " in headers and b"connection: close" in headers and b"chunked" not in headers
+    if stream:
+        assert answer.startswith(b"data: {") and answer.endswith(b"}\n\ndata: [DONE]\n\n") and b"\r\n" not in answer
+    else:
+        assert f"content-length: {len(answer)}".encode() in headers and json.loads(answer)["choices"]
+
+
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
 
 

@@ -1,4 +1,5 @@
-"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded and that every refusal has our shape.
+"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, and that
+HTTP/1.0 (which nginx speaks to servers, if nothing is said) is not answered in chunks.
 
 Java's HTTP client, for one, offers h2c with every request in clear; the parser takes such a request's body for the
 other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is read again without it.
@@ -7,8 +8,11 @@ Knows nothing of routes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokserve.errors import RequestError
 from tokserve.server import errors
@@ -35,6 +39,9 @@ class Protocol(HttpToolsProtocol):
         """Begin the request, unless it offers an upgrade: then it is read again first."""
         if not self.parser.should_upgrade():
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0":
+                cycle: Any = self.cycle  # its task has not begun, and takes `send` when it does
+                cycle.send = _without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         """End the request's body."""
@@ -59,3 +66,20 @@ class Protocol(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[400] + head + body)
         self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Send:
+    """`cycle.send` for HTTP/1.0, which has no chunks: a body whose length is not told ends with the connection."""
+    send = cycle.send
+    untold = False
+
+    async def plain(message: Message) -> None:
+        nonlocal untold
+        if message["type"] == "http.response.start":
+            untold = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if untold else None
+        elif untold:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    return plain
