@@ -197,6 +197,19 @@ def test_fields_that_ask_for_nothing(server: Site) -> None:
     assert server.post(COMPLETIONS, TEXT | nothing).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("logprobs", "x", "logprobs: input should be a valid boolean or a valid integer"),
+        ("stop", 5, "stop: input should be a valid string or a valid list"),
+        ("stream_options", 5, "stream_options: input should be a valid object"),
+        ("logit_bias", [1], "logit_bias: input should be a valid object"),
+    ],
+)
+def test_a_wrong_type_is_told_with_all_that_would_do(server: Site, field: str, value: Any, message: str) -> None:
+    assert refused(server.post(COMPLETIONS, TEXT | {field: value}), 400, field)["message"] == message
+
+
 @pytest.mark.parametrize("key", ["05", "00", "-1", "5.0", " 5", "1e1", "", "x", "\u0665"])
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_keys_of_a_bias_are_ids_as_json_writes_numbers(server: Site, route: str, key: str) -> None:

@@ -20,6 +20,7 @@ from tokserve.errors import RequestError
 SHOWN = 200  # characters of a client's own text that an error repeats
 
 _MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
 _NAMED = re.compile(r"(?:unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
 
 
@@ -105,14 +106,18 @@ def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = ()) -> None
 
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
-    """The first complaint that goes deepest into `value`, with its path."""
-    first = max(error.errors(include_url=False, include_context=False, include_input=False), key=_depth)
+    """The first complaint that goes deepest into `value`, with its path; of a union, all that would have been taken."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(complaints, key=_depth)
     field = _path(first["loc"], value)[:SHOWN]
     if first["type"] == "missing":
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    return RequestError(f"{field}: {first['msg'][0].lower()}{first['msg'][1:]}", field=field)
+    alike = [each["msg"] for each in complaints if _depth(each) == _depth(first) and _path(each["loc"], value) == field]
+    said = [alike[0][0].lower() + alike[0][1:], *(each.removeprefix("Input should be ") for each in alike[1:])]
+    what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(said)))
+    return RequestError(f"{field}: {what}", field=field)
 
 
 def _depth(complaint: Any) -> int:
