@@ -244,6 +244,15 @@ def test_two_different_request_ids(server: Site, route: str) -> None:
     assert answer.headers["x-request-id"] == "b"
 
 
+@pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
+def test_a_refusal_carries_the_id_that_the_body_gave(server: Site, route: str) -> None:
+    body = {GENERATE: PROMPT, CHAT: MESSAGES, COMPLETIONS: TEXT}[route]
+    answer = server.post(route, body | {"request_id": "mine", "priority": 5})
+    refused(answer, 400, "priority")
+    assert answer.headers["x-request-id"] == "mine"
+    assert "x-request-id" not in server.post(route, body | {"priority": 5}).headers
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [

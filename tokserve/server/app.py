@@ -43,7 +43,7 @@ from tokserve.server.auth import Keys
 from tokserve.server.body import Gone
 from tokserve.server.counters import Place
 from tokserve.server.openapi import Endpoint
-from tokserve.server.serving import Serving, Trace
+from tokserve.server.serving import GIVEN_ID, Serving, Trace
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -172,9 +172,9 @@ def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaita
 
 
 def _echoed_id(request: Request) -> dict[str, str]:
-    """The client's own id, for an error's headers."""
+    """The client's own id, for an error's headers: a header's always, a body's once it has been read."""
     try:
-        given = body.request_id(request, None)
+        given = request.scope.get(GIVEN_ID) or body.request_id(request, None)
     except RequestError:
         return {}
     return {"X-Request-Id": given} if given else {}

@@ -33,6 +33,7 @@ from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 MAX_SALT = 128
+GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 _INT32, _INT64 = 1 << 31, 1 << 63
 _COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
@@ -122,6 +123,7 @@ class Serving:
 
     def terms(self, request: Request, asked: Any) -> Terms:
         """The terms in a body of any generating route."""
+        given = request.scope[GIVEN_ID] = body.request_id(request, asked.request_id)
         salt = asked.cache_salt
         if salt is not None and not 0 < len(salt) <= MAX_SALT:
             raise RequestError(f"cache_salt must have 1 to {MAX_SALT} characters", field="cache_salt")
@@ -135,7 +137,7 @@ class Serving:
         ):  # fmt: skip
             if value is not None and not -end <= value < end:
                 raise RequestError(f"{name} must fit in {end.bit_length()} bits", field=name)
-        request_id = body.request_id(request, asked.request_id) or secrets.token_hex(16)
+        request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # of this request's task: all it logs from here on carries it
         return Terms(
             request_id=request_id,
