@@ -131,6 +131,23 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(text: Api, mode: str)
             assert choice["text"] == (word * 3 if keep else "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_goes_round_in_circles_ends(api: Api, stream: bool) -> None:
+    circles = {"max_pattern_size": 2, "min_count": 3}
+    params = {"allowed_token_ids": [A], "repetition_detection": circles}
+    if stream:
+        events = api.events(GENERATE, {"token_ids": [*PROMPT, A, A], "sampling_params": params | {"max_tokens": 8}})
+        choices = [choice for event in events for choice in event["choices"]]
+        ids = [token for choice in choices for token in choice["token_ids"]]
+        last = choices[-1]
+    else:
+        last = api.choice(params, token_ids=[*PROMPT, A, A])
+        ids = last["token_ids"]
+    assert ids == [A] * 3 and last["finish_reason"] == "repetition"
+    assert last["stop_reason"] == [A] and last["stop_detail"] == {"kind": "repetition"}
+    assert len(api.choice(params | {"min_tokens": 5})["token_ids"]) == 5
+
+
 def test_min_tokens_holds_back_every_kind_of_end(text: Api) -> None:
     word = text.ok("/detokenize", {"tokens": [A]})["prompt"]
     eos = text.choice({"logit_bias": {str(text.eos): 1000}, "min_tokens": 4})

@@ -47,6 +47,7 @@ CHATS: list[dict[str, Any]] = [
    
     {"seed": 1, "ignore_eos": True, "max_tokens": 4},
     {"return_tokens_as_token_ids": True, "logprobs": True, "top_logprobs": 2}, {"max_completion_tokens": 6},
+    {"repetition_detection": {"max_pattern_size": 2, "min_count": 9}},
 ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ TEXTS: list[dict[str, Any]] = [
     {"prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 0}, {"prompt": ["a", "b"], "stop": "t"},
     {"prompt": "hello", "prompt_logprobs": 1, "return_token_ids": True, "max_tokens": None},
     {"prompt": "hello", "prompt_logprobs": 0, "max_tokens": 0}, {"prompt": "h", "echo": True, "logprobs": 0},
-    {"prompt": "hi", "logprob_token_ids": [9]},
+    {"prompt": "hi", "logprob_token_ids": [9]}, {"prompt": "hello", "max_completion_tokens": 0, "echo": True},
 ]  # fmt: skip
 
 
