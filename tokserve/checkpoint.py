@@ -16,8 +16,6 @@ from tokserve.errors import StartError
 DEMO_DIR = Path(__file__).parent / "demo_model"
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-
-
 # what the hub's errors mean, the first of an error's classes that is here
 REASONS = {
     "GatedRepoError": "access to it must be granted first (HF_TOKEN)",

@@ -40,6 +40,8 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
             _refuse(f"{at}max_pattern_size", f"must be at most {MAX_PATTERN_SIZE}, got {self.max_pattern_size}")
         if self.min_pattern_size > self.max_pattern_size:
             _refuse(f"{at}min_pattern_size", f"must not be above max_pattern_size, got {self.min_pattern_size}")
+        if self.min_count >= 1 << 31:
+            _refuse(f"{at}min_count", "must fit in 32 bits")
         if self.max_pattern_size:
             _at_least(f"{at}min_count", self.min_count, 2)
 

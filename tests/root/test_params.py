@@ -32,7 +32,7 @@ BAD_CIRCLES = [
     ("max_pattern_size", {"max_pattern_size": -1}), ("max_pattern_size", {"max_pattern_size": 257, "min_count": 2}),
     ("min_pattern_size", {"min_pattern_size": 1}), ("min_pattern_size", {"max_pattern_size": 3, "min_pattern_size": 4}),
     ("min_count", {"max_pattern_size": 3}), ("min_count", {"max_pattern_size": 3, "min_count": 1}),
-    ("min_count", {"min_count": -1}),
+    ("min_count", {"min_count": -1}), ("min_count", {"max_pattern_size": 3, "min_count": 1 << 70}),
 ]  # fmt: skip
 
 

@@ -123,6 +123,7 @@ def test_generate_refuses(server: Site, body: dict[str, Any], param: str, messag
         ({"repetition_detection": 5}, "repetition_detection", "object"),
         ({"repetition_detection": {"max_size": 5}}, "repetition_detection.max_size", "did you mean"),
         ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection.min_count", "at least 2"),
+        ({"repetition_detection": {"min_count": 2**70}}, "repetition_detection.min_count", "32 bits"),
     ],
 )
 def test_sampling_params_are_refused_by_their_path(server: Site, params: Any, name: str, message: str) -> None:
