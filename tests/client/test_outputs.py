@@ -46,31 +46,31 @@ def bring(choice: Choice, ids: list[int], finish: Finish | None = None) -> bool:
     return choice.delivery.offer(choice)
 
 
-def test_a_delivery_tells_once_and_merges_until_it_is_polled() -> None:
+def test_a_delivery_tells_once_and_merges_until_it_is_taken() -> None:
     delivery, [choice] = delivered()
-    assert delivery.poll() is None and not delivery.ended
+    assert next(delivery.take(), None) is None and not delivery.ended
     assert bring(choice, [1])
     assert not bring(choice, [2]) and not bring(choice, [3], stop())
     assert not delivery.ended
-    delta = delivery.poll()
+    delta = next(delivery.take(), None)
     assert delta is not None and (delta.token_ids, delta.finish_reason) == ([1, 2, 3], "length")
-    assert delivery.poll() is None and delivery.ended
+    assert next(delivery.take(), None) is None and delivery.ended
 
 
-def test_choices_are_polled_in_the_order_in_which_they_had_something() -> None:
+def test_choices_are_taken_in_the_order_in_which_they_had_something() -> None:
     delivery, (first, second) = delivered(2)
     assert bring(second, [5]) and bring(first, [6]) and not bring(second, [7])
-    polled = [delivery.poll(), delivery.poll()]
-    assert [(delta.index, delta.token_ids) for delta in polled if delta] == [(1, [5, 7]), (0, [6])]
-    assert bring(first, [], stop()) and delivery.poll() and not delivery.ended
-    assert bring(second, [], stop()) and delivery.poll() and delivery.ended
+    taken = list(delivery.take())
+    assert [(delta.index, delta.token_ids) for delta in taken] == [(1, [5, 7]), (0, [6])]
+    assert bring(first, [], stop()) and next(delivery.take(), None) and not delivery.ended
+    assert bring(second, [], stop()) and next(delivery.take(), None) and delivery.ended
 
 
-def test_a_held_choice_has_nothing_to_poll_before_its_end() -> None:
+def test_a_held_choice_has_nothing_to_take_before_its_end() -> None:
     delivery, [choice] = delivered(hold=True)
-    assert not bring(choice, [1]) and delivery.poll() is None
+    assert not bring(choice, [1]) and next(delivery.take(), None) is None
     assert bring(choice, [2], stop())
-    delta = delivery.poll()
+    delta = next(delivery.take(), None)
     assert delta is not None and delta.token_ids == [1, 2]
 
 
@@ -84,9 +84,9 @@ def test_the_listener_is_told_of_the_end_too_and_there_is_one() -> None:
     bring(choice, [1])
     delivery.fail(EngineDead("gone"))
     assert told == ["news"]
-    assert delivery.poll() is not None, "what came before the end is not lost"
+    assert next(delivery.take(), None) is not None, "what came before the end is not lost"
     with pytest.raises(EngineDead):
-        delivery.poll()
+        next(delivery.take(), None)
     delivery.listen(None)
     delivery.tell()
     assert told == ["news"]

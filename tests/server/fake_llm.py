@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,7 @@ class FakeStream:
         self._playing = asyncio.create_task(self._play(listener))
 
     async def _play(self, listener: Callable[[], None]) -> None:
-        """Turn after turn, each told once; a listener that does not poll gets everything at once later."""
+        """Turn after turn, each told once; a listener that does not take them gets everything at once later."""
         try:
             while going := [choice for choice in self._choices if choice.end is None]:
                 await self._turn()
@@ -138,15 +138,14 @@ class FakeStream:
             self._error = error
             listener()
 
-    def poll(self) -> Completion | None:
-        if self._line:
+    def take(self) -> Iterator[Completion]:
+        while self._line:
             delta = self._line.popleft()
             if self.ended:
                 self._forget(self.llm.ended)
-            return delta
+            yield delta
         if self._error is not None:
             raise self._error
-        return None
 
     @property
     def ended(self) -> bool:
@@ -158,7 +157,7 @@ class FakeStream:
         while not self.ended:
             await news.wait()
             news.clear()
-            while (delta := self.poll()) is not None:
+            for delta in self.take():
                 yield delta
 
     async def aclose(self) -> None:
@@ -450,7 +449,7 @@ class Caller:
         size = -(-len(raw) // chunks)
         self._incoming = deque(raw[i * size : (i + 1) * size] for i in range(chunks))
         names = {"content-type": "application/json"} | (headers or {})
-        self.scope = {
+        self.scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
             "raw_path": path.encode(), "root_path": "", "query_string": b"", "scheme": "http",
             "headers": [(k.encode(), v.encode()) for k, v in names.items()], "client": ("a", 1), "server": ("b", 2),

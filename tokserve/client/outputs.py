@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -215,20 +215,20 @@ class Delivery:
         """All choices have ended, and their last deltas are fetched."""
         return self.num_open == 0 and not self._line
 
-    def poll(self) -> Completion | None:
-        """The next delta of any choice, if there is one now.  Raises what `fail` was given."""
-        if self._line:
-            choice = self._line.popleft()
+    def take(self) -> Iterator[Completion]:
+        """The deltas that there are now.  Raises what `fail` was given, after them."""
+        line = self._line
+        while line:
+            choice = line.popleft()
             choice.waiting = False
-            return choice.take()
+            yield choice.take()
         if self._error is not None:
             raise self._error
-        return None
 
     async def fetch(self) -> Completion | None:
         """The next delta of any choice; None when all have ended.  Raises what `fail` was given."""
         while True:
-            delta = self.poll()
+            delta = next(self.take(), None)
             if delta is not None or self.ended:
                 return delta
             news = asyncio.Event()

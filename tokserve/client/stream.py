@@ -6,7 +6,7 @@ Knows nothing of how messages travel; whoever owns the request releases it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from tokserve.client.inputs import Prepared
@@ -41,7 +41,7 @@ class Submission:
 class Stream:
     """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
 
-    Who must not wait uses `poll`, `ended` and `listen` instead.  Closing or dropping it before its end aborts what
+    Who must not wait uses `take`, `ended` and `listen` instead.  Closing or dropping it before its end aborts what
     has not ended.  A cancelled wait for the next delta loses nothing.
     """
 
@@ -84,9 +84,9 @@ class Stream:
             raise StopAsyncIteration
         return delta
 
-    def poll(self) -> Completion | None:
-        """The next delta, if there is one now.  Raises EngineDead."""
-        return self._delivery.poll()
+    def take(self) -> Iterator[Completion]:
+        """The deltas that there are now.  Raises EngineDead, after them."""
+        return self._delivery.take()
 
     @property
     def ended(self) -> bool:
@@ -94,7 +94,7 @@ class Stream:
         return self._delivery.ended
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the event loop's thread whenever there is something new to `poll`, or the engine is
+        """Call `listener` in the event loop's thread whenever there is something new to `take`, or the engine is
         gone.  It must not raise."""
         self._delivery.listen(listener)
 

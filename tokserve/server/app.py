@@ -35,7 +35,6 @@ from tokserve.server import (
     page,
     render,
     schemas,
-    sse,
     tokenize,
     tokens,
 )  # fmt: skip
@@ -116,11 +115,6 @@ class Api(FastAPI):
         if self.openapi_schema is None:
             self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, self.state.serving.names)
         return self.openapi_schema
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One connection or request, with the server's own `send` noted for streams."""
-        scope[sse.DIRECT] = send
-        await super().__call__(scope, receive, send)
 
 
 def build_app(

@@ -7,7 +7,7 @@ usage's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class Answered(Protocol):
 
 
 class Flight:
-    """One HTTP request: its streams, polled as one.  Choice index = prompt's place * n + the stream's index."""
+    """One HTTP request: its streams, read as one.  Choice index = prompt's place * n + the stream's index."""
 
     def __init__(self, request_id: str, n: int, observers: Sequence[Observer]) -> None:
         self.request_id = request_id
@@ -86,7 +86,7 @@ class Flight:
         self._cached: dict[int, int] = {}
         self._ended = 0
         self._closed = False
-        self._news: deque[int] = deque()  # places of streams that have something to poll
+        self._news: deque[int] = deque()  # places of streams that have something to take
 
     @property
     def num_choices(self) -> int:
@@ -103,7 +103,7 @@ class Flight:
         return self.streams[index // self.n].prompt_ids
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at once, and whenever there is something new to `poll`; it must not raise."""
+        """Call `listener` at once, and whenever there is something new to `take`; it must not raise."""
         for place, stream in enumerate(self.streams):
             self._news.append(place)
             stream.listen(partial(self._on_news, place, listener))
@@ -115,21 +115,20 @@ class Flight:
 
     @property
     def ended(self) -> bool:
-        """Every choice's last delta has been polled."""
+        """Every choice's last delta has been taken."""
         return self._ended == self.num_choices
 
-    def poll(self) -> Completion | None:
-        """The next delta of any choice, if there is one now.  Raises EngineDead."""
-        while self._news:
-            place = self._news[0]
-            delta = self.streams[place].poll()
-            if delta is not None:
+    def take(self) -> Iterator[Completion]:
+        """The deltas that there are now, of all choices.  Raises EngineDead, after them."""
+        news = self._news
+        while news:
+            place = news[0]
+            for delta in self.streams[place].take():
                 delta.index += place * self.n
-                return self._take(delta)
-            self._news.popleft()
-        return None
+                yield self._noted(delta)
+            news.popleft()
 
-    def _take(self, delta: Completion) -> Completion:
+    def _noted(self, delta: Completion) -> Completion:
         """The delta as this request wants it, noted for the usage figures and, at a choice's end, for the metrics."""
         if self.adjust is not None:
             delta = self.adjust(delta)

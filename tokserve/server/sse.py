@@ -24,8 +24,10 @@ from tokserve.server.flights import Flight
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-DIRECT = "tokserve.send"  # in the scope: `send` without the layers that only look for the start of a response
+WRITE = "tokserve.write"  # in the scope, if the server has it: a `Write`
 KEEP_ALIVE = b": keep-alive\n\n"
+
+Write = Callable[[bytes], bool]  # sends part of a body at once; False: not done, `send` it
 
 
 def event(json: bytes) -> bytes:
@@ -76,12 +78,12 @@ async def collect(flight: Flight, request: Request) -> list[Completion]:
 
     def take() -> None:
         try:
-            while not ended.done() and (completion := flight.poll()) is not None:
-                done.append(completion)
+            done.extend(flight.take())
             if flight.ended and not ended.done():
                 ended.set_result(None)
         except Exception as error:
-            ended.set_result(error)
+            if not ended.done():
+                ended.set_result(error)
 
     try:
         async with Watch(request.receive):
@@ -121,7 +123,7 @@ class EventStream(Response):
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._flight, self._renderer, _Wire(scope.get(DIRECT, send), self._interval))
+        pump = _Pump(self._flight, self._renderer, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
@@ -133,10 +135,14 @@ class EventStream(Response):
             await self._flight.close()
 
 
+def _cannot(events: bytes) -> bool:
+    return False
+
+
 class _Pump:
     """Writes what a flight brings, in the very call that brings it, so a token costs no task its turn.
 
-    While the wire is blocked nothing is polled, and the client merges what comes.
+    While the wire is blocked nothing is taken, and the client merges what comes.
     """
 
     def __init__(self, flight: Flight, renderer: Renderer, wire: _Wire) -> None:
@@ -165,13 +171,13 @@ class _Pump:
         flight = self._flight
         try:
             events = b""
-            while (delta := flight.poll()) is not None:
+            for delta in flight.take():
                 events += self._events(delta)
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
             if events:
                 self._wire.write(events)
-            if flight.ended:
+            if self._ends and flight.ended:
                 self._ended.set_result(None)
         except Exception as error:
             self._ended.set_result(error)
@@ -196,8 +202,9 @@ class _Pump:
 class _Wire:
     """The connection of one stream; says so when there was nothing to say for `interval` seconds."""
 
-    def __init__(self, send: Send, interval: float) -> None:
+    def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
         self._send = send
+        self._write = write
         self._interval = interval
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -221,8 +228,10 @@ class _Wire:
     def write(self, events: bytes) -> None:
         """Send events.  Where the client reads slower than they come, the server makes `send` wait: then the wire is
         blocked until it is done."""
-        sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         self._last = self._loop.time()
+        if self._write(events):
+            return
+        sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         try:
             waits_for = next(sending)  # as a task's first step; most sends are done after it and need no task
         except StopIteration:

@@ -1,0 +1,101 @@
+"""What streams write past `send`: the bytes that `send` would write, as long as the client reads."""
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from tests.server.fake_llm import Caller, parse_events, site
+from tokserve.server.protocol import _write
+from tokserve.server.sse import WRITE
+
+BODY = {"token_ids": [5, 6, 8], "stream": True, "sampling_params": {"max_tokens": 6, "seed": 3}, "request_id": "r"}
+EVENT = {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True}
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+
+def cycle_on(transport: Transport) -> RequestResponseCycle:
+    log = logging.getLogger("cycle")
+    return RequestResponseCycle(
+        {"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
+        transport, FlowControl(transport), log, log, False, [], asyncio.Event(), False, True, lambda: None,
+    )  # fmt: skip
+
+
+class Served(Caller):
+    """A caller whose messages go through uvicorn's `send`, with or without our way past it."""
+
+    def __init__(self, past: bool) -> None:
+        self.transport = Transport()
+        self.cycle = cycle_on(self.transport)
+        self.past = 0
+        super().__init__(site(), "/inference/v1/generate", BODY)
+        if past:
+            self.scope[WRITE] = self._write
+
+    def _write(self, events: bytes) -> bool:
+        self.past += 1
+        return _write(self.cycle, events)
+
+    async def _send(self, message: Any) -> None:
+        await self.cycle.send(message)
+
+
+def test_a_stream_has_the_same_bytes_past_send() -> None:
+    async def scene(past: bool) -> Served:
+        served = Served(past)
+        await served.task
+        return served
+
+    through, beside = asyncio.run(scene(past=False)), asyncio.run(scene(past=True))
+    assert (through.past, beside.past) == (0, 6)
+    apart = [served.transport.written.split(b"\r\n\r\n", 1) for served in (through, beside)]
+    assert apart[0][0] == apart[1][0] and b"transfer-encoding: chunked" in apart[0][0]
+    bodies = [unchunked(body) for _, body in apart]
+    assert [len(chunk) for chunk in bodies[0]] == [len(chunk) for chunk in bodies[1]]
+    said = [parse_events(b"".join(chunks).decode()) for chunks in bodies]
+    for events in said:
+        del events[0]["created"]
+    assert said[0] == said[1]
+
+
+def unchunked(body: bytes) -> list[bytes]:
+    chunks = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        chunks.append(body[: int(size, 16)])
+        assert body[int(size, 16) :][:2] == b"\r\n"
+        body = body[int(size, 16) + 2 :]
+    return chunks
+
+
+@pytest.mark.parametrize("state", ["not begun", "paused", "hung up"])
+def test_what_cannot_be_written_at_once_is_left_to_send(state: str) -> None:
+    async def scene() -> tuple[bool, bytes]:
+        transport = Transport()
+        cycle = cycle_on(transport)
+        write = partial(_write, cycle)
+        if state != "not begun":
+            await cycle.send({"type": "http.response.start", "status": 200, "headers": []})
+        if state == "paused":
+            cycle.flow.pause_writing()
+        cycle.disconnected = state == "hung up"
+        before = transport.written
+        done = write(EVENT["body"])  # type: ignore[arg-type]
+        return done, transport.written.removeprefix(before)
+
+    assert asyncio.run(scene()) == (state == "hung up", b"")
