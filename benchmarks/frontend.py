@@ -21,18 +21,18 @@ import asyncio
 import base64
 import json
 import os
-import re
 import select
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import closed_loop
 import msgspec
 import numpy as np
 import psutil
@@ -58,7 +58,6 @@ from tokserve.plan import LogprobRows
 VOCAB = 151_936
 PERIOD = 4096  # tokens of the script
 ACK = struct.Struct("<q")
-ROUTE = "/inference/v1/generate"
 
 
 class Case(NamedTuple):
@@ -194,54 +193,33 @@ class Engine:
 
 # --- the client ---
 
-IDS_IN_REPLY = re.compile(rb'"token_ids":\[([0-9,]*)\]')
-LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
+class Script:
+    """A case as requests and as what must come back; tells the engine what was read."""
 
-class Load:
-    """One case: `total` requests over `concurrency` connections, each asking again as soon as it was answered."""
-
-    def __init__(self, port: int, case: Case, args: argparse.Namespace, acks: int) -> None:
+    def __init__(self, case: Case, args: argparse.Namespace, acks: int) -> None:
         self.case = case
-        self.port = port
         self.output_len: int = args.output_len
-        self.tokens = self.events = 0
-        self.left = 0
-        self.check = False
-        self.done: asyncio.Future[None]
         self._acks = acks
         self._read = 0  # tokens not yet told to the engine
         params: dict[str, Any] = {"max_tokens": args.output_len, "ignore_eos": True, "temperature": 1.0}
         if case.logprobs is not None:
             params["logprobs"] = case.logprobs
         asked = {"token_ids": IDS[: args.input_len].tolist(), "stream": case.stream, "sampling_params": params}
-        body = json.dumps(asked | {"logprobs_format": case.format}).encode()
-        head = f"POST {ROUTE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.request = head.encode() + b"\r\n" + body
+        self._request = closed_loop.request(json.dumps(asked | {"logprobs_format": case.format}).encode())
 
-    async def run(self, concurrency: int, total: int, check: bool) -> float:
-        """Seconds."""
-        loop = asyncio.get_running_loop()
-        self.done = loop.create_future()
-        self.left, self.check, self.tokens, self.events = total, check, 0, 0
-        made = [await loop.create_connection(lambda: Connection(self), "127.0.0.1", self.port)
-                for _ in range(concurrency)]  # fmt: skip
-        started = time.perf_counter()
-        self.open = concurrency
-        for _, connection in made:
-            connection.ask()
-        await self.done
-        seconds = time.perf_counter() - started
-        for transport, _ in made:
-            transport.close()
-        if self.tokens != total * self.output_len:
-            raise SystemExit(f"{self.tokens} tokens came, {total * self.output_len} were asked for")
-        return seconds
+    async def run(self, port: int, concurrency: int, total: int, check: bool) -> tuple[closed_loop.Load, float]:
+        """The load, and how many seconds it took."""
+        load = closed_loop.Load(
+            repeat(self._request, total), stream=self.case.stream, count=self._count,
+            check=self._compare if check else None,
+        )  # fmt: skip
+        seconds = await load.run(port, concurrency)
+        if load.tokens != total * self.output_len:
+            raise SystemExit(f"{load.tokens} tokens came, {total * self.output_len} were asked for")
+        return load, seconds
 
-    def count(self, tokens: int, events: int) -> None:
-        """Tokens were read."""
-        self.tokens += tokens
-        self.events += events
+    def _count(self, tokens: int, events: int) -> None:
         self._read += tokens
         if self._read == tokens:
             asyncio.get_running_loop().call_soon(self._tell)
@@ -251,82 +229,13 @@ class Load:
         os.write(self._acks, ACK.pack(self._read))
         self._read = 0
 
-
-class Connection(asyncio.Protocol):
-    """A keep-alive connection."""
-
-    def __init__(self, load: Load) -> None:
-        self.load = load
-        self.reply: list[bytes] = []
-        self.size = 0
-        self.rest = b""
-        self.over = False
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.over:
-            self.load.done.set_exception(error or ConnectionError("the server hung up"))
-
-    def ask(self) -> None:
-        load = self.load
-        if load.left == 0:
-            self.over = True
-            load.open -= 1
-            if load.open == 0:
-                load.done.set_result(None)
-            return
-        load.left -= 1
-        self.reply, self.size, self.rest = [], 0, b""
-        self.transport.write(load.request)
-
-    def data_received(self, received: bytes) -> None:
-        load = self.load
-        if load.check or not load.case.stream:
-            self.reply.append(received)
-        if not load.case.stream:
-            self._gather()
-            return
-        seen = self.rest + received
-        found = IDS_IN_REPLY.findall(seen)
-        if found:
-            load.count(sum(ids.count(b",") + 1 for ids in found if ids), len(found))
-        if seen.endswith(b"\r\n0\r\n\r\n"):
-            if load.check:
-                self._compare(b"".join(self.reply))
-            self.ask()
-        else:  # an event may be cut anywhere
-            end = seen.rfind(b"\n\n")
-            self.rest = seen[end:] if end >= 0 else seen
-
-    def _gather(self) -> None:
-        if not self.size:
-            head = b"".join(self.reply)
-            end = head.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            found = LENGTH.search(head, 0, end)
-            if found is None or not head.startswith(b"HTTP/1.1 200"):
-                raise SystemExit(f"a reply without a length: {head[:300]!r}")
-            self.size = end + 4 + int(found[1])
-        if sum(map(len, self.reply)) >= self.size:
-            reply = b"".join(self.reply)
-            [ids] = IDS_IN_REPLY.findall(reply)
-            self.load.count(ids.count(b",") + 1, 1)
-            if self.load.check:
-                self._compare(reply)
-            self.ask()
-
     def _compare(self, reply: bytes) -> None:
         """The whole answer against the script."""
-        head, _, body = reply.partition(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"refused: {reply[:500]!r}")
-        case = self.load.case
+        _, _, body = reply.partition(b"\r\n\r\n")
+        case = self.case
         deltas = [json.loads(body)["choices"][0]] if not case.stream else _deltas(body)
         ids = [token for delta in deltas for token in delta["token_ids"]]
-        wanted = IDS[: self.load.output_len].tolist()
+        wanted = IDS[: self.output_len].tolist()
         if ids != wanted or deltas[-1]["finish_reason"] != "length":
             raise SystemExit("the tokens are not the engine's")
         if case.logprobs is not None:
@@ -362,12 +271,12 @@ async def load(port: int, args: argparse.Namespace, acks: int) -> list[dict[str,
     results = []
     for name in args.cases:
         for concurrency in args.concurrency:
-            one = Load(port, CASES[name], args, acks)
-            await one.run(concurrency, concurrency, check=True)
+            script = Script(CASES[name], args, acks)
+            await script.run(port, concurrency, concurrency, check=True)
             per_round = concurrency * args.output_len
-            rounds = max(1, args.tokens * (1 if one.case.stream else 4) // per_round)
+            rounds = max(1, args.tokens * (1 if script.case.stream else 4) // per_round)
             before = server.cpu_times()
-            seconds = await one.run(concurrency, rounds * concurrency, check=False)
+            one, seconds = await script.run(port, concurrency, rounds * concurrency, check=False)
             after = server.cpu_times()
             user, system = after.user - before.user, after.system - before.system
             results.append({

@@ -1,9 +1,10 @@
 """tokserve beside its peers on this machine, in one run and in turns: `python benchmarks/peers.py --help`.
 
 Figures of a shared machine mean little alone, so every case is asked of all peers one after the other (A B C, A B C)
-and the ratio is what counts.  Load on HTTP servers comes from `tokserve bench serve`'s own code, for all alike; no two
-cases or rounds have a prompt in common, so no prefix cache helps.  llama.cpp is driven through its bindings, without
-HTTP.
+and the ratio is what counts.  No two cases or rounds have a prompt in common, so no prefix cache helps.  The times
+between tokens of the large model come from `tokserve bench serve`'s own code; the tiny model's rates, where the client
+would be a large part of what is measured, from raw sockets (`closed_loop.py`).  llama.cpp is driven through its
+bindings, without HTTP.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import closed_loop
 import peer_servers as servers
 
 from tokserve import __version__
 from tokserve.bench import serve
-from tokserve.bench.datasets import DatasetSpec
+from tokserve.bench.datasets import DatasetSpec, make
 from tokserve.bench.wire import RequestShape
 
 ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
@@ -72,6 +75,32 @@ class Case:
         return llama.ask(sequences=self.concurrency, prompt=self.input_len, steps=self.output_len)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flood:
+    """As many requests as a server answers, `per_lane` after one another on each connection; one more warms up."""
+
+    name: str
+    concurrency: int
+    stream: bool
+    logprobs: int | None = None
+    arrays: bool = False  # logprobs in our own format, which no peer has
+    per_lane: int = 16
+    unit: str = "tok/s"
+
+    def load(self, url: str, seed: int, vocab_size: int) -> float:
+        """Ask a server; output tokens per second."""
+        with urllib.request.urlopen(url + "/v1/models") as answer:
+            model = json.load(answer)["data"][0]["id"]
+        shape = RequestShape(backend="tokens", model=model, stream=self.stream, logprobs=self.logprobs)
+        count = self.concurrency * (self.per_lane + 1)
+        talks = make(DatasetSpec(count=count, input_len=128, output_len=64, vocab_size=vocab_size, seed=seed))
+        bodies = [shape.body(talk.turns[0].prompt, 64) for talk in talks]
+        if self.arrays:
+            bodies = [body[:-1] + b',"logprobs_format":"arrays"}' for body in bodies]
+        port = int(url.rpartition(":")[2])
+        return closed_loop.output_rate(port, bodies, self.concurrency, 64, stream=self.stream)
+
+
 def step_ms(row: dict[str, Any]) -> float:
     """The median time between two tokens of a request: a step of the batch, whatever prefills were in between."""
     return float(row["median_itl_ms"])
@@ -82,24 +111,19 @@ def prompt_rate(row: dict[str, Any]) -> float:
     return float(row["total_input_tokens"] / row["duration"])
 
 
-def output_rate(row: dict[str, Any]) -> float:
-    """Output tokens per second."""
-    return float(row["output_throughput"])
-
-
 DECODE: dict[str, Any] = {"unit": "ms/step", "figure": step_ms, "output_len": 32}
 PREFILL: dict[str, Any] = {"unit": "tok/s", "figure": prompt_rate, "output_len": 1, "stream": False}
-HTTP: dict[str, Any] = {"unit": "tok/s", "figure": output_rate}
 LARGE = [
     *(Case(name=f"decode c={c}", count=max(c, 2), concurrency=c, **DECODE) for c in (1, 4, 16)),
     Case(name="prefill, 1024 tokens", count=3, concurrency=1, input_len=1024, **PREFILL),
 ]
 TINY = [
-    Case(name="c=1, stream", count=8, concurrency=1, **HTTP),
-    Case(name="c=16", count=64, concurrency=16, stream=False, **HTTP),
-    Case(name="c=64, stream", count=192, concurrency=64, **HTTP),
-    Case(name="c=64, stream, logprobs 5", count=192, concurrency=64, logprobs=5, **HTTP),
-    Case(name="c=64", count=192, concurrency=64, stream=False, **HTTP),
+    Flood(name="c=1, stream", concurrency=1, stream=True),
+    Flood(name="c=16", concurrency=16, stream=False),
+    Flood(name="c=64, stream", concurrency=64, stream=True),
+    Flood(name="c=64, stream, logprobs 5", concurrency=64, stream=True, logprobs=5),
+    Flood(name="c=64", concurrency=64, stream=False),
+    Flood(name="c=64, logprobs of the token, arrays", concurrency=64, stream=False, logprobs=0, arrays=True),
 ]
 
 
@@ -114,7 +138,7 @@ class Table:
     def add(self, case: str, unit: str, peer: str, value: float) -> None:
         """Note a figure and show it."""
         self.figures.setdefault((case, unit), {}).setdefault(peer, []).append(value)
-        print(f"  {case:<26} {peer:<16} {value:10.2f} {unit}", flush=True)
+        print(f"  {case:<34} {peer:<16} {value:10.2f} {unit}", flush=True)
 
     def rows(self) -> Iterator[str]:
         """Markdown: each peer's figures by round and, in brackets, how many times better tokserve's median is."""
@@ -158,7 +182,7 @@ def started(args: argparse.Namespace, model: str, table: Table, logs: Path) -> I
         yield up
 
 
-def compare(args: argparse.Namespace, model: str, cases: Sequence[Case], rounds: int, logs: Path) -> Table:
+def compare(args: argparse.Namespace, model: str, cases: Sequence[Case | Flood], rounds: int, logs: Path) -> Table:
     """Run `cases` against everything that is there, in turns."""
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     table = Table(Path(model).name, [])
@@ -169,10 +193,12 @@ def compare(args: argparse.Namespace, model: str, cases: Sequence[Case], rounds:
             for number, case in enumerate(cases):
                 for peer in up:
                     seed = turn * len(cases) + number + 1
+                    if isinstance(case, Flood) and case.arrays and peer.name != OURS:
+                        continue
                     if isinstance(peer, servers.HttpServer):
                         value = case.load(peer.url, seed, vocab_size)
                     else:
-                        assert isinstance(peer, servers.Llama)
+                        assert isinstance(peer, servers.Llama) and isinstance(case, Case)
                         value = case.ask(peer)
                     table.add(case.name, case.unit, peer.name, value)
         for peer in up:
