@@ -112,10 +112,9 @@ class Cache:
 
     def grow(self, table: Table, num_tokens: int) -> bool:
         """Make room for `num_tokens` in a running request's table; False, and no change, if there is none."""
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
-        if missing <= 0:
+        if num_tokens <= len(table.blocks) * self.block_size:
             return True
-        fresh = self.pool.take_new(missing)
+        fresh = self.pool.take_new(self.blocks_for(num_tokens) - len(table.blocks))
         if fresh is None:
             return False
         table.blocks += fresh

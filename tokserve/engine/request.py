@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from array import array
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,14 +77,16 @@ class Request:
         self._eos = frozenset(() if params.ignore_eos else limits.eos)
         self._stops = frozenset(params.stop_token_ids)
         self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
+        self._enders = self._eos | self._stops | {sequence[-1] for sequence in self._sequences}
         self.stop_ids = tuple(sorted(self._eos | self._stops))
         circles = params.repetition_detection
         self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
         self.finish: Finish | None = None
         self._first_token: float | None = None
-        self._num_sent = 0  # output tokens
+        self._next_to_send = self.prompt_len  # position
         self._told = False  # anything has been sent
-        self._spans: list[tuple[str, int, int]] = []
+        self._version: str | None = None  # of the weights that made the newest token
+        self._versions: list[tuple[str, int]] = []  # with the output position that each begins at
         mode = params.logprobs_mode or limits.logprobs_mode
         named = len(params.logprob_token_ids or ())
         asked = params.logprobs is not None or named > 0
@@ -123,7 +126,7 @@ class Request:
     @property
     def has_output(self) -> bool:
         """Whether `tell` has something that should be sent now."""
-        return self.finish is not None or (not self.hold and self.num_output > self._num_sent)
+        return self.finish is not None or (not self.hold and len(self.tokens) > self._next_to_send)
 
     @property
     def released(self) -> bool:
@@ -133,7 +136,8 @@ class Request:
     @property
     def spans(self) -> list[tuple[str, int, int]]:
         """(weight version, start, end) of output positions so far."""
-        return self._spans
+        bounds = [start for _, start in self._versions] + [self.num_output]
+        return [(version, *span) for (version, _), span in zip(self._versions, pairwise(bounds), strict=True)]
 
     def new_row(self) -> NewRow:
         """What the device must know when the request enters its slot."""
@@ -160,15 +164,15 @@ class Request:
             self._first_token = now
         if self._logprobs is not None and rows is not None:
             self._logprobs.append(rows, row)
-        count = self.num_output
-        if self._spans and self._spans[-1][0] == version:
-            self._spans[-1] = (version, self._spans[-1][1], count)
-        else:
-            self._spans.append((version, count - 1, count))
-        self._stop(token, count, now)
+        if version != self._version:
+            self._version = version
+            self._versions.append((version, self.num_output - 1))
+        if token in self._enders or len(self.tokens) >= self.limit or self._repetition is not None:
+            self._stop(token, now)
 
-    def _stop(self, token: int, count: int, now: float) -> None:
+    def _stop(self, token: int, now: float) -> None:
         """The order of these lines is the order of the stop conditions."""
+        count = self.num_output
         pattern = 0 if self._repetition is None else self._repetition.append(self.tokens, count)
         if count >= self.params.min_tokens:
             if token in self._eos:
@@ -200,12 +204,12 @@ class Request:
 
     def tell(self, step: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
-        step.add(self.rid, self.tokens[self.prompt_len + self._num_sent :], self._logprobs)
-        self._num_sent = self.num_output
+        step.add(self.rid, self.tokens[self._next_to_send :], self._logprobs)
+        self._next_to_send = len(self.tokens)
         if self.finish is not None or not self._told:
             scores, self._prompt_logprobs = self._prompt_logprobs, None
             cached = 0 if self._told else self.cached or 0
-            step.describe(self.finish, scores, cached, self._spans if self.finish is not None else None)
+            step.describe(self.finish, scores, cached, self.spans if self.finish is not None else None)
             self._told = True
 
 

@@ -185,9 +185,10 @@ class Scheduler:
         for request in list(self._running):
             if request.state is not State.RUNNING:  # preempted by one before it
                 continue
-            if request.wanted - request.computed > 1:
+            wanted = request.wanted
+            if wanted - request.computed > 1:
                 prompts.append(request)
-            elif request.wanted < request.limit and draft.budget and self._make_room(request, draft):
+            elif wanted < request.limit and draft.budget and self._make_room(request, draft):
                 draft.add(request, 1)
         for request in prompts:
             if request.state is State.RUNNING and draft.budget:
@@ -299,14 +300,15 @@ class Scheduler:
         self.counters.steps += 1
         tokens, finite = result.token_ids.tolist(), result.finite.tolist()
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
+        scores = result.prompt_logprobs
         told = []
         drawn = 0  # rows with `samples` so far
         for index, row in enumerate(flight.rows):
             request = row.request
             request.in_flight -= 1
             if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-                if index in result.prompt_logprobs:
-                    request.add_prompt_rows(row.start, result.prompt_logprobs[index])
+                if scores and index in scores:
+                    request.add_prompt_rows(row.start, scores[index])
                 if row.samples:
                     request.pending -= 1
                     token = tokens[drawn] if finite[drawn] else None

@@ -127,7 +127,10 @@ def build_app(
     `keep_alive`: seconds of silence after which a stream says that it is still there.  `place`: among the API
     processes of this server, if it has several.  `trace`: makes an observer for each request from its headers.
     """
-    app = Api(title="tokserve", version=tokserve.__version__, openapi_url=None)
+    app = Api(
+        title="tokserve", version=tokserve.__version__, openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's own; ours is in `tracing` and `metrics`
+    )  # fmt: skip
     app.state.draining = False
     app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
     if serving.text and llm.tokenizer is not None:
