@@ -129,7 +129,7 @@ def build_app(
     """
     app = Api(
         title="tokserve", version=tokserve.__version__, openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's own; ours is in `tracing` and `metrics`
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's own; we have ours
     )  # fmt: skip
     app.state.draining = False
     app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
