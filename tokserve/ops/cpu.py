@@ -1,5 +1,6 @@
 """The C++ implementations, named "cpp": each makes its outputs and hands tensors to the extension, which checks them.
 
+Sizes are given one by one and a dtype only where it differs: that halves what torch takes to make a tensor.
 Importing this file registers them; it fails with ImportError where the extension was not built.  A bad shape or dtype
 raises ValueError, anything but a CPU tensor TypeError.  This file holds no arithmetic and must not know layers.
 """
@@ -94,7 +95,8 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
-    out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype)  # of x's dtype for None
+    rows, columns = x.shape[0], packed.rows
+    out = x.new_empty(rows, columns) if out_dtype is None else x.new_empty(rows, columns, dtype=out_dtype)
     _C.linear(x, packed.packed, bias, out)
     return out
 
@@ -104,14 +106,14 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"gated_linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
-    out = x.new_empty((x.shape[0], packed.rows // 2))
+    out = x.new_empty(x.shape[0], packed.rows // 2)
     _C.gated_linear(x, packed.packed, bias, activation, out)
     return out
 
 
 @embedding_op.implement("cpp", device="cpu")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    out = packed.packed.new_empty((ids.shape[0], packed.columns))
+    out = packed.packed.new_empty(ids.shape[0], packed.columns)
     _C.embedding(ids, packed.packed, packed.rows, out)
     return out
 
@@ -129,7 +131,7 @@ def norm_rope_store(
     slot_mapping: Tensor,
 ) -> Tensor:
     _, kv_heads, _, dim = k_cache.shape
-    q = qkv.new_empty((qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim))
+    q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
     _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
     return q
 

@@ -20,7 +20,7 @@ NOTHING = Drawn(np.zeros(0, np.int32), np.zeros(0, np.bool_), None)
 def sampled(plan: StepPlan) -> tuple[Int32, Int64]:
     """Slots of the rows that draw a token, and how many tokens are before it."""
     lengths = np.add(plan.num_computed, plan.num_tokens, dtype=np.int64)
-    if plan.samples.all():
+    if np.count_nonzero(plan.samples) == len(plan.samples):
         return plan.slots, lengths
     return plan.slots[plan.samples], lengths[plan.samples]
 

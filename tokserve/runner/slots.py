@@ -81,9 +81,9 @@ class Slots:
 
     def ends(self, plan: StepPlan, batch: ForwardBatch) -> Ends | None:
         """Those last tokens of the batch; None if they are all there are."""
-        rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
-        if len(rows) == len(batch.input_ids):
+        if np.count_nonzero(plan.samples) == len(batch.input_ids):
             return None
+        rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
         query_start = torch.from_numpy(self._count[: len(rows) + 1].copy())
         return Ends(
             self.last(plan), query_start, batch.seq_lens.index_select(0, rows), batch.block_tables.index_select(0, rows)
@@ -103,7 +103,7 @@ class Slots:
         """The plan's tokens as one batch."""
         slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
         rows = len(slots)
-        if (counts == 1).all():  # decode only
+        if np.count_nonzero(counts == 1) == rows:  # decode only
             query_start = self._count[: rows + 1].copy()
             owner, positions = slots, computed.astype(np.int64)
         else:
@@ -111,7 +111,7 @@ class Slots:
             np.cumsum(counts, out=query_start[1:])
             owner = np.repeat(slots, counts)
             positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], counts)
-        seq_lens = (computed + counts).astype(np.int32)
+        seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
         return ForwardBatch(
