@@ -83,7 +83,10 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
     add("--dataset-path", metavar="FILE", help='jsonl: rows {"prompt": text or ids, "output_len"?: N}.')
     add("--vocab-size", type=int, default=256, metavar="N", help="random ids are below this. Default: 256, which "
         "every model has.")  # fmt: skip
-    add(seed, dest="prompt_seed", type=int, default=0, metavar="N", help="of prompts and arrivals. Default: 0.")
+    add(
+        seed, dest="prompt_seed", type=int, default=0, metavar="N",
+        help="of prompts and arrivals; asked a second time, the prompts are in the prefix cache. Default: 0.",
+    )  # fmt: skip
 
 
 def _add_sampling(parser: Any) -> None:
