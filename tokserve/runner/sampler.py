@@ -132,9 +132,8 @@ class Sampler:
         """What logprobs all rows ask for, if it is the same for all and no ids are named."""
         if not self._asking:
             return _NONE
-        forms = self._form[rows.slots]
-        first = int(forms[0])
-        return first if first <= self._vocab_size * _KINDS + _KINDS - 1 and (forms == first).all() else None
+        form, *others = set(self._form[rows.slots].tolist())
+        return form if not others and form < (self._vocab_size + 1) * _KINDS else None
 
     def _draw_at_once(self, logits: Tensor, rows: Rows, form: int, *, scaling: bool) -> Drawing:
         """For rows that need a temperature at most, and logprobs of one form."""
