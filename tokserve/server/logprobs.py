@@ -182,7 +182,7 @@ def _table(values: list[T], width: int) -> list[list[T]]:
 def _floored(column: bytes) -> list[float]:
     """A float32 column as numbers that JSON can say."""
     values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
-    return values if min(values, default=0.0) >= FLOOR else [max(FLOOR, value) for value in values]
+    return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values
 
 
 def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> Objects:
