@@ -205,15 +205,20 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    if k < 0:
-        rows = 0
-    token_logprobs, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
-    top_ids, top_logprobs = torch.empty((rows, max(k, 0)), dtype=torch.int32), torch.empty((rows, max(k, 0)))
-    _C.draw(
-        logits, seeds, positions, greedy, temperature, scaled, k,
-        ids, finite, token_logprobs, ranks, top_ids, top_logprobs,
+    columns = _NO_LOGPROBS if k < 0 else _logprob_columns(rows, k)
+    _C.draw(logits, seeds, positions, greedy, temperature, scaled, k, ids, finite, *columns)
+    return ids, finite, *columns
+
+
+def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For the tokens' logprobs and ranks, the alternatives' ids and logprobs."""
+    return (
+        torch.empty(rows), torch.empty(rows, dtype=torch.int32),
+        torch.empty(rows, columns, dtype=torch.int32), torch.empty(rows, columns),
     )  # fmt: skip
-    return ids, finite, token_logprobs, ranks, top_ids, top_logprobs
+
+
+_NO_LOGPROBS = _logprob_columns(0, 0)
 
 
 @sampling.filter_logits.implement("cpp", device="cpu")
@@ -243,7 +248,6 @@ def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = logits.shape[0], k + (0 if named is None else named.shape[1])
-    token_logprobs, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int32)
-    top_ids, top_logprobs = torch.empty(rows, columns, dtype=torch.int32), torch.empty(rows, columns)
-    _C.logprobs(logits, token_ids, k, named, temperature, token_logprobs, ranks, top_ids, top_logprobs)
-    return token_logprobs, ranks, top_ids, top_logprobs
+    found = _logprob_columns(rows, columns)
+    _C.logprobs(logits, token_ids, k, named, temperature, *found)
+    return found

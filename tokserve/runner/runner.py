@@ -201,8 +201,9 @@ class Runner:
     def _step(self, plan: StepPlan) -> Flight:
         began = time.perf_counter()
         self._update(plan)
+        slots, lengths = sampled(plan)
         if len(plan.slots) == 0:
-            return Flight(plan, *sampled(plan), None, {}, began)
+            return Flight(plan, slots, lengths, None, {}, began)
         self._settle(wait=self._sampler.looks_back(plan.slots))
         graph = self._graphs.fitting(plan) if self._graphs else None
         logits: Tensor | None
@@ -216,7 +217,6 @@ class Runner:
             if self._sampler.scoring:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
-        slots, lengths = sampled(plan)
         drawing = self._draw(slots, lengths, logits)
         flight = Flight(plan, slots, lengths, drawing, prompt_logprobs, began)
         if self._device.staged:
