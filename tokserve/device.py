@@ -25,6 +25,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 STAGES = 4  # copies to a GPU that may be under way at once
+LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 ALIGN = 16  # bytes
 NO_LIMIT = 1 << 60  # what version 1 writes for "none" is about 2^63
 
@@ -117,8 +118,11 @@ class Device(Protocol):
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         """Begin to copy out what the tensors hold once all work so far is done."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`run` to be repeated at little cost: each call computes anew, from and into the same memory."""
+    def pool(self) -> Any:
+        """Memory for captures of which one at a time is repeated."""
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
+        """`run` to be repeated at little cost: each call computes anew, from and into the same memory of a `pool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,10 @@ class Host:
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         return _There([tensor.numpy() for tensor in tensors])
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def pool(self) -> Any:
+        return None
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
         return run
 
 
@@ -167,9 +174,11 @@ class Cuda:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
+        if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+            least = ".".join(map(str, LEAST_CAPABILITY))
+            raise StartError(f"option device: {torch.cuda.get_device_name()} is older than compute capability {least}")
         self.home = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
         self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
         self._next = 0
 
@@ -212,11 +221,14 @@ class Cuda:
             done.record()
         return _Leaving(copies, done)
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()  # torch does not take one again whose graphs are all gone
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
         run()  # compiles, and sets up what libraries set up at their first call
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # other threads (of a weight transfer) may wait for the GPU meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = run()
 
         def replay() -> Tensor:

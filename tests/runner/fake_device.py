@@ -66,7 +66,10 @@ class FakeDevice:
     def fetch(self, tensors: Sequence[Tensor]) -> Leaving:
         return Leaving(self, [tensor.clone().numpy() for tensor in tensors])
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def pool(self) -> object:
+        return object()
+
+    def capture(self, run: Callable[[], Tensor], pool: object) -> Callable[[], Tensor]:
         self.captured += 1
         result = run().clone()
 

@@ -18,6 +18,7 @@ from tokserve.models.dummy import tiny_config  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.params import SamplingParams  # noqa: E402
 from tokserve.runner import exactness  # noqa: E402
+from tokserve.runner import runner as runner_module  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="for the interpreter"),
@@ -38,6 +39,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(ops, "bind", bind_kernels)
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
+    monkeypatch.setattr(runner_module, "WARM_UPS", runner_module.WARM_UPS[:1])
     monkeypatch.setattr(exactness, "SIZES", (2,))  # tests/ops asks all
     monkeypatch.setattr(exactness, "MOST", 3)
     yield

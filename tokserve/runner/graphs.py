@@ -28,6 +28,11 @@ def buckets(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
+def spare_rows(most: int) -> int:
+    """Rows of logits that all graphs but the largest keep: their results do not share memory."""
+    return sum(buckets(most)) - most
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A recorded step of `batch`, whose tensors are filled in before each run."""
@@ -49,9 +54,10 @@ class Graphs:
     ) -> None:
         self.sizes = buckets(most)
         self._graphs: dict[int, Graph] = {}
+        pool = device.pool()
         for size in reversed(self.sizes):
             batch = slots.blank(size, kv)
-            self._graphs[size] = Graph(batch, device.capture(_bound(step, batch)))
+            self._graphs[size] = Graph(batch, device.capture(_bound(step, batch), pool))
 
     def fitting(self, plan: StepPlan) -> Graph | None:
         """The graph for this plan, if it is a decode step of all its rows."""

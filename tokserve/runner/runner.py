@@ -26,16 +26,16 @@ from tokserve.config import (
     SchedulerConfig,
     WeightsConfig,
 )
-from tokserve.errors import NotFound
+from tokserve.errors import NotFound, StartError
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, Int32, KVLayout, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
-from tokserve.runner.graphs import Graphs
+from tokserve.runner.graphs import Graphs, spare_rows
 from tokserve.runner.logits import Rows
 from tokserve.runner.sampler import Drawing, Sampler, join
 from tokserve.runner.slots import Int64, Slots
@@ -44,6 +44,17 @@ from tokserve.runner.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
+WARM_UPS: tuple[dict[str, Any], ...] = (  # what requests ask for; all but the first are to have kernels compiled
+    {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 1,
+        "prompt_logprobs": 1,
+    },
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    *({"temperature": 0.5, "logprobs": k, "logprobs_mode": kind} for k in (0, 5, 20) for kind in ("raw", "temperature")),
+    {"temperature": 0.5, "top_k": 5, "logprobs": 0, "prompt_logprobs": 0},
+    {"temperature": 0.5, "top_k": 5, "logprobs": 20, "prompt_logprobs": 20},
+)  # fmt: skip
 PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of about this size
 
 
@@ -114,7 +125,7 @@ class Runner:
         specs = self._model.kv_specs()
         self._vocab_size = self._model.spec.vocab
         self._chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * self._vocab_size)))
-        activations = self._measure() if self._device.staged else 0
+        activations = self._measure(specs) if self._device.staged else 0
         self._layout = kvcache.layout(
             specs, self._cache_config, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             free_bytes=max(0, self._device.free_memory() - activations), bounded=not self._device.staged,
@@ -135,29 +146,44 @@ class Runner:
         else:
             self._kv = kvcache.allocate(self._layout)
 
-    def _measure(self) -> int:
-        """Bytes that the largest step takes beside weights and cache."""
+    def _measure(self, specs: tuple[KVSpec, ...]) -> int:
+        """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
+
+        What graphs take is theirs alone, so the latter counts twice then.
+        """
         scheduler, block_size = self._scheduler_config, self._cache_config.block_size or DEFAULT_BLOCK_SIZE
-        tokens = min(scheduler.max_num_batched_tokens, self._model.rope_table.shape[0])
+        positions, home, rows = self._model.rope_table.shape[0], self._device.home, scheduler.max_num_seqs
+        tokens = min(scheduler.max_num_batched_tokens, positions)
         blocks = -(-tokens // block_size)
-        kv = kvcache.allocate_on(self._device.home, KVLayout(self._model.kv_specs(), blocks, block_size))
-        home = self._device.home
-        whole = torch.arange(tokens, device=home)
-        batch = ForwardBatch(
-            input_ids=whole * 0, positions=whole, query_start=torch.tensor([0, tokens], device=home).int(),
-            seq_lens=torch.tensor([tokens], device=home).int(),
+        kv = kvcache.allocate_on(home, KVLayout(specs, blocks, block_size))
+        whole, row = torch.arange(tokens, device=home), torch.arange(rows + 1, device=home).int()
+        prompt = ForwardBatch(
+            input_ids=whole * 0, positions=whole, query_start=row[:2] * tokens, seq_lens=row[1:2] * tokens,
             block_tables=torch.arange(blocks, device=home).int()[None], slot_mapping=whole, kv=kv,
         )  # fmt: skip
-        rows = whole[: scheduler.max_num_seqs] * 0
+        zeros, width = row[:rows].long() * 0, -(-positions // block_size)
+        decode = ForwardBatch(
+            input_ids=zeros, positions=zeros, query_start=row, seq_lens=row[:rows] * 0 + 1,
+            block_tables=row[:rows, None].expand(rows, width) * 0, slot_mapping=zeros, kv=kv,
+        )  # fmt: skip
+        ends = whole[:rows] * 0
         with self._no_autograd:
-            return self._device.peak(lambda: self._model.logits(self._model.forward(batch).index_select(0, rows)) * 1.0)
+            one = self._device.peak(lambda: self._model.logits(self._model.forward(prompt).index_select(0, ends)) * 1.0)
+            other = self._device.peak(lambda: self._decode_logits(decode) * 1.0)
+        graphs = 0 if self._runtime_config.enforce_eager else other + 4 * spare_rows(rows) * self._vocab_size
+        return one + other + graphs
 
     def _record(self) -> None:
         """Graphs of the decode steps, where the device has them and they are wanted."""
         if self._device.staged and not self._runtime_config.enforce_eager:
             most = self._scheduler_config.max_num_seqs
-            step = self._decode_logits
-            self._graphs = Graphs(self._device, self._staged, self._kv, most, step)
+            try:
+                self._graphs = Graphs(self._device, self._staged, self._kv, most, self._decode_logits)
+            except torch.OutOfMemoryError as error:
+                raise StartError(
+                    f"no memory is left to record graphs of up to {most} rows; lower --gpu-memory-utilization or "
+                    "--max-num-seqs, or give --enforce-eager"
+                ) from error
 
     def _is_exact(self) -> bool:
         """Whether rows stand alone: asked of the kernels, where they are not the CPU's own."""
@@ -175,11 +201,12 @@ class Runner:
 
     def _warm_up(self) -> None:
         """A prompt and a token through every path, so that the first request is not slower than others."""
+        for asked in WARM_UPS if self._device.staged else WARM_UPS[:1]:
+            self._try_out(SamplingParams(**asked))
+
+    def _try_out(self, params: SamplingParams) -> None:
         layout = self._layout
         length = max(1, min(layout.block_size + 1, len(self._slots.tokens[0]) - 2))
-        params = SamplingParams(
-            temperature=0.5, top_p=0.9, top_k=5, min_p=0.01, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1
-        )
         row = NewRow(0, "warm-up", np.zeros(length, np.int32), length, params, 0, ())
         blocks = list(range(-(-(length + 1) // layout.block_size)))[: layout.num_blocks]
         column = np.ones(1, np.int32)

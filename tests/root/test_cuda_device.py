@@ -1,0 +1,147 @@
+"""What `device.Cuda` asks of torch, in order, with a torch whose GPU is played: it works at once, and tells."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokserve import device
+from tokserve.errors import StartError
+
+
+class PlayedEvent:
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+
+    def record(self) -> None:
+        self._cuda.told.append(("record", id(self)))
+
+    def synchronize(self) -> None:
+        self._cuda.told.append(("wait", id(self)))
+
+
+class PlayedStream:
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+
+    def wait_stream(self, other: object) -> None:
+        self._cuda.told.append(("wait_stream", other))
+
+
+class PlayedCuda:
+    """torch.cuda, as far as it is used.  `told` is what was asked for."""
+
+    capability = (9, 0)
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self.pools = 0
+
+    def __getattr__(self, name: str) -> Any:
+        plain = {
+            "is_available": True, "get_device_capability": self.capability, "get_device_name": "played",
+            "current_device": 0, "current_stream": "main",
+        }  # fmt: skip
+        return lambda *_: plain[name]
+
+    def Stream(self) -> PlayedStream:
+        return PlayedStream(self)
+
+    def Event(self) -> PlayedEvent:
+        return PlayedEvent(self)
+
+    def stream(self, stream: PlayedStream) -> Any:
+        self.told.append(("on", stream))
+        return nullcontext()
+
+    def graph_pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def CUDAGraph(self) -> Any:
+        class Graph:
+            replay = staticmethod(lambda: self.told.append(("replay", None)))
+
+        return Graph()
+
+    def graph(self, graph: object, **options: object) -> Any:
+        self.told.append(("graph", options))
+        return nullcontext()
+
+
+class PlayedTorch:
+    """torch, whose pinned memory is any memory and whose GPU is the CPU."""
+
+    def __init__(self) -> None:
+        self.cuda = PlayedCuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: object) -> torch.device:
+        return torch.device("cpu")
+
+    def empty(self, *shape: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return torch.empty(*shape, **options)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
+    torch_with_gpu = PlayedTorch()
+    monkeypatch.setattr(device, "torch", torch_with_gpu)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: torch_with_gpu.cuda.told.append(("keep", stream))
+    )
+    return torch_with_gpu
+
+
+def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    for _ in range(2 * device.STAGES + 1):
+        gpu.put([np.arange(3)])
+    told = played.cuda.told
+    assert [what for what, _ in told] == ["wait", "record"] * (2 * device.STAGES + 1)
+    events = [event for what, event in told if what == "wait"]
+    assert [event for what, event in told if what == "record"] == events  # its own event, each time
+    assert events[: device.STAGES] == events[device.STAGES : -1] and len(set(events)) == device.STAGES
+
+
+def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    for size in (10, 1 << 17, 10, 1 << 18):
+        assert gpu.put([np.arange(size)])[0].tolist() == list(range(size))
+
+
+def test_what_leaves_waits_for_the_work_before_it_and_is_kept_until_it_left(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    leaving = gpu.fetch([torch.arange(3), torch.zeros(0)])
+    assert [what for what, _ in played.cuda.told] == ["wait_stream", "on", "keep", "keep", "record"]
+    assert played.cuda.told[0][1] == "main"
+    assert [array.tolist() for array in leaving.arrays()] == [[0, 1, 2], []]
+    assert played.cuda.told[-1] == ("wait", played.cuda.told[-2][1])
+
+
+def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    runs: list[int] = []
+
+    def run() -> torch.Tensor:
+        runs.append(len(played.cuda.told))
+        return torch.tensor(len(runs))
+
+    first, second = gpu.pool(), gpu.pool()
+    assert first != second
+    replay = gpu.capture(run, first)
+    assert runs == [0, 1] and played.cuda.told == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
+    assert replay().item() == 2 and played.cuda.told[-1] == ("replay", None) and len(runs) == 2
+
+
+def test_an_old_gpu_is_refused(played: PlayedTorch) -> None:
+    played.cuda.capability = (7, 5)
+    with pytest.raises(StartError, match=r"played is older than compute capability 8\.0"):
+        device.Cuda()
