@@ -28,6 +28,7 @@ SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the least that the matrix unit of sm_90 takes
 WARPS = 4
+ROWS_BLOCK = 128  # rows among which a program looks for its own, at least: one a thread costs what one costs
 LOG2_E = 1.4426950408889634
 NEVER = tl.constexpr(float("-inf"))
 
@@ -90,7 +91,7 @@ def attend_split(
     return result, top, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_stride", "max_splits"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, top_ptr, mass_ptr,
     rows, scale, q_stride, table_stride, max_splits, page_stride,
@@ -133,7 +134,7 @@ def decode_kernel(
         tl.store(mass_ptr + place, mass, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])
 def merge_kernel(
     part_ptr, top_ptr, mass_ptr, start_ptr, len_ptr, out_ptr, max_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -170,7 +171,7 @@ def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, rows, scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
@@ -247,7 +248,7 @@ def paged_attention(
     tops, masses = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
     decode_kernel[(min(programs(q.device.index), rows * kv_heads * max_splits),)](
         q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, tops, masses,
-        rows, scale, *strides, max_splits, page * dim, *shape, triton.next_power_of_2(rows),
+        rows, scale, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
         num_warps=WARPS, num_stages=3, **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](

@@ -120,7 +120,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def count_kernel(history_ptr, prompt_len_ptr, len_ptr, seen_ptr, length, width, CHUNK: tl.constexpr):
     """A chunk of one row's history: 2 is added to a token's number for each output, 1 says it was in the prompt."""
     row = tl.program_id(0).to(tl.int64)

@@ -29,7 +29,7 @@ TILES = ((64, (64, 32, 4, 5)), (128, (64, 64, 4, 4)), (1 << 62, (128, 128, 8, 3)
 BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, outputs, inputs, x_stride,
     BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
@@ -63,25 +63,18 @@ def linear_kernel(
     tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def _packed(weight: Tensor) -> PackedWeight:
-    rows, columns = weight.shape
-    return PackedWeight(
-        rows, columns, weight.dtype, weight.to(home(), copy=True, memory_format=torch.contiguous_format)
-    )
-
-
+@pack_linear_op.implement("cublas", device="cuda")
 @pack_linear_op.implement("triton", device="cuda")
-def pack_linear(weight: Tensor) -> PackedWeight:
-    """A copy of the weight on the GPU, as it is."""
-    return _packed(weight)
-
-
+@pack_gated_op.implement("cublas", device="cuda")
 @pack_gated_op.implement("triton", device="cuda")
-def pack_gated(weight: Tensor) -> PackedWeight:
+def pack(weight: Tensor) -> PackedWeight:
     """A copy of the weight on the GPU, as it is."""
-    return _packed(weight)
+    rows, columns = weight.shape
+    there = weight.to(home(), copy=True, memory_format=torch.contiguous_format)
+    return PackedWeight(rows, columns, weight.dtype, there)
 
 
+@embedding_op.implement("cublas", device="cuda")
 @embedding_op.implement("triton", device="cuda")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     """As the reference."""
@@ -108,24 +101,6 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
     """As the reference."""
     return elementwise.gated(linear(x, packed, bias), activation == "gelu_tanh")
-
-
-@pack_linear_op.implement("cublas", device="cuda")
-def pack_for_cublas(weight: Tensor) -> PackedWeight:
-    """A copy of the weight on the GPU, as it is."""
-    return _packed(weight)
-
-
-@pack_gated_op.implement("cublas", device="cuda")
-def pack_gated_for_cublas(weight: Tensor) -> PackedWeight:
-    """A copy of the weight on the GPU, as it is."""
-    return _packed(weight)
-
-
-@embedding_op.implement("cublas", device="cuda")
-def embedding_beside_cublas(ids: Tensor, packed: PackedWeight) -> Tensor:
-    """As the reference."""
-    return functional.embedding(ids, packed.packed)
 
 
 @linear_op.implement("cublas", device="cuda")

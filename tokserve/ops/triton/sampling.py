@@ -15,7 +15,7 @@ from tokserve.ops import sampling
 from tokserve.ops.triton.launch import EXACT, warps
 
 SLICE = 4096  # vocabulary entries of one program
-MOST_TOP = 64  # up to this many most probable ids are found by the kernels here, more by torch
+TOPS = (0, 8, 64)  # numbers of most probable ids that kernels are compiled for; more than the last: by torch
 NEVER = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(-(1 << 63))
 
@@ -122,6 +122,12 @@ def draw_merge_kernel(
     tl.store(finite_ptr + row, finite.to(tl.int8))
 
 
+def _planes(logits: Tensor, count: int, slices: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """That many scratch tensors [R,slices], each aligned as a tensor of its own."""
+    rows = -(-logits.shape[0] // 4) * 4
+    return list(logits.new_empty((count, rows, slices), dtype=dtype).unbind())
+
+
 def _draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -129,8 +135,7 @@ def _draw(
     rows, width = logits.shape
     ids, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.int8)
     slices = triton.cdiv(width, SLICE)
-    floats = logits.new_empty((3, rows, slices))
-    whole = logits.new_empty((2, rows, slices), dtype=torch.int32)
+    floats, whole = _planes(logits, 3, slices), _planes(logits, 2, slices, torch.int32)
     if rows:
         size = min(SLICE, max(4, triton.next_power_of_2(width)))
         draw_slice_kernel[(rows, slices)](
@@ -151,12 +156,15 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     return _draw(logits.contiguous(), seeds, positions, greedy, None)[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def logprobs_slice_kernel(
-    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices,
-    K: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
+    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices, k,
+    TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Of one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the K largest as keys."""
+    """Of one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the k largest as keys.
+
+    TOP: k at most.
+    """
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
     there = id < width
@@ -169,23 +177,26 @@ def logprobs_slice_kernel(
     tl.store(top_ptr + place, top)
     tl.store(sum_ptr + place, tl.sum(tl.where(x == NEVER, 0.0, tl.exp(x - top)), 0))
     tl.store(greater_ptr + place, tl.sum((there & (raw > token)).to(tl.int32), 0))
-    if K > 0:
+    if TOP > 0:
         key = (ordered(raw).to(tl.int64) - 2147483648) * 4294967296 + (4294967295 - id.to(tl.int64))
         key = tl.where(there, key, LEAST)
-        for i in range(K):
+        for i in range(k):
             best = tl.max(key, 0)
-            tl.store(candidate_ptr + place * K + i, best)
+            tl.store(candidate_ptr + place * k + i, best)
             key = tl.where(key == best, LEAST, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "num_named"])
 def logprobs_merge_kernel(
     logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, named_ptr,
-    logprob_ptr, rank_ptr, id_ptr, value_ptr, width, slices, num_named,
-    K: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICES: tl.constexpr, CANDIDATES: tl.constexpr,
+    logprob_ptr, rank_ptr, id_ptr, value_ptr, width, slices, num_named, k,
+    TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICES: tl.constexpr, CANDIDATES: tl.constexpr,
     NAMED: tl.constexpr,
 ):  # fmt: skip
-    """One row: logprob and rank of its token, then ids and logprobs of its K most probable and of the named ids."""
+    """One row: logprob and rank of its token, then ids and logprobs of its k most probable and of the named ids.
+
+    TOP: k at most.
+    """
     row = tl.program_id(0).to(tl.int64)
     slice = tl.arange(0, SLICES)
     place = row * slices + slice
@@ -198,11 +209,11 @@ def logprobs_merge_kernel(
     token = scaled(read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite), temperature)
     tl.store(logprob_ptr + row, (token - top) - mass)
     tl.store(rank_ptr + row, greater + 1)
-    out = row * (K + num_named)
-    if K > 0:
+    out = row * (k + num_named)
+    if TOP > 0:
         candidate = tl.arange(0, CANDIDATES)
-        key = tl.load(candidate_ptr + row * slices * K + candidate, mask=candidate < slices * K, other=LEAST)
-        for i in range(K):
+        key = tl.load(candidate_ptr + row * slices * k + candidate, mask=candidate < slices * k, other=LEAST)
+        for i in range(k):
             best = tl.max(key, 0)
             largest = 4294967295 - (best & 4294967295)
             x = scaled(read(logits_ptr, row * width + largest, True, finite), temperature)
@@ -214,8 +225,8 @@ def logprobs_merge_kernel(
         there = column < num_named
         id = tl.load(named_ptr + row * num_named + column, mask=there, other=0)
         named = scaled(read(logits_ptr, row * width + id, there, finite), temperature)
-        tl.store(id_ptr + out + K + column, id.to(tl.int32), mask=there)
-        tl.store(value_ptr + out + K + column, (named - top) - mass, mask=there)
+        tl.store(id_ptr + out + k + column, id.to(tl.int32), mask=there)
+        tl.store(value_ptr + out + k + column, (named - top) - mass, mask=there)
 
 
 def _logprobs(
@@ -223,9 +234,9 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference; rows that are not `finite` count as zeros."""
     rows, width = logits.shape
-    if k > MOST_TOP:
-        top = _many_largest(logits if finite is None else logits.where(finite[:, None], 0.0), k)
-        named, k = top if named is None else torch.cat((top, named), -1), 0
+    if k > TOPS[-1]:
+        largest = _many_largest(logits if finite is None else logits.where(finite[:, None], 0.0), k)
+        named, k = largest if named is None else torch.cat((largest, named), -1), 0
     num_named = 0 if named is None else named.shape[1]
     token_logprobs, ranks = logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int32)
     ids, values = logits.new_empty((rows, k + num_named), dtype=torch.int32), logits.new_empty((rows, k + num_named))
@@ -233,12 +244,13 @@ def _logprobs(
         return token_logprobs, ranks, ids, values
     size = min(SLICE, max(16, triton.next_power_of_2(width)))
     slices = triton.cdiv(width, size)
-    tops, sums = logits.new_empty((2, rows, slices)).unbind()
+    tops, sums = _planes(logits, 2, slices)
     greater = ranks.new_empty((rows, slices))
     candidates = logits.new_empty((rows, slices, k), dtype=torch.int64)
     columns = logits if temperature is None else temperature
     flags = greater if finite is None else finite.view(torch.int8)
-    switches = (k, temperature is not None, finite is not None)
+    top = next(most for most in TOPS if k <= most)
+    switches = (k, top, temperature is not None, finite is not None)
     logprobs_slice_kernel[(rows, slices)](
         logits, token_ids, columns, flags, tops, sums, greater, candidates, width, slices, *switches, size,
         num_warps=warps(size), **EXACT,
@@ -247,7 +259,7 @@ def _logprobs(
         logits, token_ids, columns, flags, tops, sums, greater, candidates,
         token_ids if named is None else named.contiguous(), token_logprobs, ranks, ids, values,
         width, slices, num_named, *switches, triton.next_power_of_2(slices),
-        triton.next_power_of_2(max(1, slices * k)), 256, num_warps=4, **EXACT,
+        triton.next_power_of_2(max(1, slices * top)), 256, num_warps=4, **EXACT,
     )  # fmt: skip
     return token_logprobs, ranks, ids, values
 

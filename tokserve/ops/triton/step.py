@@ -15,7 +15,7 @@ from tokserve.ops.triton.launch import EXACT
 CHUNK = 1024  # entries that a program moves at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def edit_kernel(table_ptr, edit_ptr, value_ptr, table_stride, CHUNK: tl.constexpr):
     """One edit."""
     edit = edit_ptr + tl.program_id(0) * 4
@@ -34,7 +34,7 @@ def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
         edit_kernel[(len(edits),)](table, edits, values, table.stride(0), CHUNK, num_warps=4, **EXACT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "block_stride", "width", "table_stride"])
 def prepare_kernel(
     token_ptr, block_ptr, slot_ptr, computed_ptr, start_ptr, id_out, position_out, mapping_out, len_out, table_out,
     token_stride, block_stride, width, table_stride, PAGE: tl.constexpr, CHUNK: tl.constexpr,
