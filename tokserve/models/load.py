@@ -15,7 +15,7 @@ import torch
 
 from tokserve.errors import StartError
 from tokserve.layers.quant import METHODS, UNQUANTIZED
-from tokserve.models import dummy, weights
+from tokserve.models import dummy, float8, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
@@ -55,6 +55,9 @@ def load(
         weights.pour(dummy.tensors(wanted, seed), wanted)
         return decoder
     found = weights.own_names(weights.catalogue(directory), spec.renames)
+    if quantized := float8.asked(hf):
+        found = weights.with_scales(found, float8.block(quantized) or (1, 1))
+        logger.info("the checkpoint's float8 weights become %s as they are loaded", quantization or dtype)
     if spec.tied and HEAD in found:
         spec, found = _settle_tie(spec, found)
     decoder = build(spec, **options)

@@ -14,6 +14,7 @@ from typing import Any
 from tokserve.errors import StartError
 from tokserve.layers.linear import Activation
 from tokserve.layers.rope import RopeSpec
+from tokserve.models import float8
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu",
@@ -170,12 +171,11 @@ def dense(
 
 def refuse_unsupported(fields: Fields) -> None:
     """Raise StartError for attributes that change the arithmetic in ways not built here."""
-    for name in ("quantization_config", "compression_config"):
-        if fields.present(name):
-            method = fields.inner(name).values.get("quant_method", "unnamed")
+    for name in float8.NAMES:
+        if fields.present(name) and (why := float8.refusal(fields.values[name])):
             raise fields.refuse(
                 name,
-                f"asks for quantization {method!r}; quantized checkpoints are not supported, "
+                f"{why}; of quantized checkpoints those with float8 (e4m3) weights are supported, and "
                 "an unquantized one can be quantized as it loads: --quantization int8",
             )
     if fields.values.get("per_layer_config"):

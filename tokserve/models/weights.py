@@ -8,7 +8,7 @@ last two.  Nothing is unpickled, ever.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from tokserve import checkpoint
 from tokserve.errors import StartError
 from tokserve.layers.parameter import Parameter
+from tokserve.models import float8
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,12 +29,17 @@ LISTED = 10
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`."""
+    """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
+
+    `scale`, `block`: what a float8 tensor is multiplied by (`float8.values`); `dtype` is then that of the result.
+    """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype | str
+    scale: Entry | None = None
+    block: float8.Block = (1, 1)
 
 
 def catalogue(directory: Path) -> dict[str, Entry]:
@@ -93,22 +99,44 @@ def own_names(found: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) ->
     return named
 
 
+def with_scales(found: Mapping[str, Entry], block: float8.Block) -> dict[str, Entry]:
+    """The catalogue of a float8 checkpoint with each scale beside its tensor.
+
+    A float8 tensor whose scale is missing or misshapen stays as it is, so that `check` names both.
+    """
+    joined = {name: entry for name, entry in found.items() if not name.endswith(float8.UNUSED)}
+    for name, entry in found.items():
+        if entry.dtype != float8.STORED or len(entry.shape) != 2:
+            continue
+        for scale in (name + ending for ending in float8.SCALES):
+            beside = joined.get(scale)
+            if beside is None or beside.dtype not in FLOATS.values():
+                continue
+            if beside.shape in float8.scale_shapes(entry.shape, block):
+                joined[name] = replace(entry, dtype=torch.float32, scale=joined.pop(scale), block=block)
+                break
+    return joined
+
+
 def equal(one: Entry, other: Entry) -> bool:
     """Whether two stored tensors are the same."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
-        return torch.equal(first.get_tensor(one.key), second.get_tensor(other.key))
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read(one), read(other))
+
+
+def read(entry: Entry) -> Tensor:
+    """The tensor; it may be a view of the mapped file.
+
+    The file is opened for it alone, so that no more of it than that tensor is counted as our memory.
+    """
+    with safe_open(entry.file, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(entry.key)
+    return tensor if entry.scale is None else float8.values(tensor, read(entry.scale), entry.block)
 
 
 def stream(found: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep.
-
-    The file is opened anew for each tensor, so that no more of it than that tensor is counted as our memory.
-    """
+    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep."""
     for name, entry in sorted(found.items(), key=lambda item: item[1].file):
-        with safe_open(entry.file, framework="pt") as opened:
-            yield name, opened.get_tensor(entry.key)
+        yield name, read(entry)
 
 
 def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], source: str) -> None:

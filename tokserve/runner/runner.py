@@ -51,7 +51,8 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # what requests ask for; all but the f
     },
     {"temperature": 0.0},
     {"temperature": 0.5},
-    *({"temperature": 0.5, "logprobs": k, "logprobs_mode": kind} for k in (0, 5, 20) for kind in ("raw", "temperature")),
+    *({"temperature": 0.5, "logprobs": k} for k in (0, 5, 20)),
+    *({"temperature": 0.5, "logprobs": k, "logprobs_mode": "temperature"} for k in (0, 5, 20)),
     {"temperature": 0.5, "top_k": 5, "logprobs": 0, "prompt_logprobs": 0},
     {"temperature": 0.5, "top_k": 5, "logprobs": 20, "prompt_logprobs": 20},
 )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Checkpoints that store projections as float8 with scales: which are understood, and the values that they mean.
+
+A value is the stored number times its scale, which is the tensor's, its row's (the output channel's) or its block's.
+Two ways of saying so are known: "fp8" (DeepSeek, Qwen) and "compressed-tensors" (llm-compressor).  Weights come out as
+floating tensors; that such a checkpoint was made for float8 activations too changes nothing here.  This file must not
+know files or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("quantization_config", "compression_config")  # in config.json
+STORED = "F8_E4M3"  # safetensors' name for torch.float8_e4m3fn
+SCALES = ("_scale_inv", "_scale")  # what follows a tensor's name in that of its scale; both are multiplied by
+UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")  # of activations and of a float8 cache
+FORMATS = ("float-quantized", "naive-quantized")
+STRATEGIES = ("tensor", "channel", "block")
+Block = tuple[int, int]
+
+
+def asked(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The entry of config.json that says how the checkpoint is quantized; None if it is not."""
+    return next((hf[name] for name in NAMES if hf.get(name) is not None), None)
+
+
+def refusal(quantization: Any) -> str | None:
+    """What of that entry is not understood; None if all is."""
+    if not isinstance(quantization, dict):
+        return "is not an object"
+    method = quantization.get("quant_method", "unnamed")
+    if method == "fp8":
+        kind = quantization.get("fmt", "e4m3")
+        return None if kind == "e4m3" and block(quantization) else f"asks for fp8 of format {kind!r}"
+    if method != "compressed-tensors":
+        return f"asks for quantization {method!r}"
+    groups = quantization.get("config_groups")
+    if quantization.get("format") not in FORMATS or not isinstance(groups, dict) or not block(quantization):
+        return f"asks for quantization {method!r} of format {quantization.get('format')!r}"
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        kind = weights if isinstance(weights, dict) else {}
+        found = (kind.get("type"), kind.get("num_bits"), kind.get("strategy"))
+        if found[:2] != ("float", 8) or found[2] not in STRATEGIES:
+            return f"asks for weights of type {found[0]!r} with {found[1]} bits by {found[2]}"
+    return None
+
+
+def block(quantization: Mapping[str, Any]) -> Block | None:
+    """Rows and columns that share a scale where scales are by block; None if what is said makes no sense."""
+    found = quantization.get("weight_block_size")
+    for group in (quantization.get("config_groups") or {}).values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        found = found or (weights or {}).get("block_structure")
+    match found or (128, 128):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
+def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:
+    """Shapes that the scale of a weight [N,K] may have."""
+    rows, columns = shape
+    return [(), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))]
+
+
+def values(stored: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """What float8 numbers [N,K] with a scale of one of those shapes mean, float32."""
+    rows, columns = stored.shape
+    scale = scale.float()
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1)
+    elif scale.numel() == rows and scale.shape[0] == rows:
+        scale = scale.reshape(rows, 1)
+    else:
+        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return stored.to(torch.float32) * scale
