@@ -53,9 +53,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8"] | None,
+        Literal["int8", "fp8"] | None,
         about(
-            "int8: quantize the projections of a floating checkpoint as it loads; per channel, activations per token."
+            "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
+            "on a CPU, fp8 (e4m3) for GPUs from 8.9 on; a CPU can do fp8, slowly."
         ),
     ] = None
     quantize_lm_head: Annotated[
@@ -98,6 +99,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
              "max_num_seqs full contexts need, at most gpu_memory_utilization of the free memory and, on a CPU, "
              "4 GiB (or one full context, if that is more)."),
     ] = None  # fmt: skip
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3"],
+        about("Type of cached keys and values; auto: the model's. fp8 (that is fp8_e4m3, on a GPU): half the memory, "
+              "each rounded to 4 bits of precision."),
+    ] = "auto"  # fmt: skip
     gpu_memory_utilization: Annotated[
         float, about("Share of the device's free memory that the KV cache may take.", gt=0, le=1)
     ] = 0.9
@@ -364,8 +370,10 @@ def _check(config: Config) -> None:
         raise StartError("quantize_lm_head needs a quantization")
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")
-    if model.quantization is not None and config.runtime.device != "cpu":
-        raise StartError(f"quantization {model.quantization} runs on a CPU only; give --device cpu")
+    if model.quantization == "int8" and config.runtime.device != "cpu":
+        raise StartError("quantization int8 runs on a CPU only; give --device cpu, or --quantization fp8")
+    if config.cache.kv_cache_dtype != "auto" and config.runtime.device == "cpu":
+        raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
     if model.max_model_len is not None and model.max_model_len < 2:
         raise StartError("option max_model_len: must be at least 2, for a token of prompt and one of output")
     server = config.server

@@ -26,6 +26,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 STAGES = 4  # copies to a GPU that may be under way at once
 LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
+FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
 NO_LIMIT = 1 << 60  # what version 1 writes for "none" is about 2^63
 
@@ -109,6 +110,9 @@ class Device(Protocol):
     def free_memory(self) -> int:
         """Bytes that can still be taken."""
 
+    def require_float8(self, option: str) -> None:
+        """Raise StartError, naming the option, if kernels cannot compute with float8 (e4m3) here."""
+
     def peak(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at most while it runs, beyond what is taken now."""
 
@@ -142,6 +146,9 @@ class Host:
     def free_memory(self) -> int:
         return free_memory()
 
+    def require_float8(self, option: str) -> None:
+        pass  # what has no instructions for it converts
+
     def peak(self, run: Callable[[], object]) -> int:
         return 0  # the caller takes what it needs as it goes
 
@@ -174,9 +181,7 @@ class Cuda:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
-        if torch.cuda.get_device_capability() < LEAST_CAPABILITY:
-            least = ".".join(map(str, LEAST_CAPABILITY))
-            raise StartError(f"option device: {torch.cuda.get_device_name()} is older than compute capability {least}")
+        _require(LEAST_CAPABILITY, "device")
         self.home = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
@@ -185,6 +190,9 @@ class Cuda:
     def _stage(self, size: int) -> _Stage:
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return _Stage(buffer, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def require_float8(self, option: str) -> None:
+        _require(FLOAT8_CAPABILITY, option)
 
     def free_memory(self) -> int:
         torch.cuda.empty_cache()
@@ -236,6 +244,12 @@ class Cuda:
             return result
 
         return replay
+
+
+def _require(least: tuple[int, int], option: str) -> None:
+    if torch.cuda.get_device_capability() < least:
+        name, wanted = torch.cuda.get_device_name(), ".".join(map(str, least))
+        raise StartError(f"option {option}: {name} is older than compute capability {wanted}")
 
 
 @dataclass(frozen=True, slots=True)

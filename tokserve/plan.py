@@ -32,7 +32,7 @@ class KVSpec:
 
     def bytes_per_token(self) -> int:
         """Bytes of K plus V for one token of one layer."""
-        return 2 * self.heads * self.dim * (4 if self.dtype == "float32" else 2)
+        return 2 * self.heads * self.dim * {"float32": 4, "float8_e4m3fn": 1}.get(self.dtype, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.models.test_load import logits, refusal, rewrite, stored
+from tests.models.driver import prefill
+from tests.models.test_load import IDS, logits, opened, refusal, rewrite, stored
+from tokserve import ops
 from tokserve.models import weights
 from tokserve.models.dummy import tiny_config, write_checkpoint
 
@@ -107,6 +109,18 @@ def test_it_can_be_quantized_again(tmp_path: Path) -> None:
     rewrite(plain, quantize(float8, QWEN, "block", "_scale_inv", torch.float32))
     found, expected = (logits(directory, dtype="bfloat16", quantization="int8") for directory in (float8, plain))
     assert torch.equal(found, expected)
+
+
+def test_a_plain_checkpoint_quantized_as_it_loads_is_near_the_original(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, HF)
+    original = logits(directory, dtype="bfloat16").log_softmax(-1)
+    apart = []
+    for head in (False, True):
+        decoder = opened(directory, dtype="bfloat16", quantization="fp8", quantize_lm_head=head)
+        assert isinstance(decoder.blocks[0].mlp.down.packed, ops.PackedFloat8)
+        assert isinstance(decoder.head.linear.packed, ops.PackedFloat8) == head
+        apart.append((prefill(decoder, IDS).log_softmax(-1) - original).abs().mean().item())
+    assert 0.0 < apart[0] < 0.4 and 0.0 < apart[1] < 0.5
 
 
 def test_scales_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:

@@ -78,10 +78,17 @@ def calls() -> None:
     many = torch.empty(512, heads, dim, dtype=BF16)
     for window in (0, 1000):
         call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window)
+    float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
+    call["store_kv"](k, k, *float8, index)
+    call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *float8, index)
+    call["paged_attention"](many, *float8, tables, starts, lens, 0.1, 0)
     packed = ops.PackedWeight(hidden, hidden, BF16, torch.empty(hidden, hidden, dtype=BF16))
     for tokens in (16, 128, 512):
         call["linear"](torch.empty(tokens, hidden, dtype=BF16), packed, None)
     call["linear"](x, packed, weight, torch.float32)
+    quantized = ops.PackedFloat8(hidden, hidden, torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), norm.float())
+    for tokens in (16, 128, 512):
+        call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), quantized, None)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["draw"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)

@@ -24,7 +24,8 @@ OTHERS = [
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
+    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
+    "linear_int8": "pack_linear_int8", "linear_float8": "pack_linear_float8",
 }  # fmt: skip
 
 

@@ -53,11 +53,12 @@ FURTHER = {
 # cuBLAS may split K and round the parts to 16 bits before it adds them
 BY_CUBLAS = {torch.float32: (3e-5, 3e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)}
 # what the interpreter, which takes programs one by one, is spared: the same lines run with the other dtype
-SPARED = {("linear", torch.float16), ("gated_linear", torch.float32)}
+SPARED = {("linear", torch.float16), ("gated_linear", torch.float32), ("linear_float8", torch.float16)}
 # elements of a sample in the interpreter
 MOST = {
     ("filter_logits", torch.float32): 8_000,
     ("linear", torch.float32): 6_000,
+    ("linear_float8", torch.float32): 100,  # which the interpreter converts one by one
     ("paged_attention", torch.float16): 30_000,
 }
 CASES = [
@@ -168,6 +169,19 @@ def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int,
         assert torch.equal(call(x[most - size :], packed, None, torch.float32), whole[most - size :])
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_float8_rows_stand_alone(name: str) -> None:
+    x, weight = randn(DTYPES[-1], 1, 70, 100) * 5, randn(DTYPES[-1], 2, 40, 100)
+    x[3], x[4, 7], x[5] = 0.0, float("inf"), 1e-38
+    home = "cpu" if name == "torch" else DEVICE
+    packed = OPS["pack_linear_float8"].implementations[name].call(weight)
+    call = OPS["linear_float8"].implementations[name].call
+    whole = call(x.to(home), packed, None).cpu()
+    assert whole[4].isnan().all() and (whole[3] == 0.0).all() and whole[5:].isfinite().all()
+    for rows in ([0], [69], list(range(5, 70))):
+        assert torch.equal(call(x[rows].to(home), packed, None).cpu(), whole[rows])
+
+
 SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
     (3, 1, 80, 16, 0, torch.float16),
     (5, 1, 64, 7, 70, torch.float16),
@@ -189,6 +203,32 @@ def test_attention_in_chunks_and_steps_is_attention_at_once(shape: tuple[Any, ..
         parts = paged.attend(call, [(1, min(start, 16), min(end, 17)), (0, start, end)])
         assert torch.equal(parts[0], whole[1][min(start, 16) : min(end, 17)])
         assert torch.equal(parts[1], whole[0][start:end])
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str, dtype: torch.dtype) -> None:
+    store, prepare, attend = (
+        OPS[op].implementations[name].call for op in ("store_kv", "norm_rope_store", "paged_attention")
+    )
+    home = "cpu" if name == "torch" else DEVICE
+    k, v = randn(dtype, 1, 20, 2, 32) * 9, randn(dtype, 2, 20, 2, 32)
+    k[5] *= 1e-3  # past the smallest
+    k[3, 1, :4] = torch.tensor([500.0, -6e4, 464.0, 0.0]).to(dtype)  # past the largest
+    places = torch.arange(20)
+    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=home).to(torch.float8_e4m3fn)
+    store(k.to(home), v.to(home), *caches, places.to(home))
+    for cache, given in zip(caches.cpu(), (k, v), strict=True):
+        expected = given.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected)
+    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(home)
+    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(home)
+    prepare(qkv, None, None, 0.0, no_turn, (places * 0).to(home), *others, places.to(home))
+    assert torch.equal(others.float(), caches.float())
+    rows = [torch.tensor(each, dtype=torch.int32, device=home) for each in ([[0, 1, 2]], [0, 20], [20])]
+    q = randn(dtype, 4, 20, 4, 32).to(home)
+    read = attend(q, *caches, *rows, 0.1, 0)
+    assert torch.equal(read, attend(q, *caches.to(dtype), *rows, 0.1, 0)) and read.isfinite().all()
 
 
 def test_sampling_rows_stand_alone() -> None:

@@ -160,3 +160,6 @@ def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, mo
     assert resolved() == ("cuda", 64)
     with pytest.raises(StartError, match="int8 runs on a CPU only"):
         resolved(quantization="int8")
+    assert resolved(quantization="fp8", kv_cache_dtype="fp8_e4m3") == ("cuda", 64)
+    with pytest.raises(StartError, match="kv_cache_dtype fp8 needs a GPU"):
+        resolved(device="cpu", kv_cache_dtype="fp8")

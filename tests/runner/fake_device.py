@@ -47,6 +47,9 @@ class FakeDevice:
         self.captured = 0
         self.replayed = 0
 
+    def require_float8(self, option: str) -> None:
+        pass
+
     def free_memory(self) -> int:
         return 1 << 26
 

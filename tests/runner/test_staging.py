@@ -89,6 +89,16 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
     assert fake.captured == fake.replayed == 0
 
 
+def test_a_float8_cache_changes_no_bit_with_company_and_takes_half_the_memory(tmp_path: Path) -> None:
+    options = {"ops": {"*": "torch"}, "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}
+    runner, facts, _ = make(tmp_path, kv_cache_dtype="fp8", **options)
+    assert runner._kv[0][0].dtype == torch.float8_e4m3fn
+    plain = make(tmp_path, **options)[1]
+    assert facts.layout.num_blocks // 2 == plain.layout.num_blocks
+    alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:4]]
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:4], chunk=7)) == alone
+
+
 def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -> None:
     runner, facts, _ = staged
     made = [

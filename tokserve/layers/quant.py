@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 
-Packed = ops.PackedWeight | ops.PackedInt8
+Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8
 
 
 class QuantMethod(Protocol):
@@ -80,13 +80,40 @@ class Int8:
 
     def pack_gated(self, weight: Tensor) -> Packed:
         """As any other."""
-        return ops.pack_linear_int8(weight)
+        return self.pack(weight)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
         """Two ops: the product, then the gate."""
-        both = ops.linear_int8(x, packed, bias, None)
-        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+        return _gated(self.linear(x, packed, bias, None), activation)
+
+
+class Float8:
+    """Likewise float8 (e4m3)."""
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float8; the scales are not worth counting."""
+        return torch.float8_e4m3fn
+
+    def pack(self, weight: Tensor) -> Packed:
+        """Quantize, in the layout of `ops.linear_float8`."""
+        return ops.pack_linear_float8(weight)
+
+    def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        """Summed in float32."""
+        return ops.linear_float8(x, packed, bias, out_dtype)
+
+    def pack_gated(self, weight: Tensor) -> Packed:
+        """As any other."""
+        return self.pack(weight)
+
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+        """Two ops: the product, then the gate."""
+        return _gated(self.linear(x, packed, bias, None), activation)
+
+
+def _gated(both: Tensor, activation: str) -> Tensor:
+    return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
 
 
 UNQUANTIZED = Unquantized()
-METHODS: dict[str, QuantMethod] = {"int8": Int8()}
+METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": Float8()}

@@ -41,8 +41,8 @@ def load(
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
-    `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" quantizes the
-    projections as they are loaded, with `quantize_lm_head` the head too.
+    `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" or
+    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {

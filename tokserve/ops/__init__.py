@@ -20,6 +20,9 @@ from tokserve.ops.elementwise import gelu_mul as _gelu_mul
 from tokserve.ops.elementwise import rms_norm as _rms_norm
 from tokserve.ops.elementwise import rope as _rope
 from tokserve.ops.elementwise import silu_mul as _silu_mul
+from tokserve.ops.float8 import PackedFloat8
+from tokserve.ops.float8 import linear_float8 as _linear_float8
+from tokserve.ops.float8 import pack_linear_float8 as _pack_linear_float8
 from tokserve.ops.linear import PackedWeight
 from tokserve.ops.linear import embedding as _embedding
 from tokserve.ops.linear import gated_linear as _gated_linear
@@ -40,10 +43,10 @@ from tokserve.ops.step import edit_rows as _edit_rows
 from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
-    "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "edit_rows", "embedding", "filter_logits",
-    "gated_linear", "gelu_mul", "linear", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_linear",
-    "pack_linear_int8", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "sample",
-    "silu_mul", "store_kv",
+    "PackedFloat8", "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "edit_rows", "embedding",
+    "filter_logits", "gated_linear", "gelu_mul", "linear", "linear_float8", "linear_int8", "logprobs",
+    "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_float8", "pack_linear_int8", "paged_attention",
+    "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,8 @@ embedding = _embedding.reference
 quantize_rows = _quantize_rows.reference
 pack_linear_int8 = _pack_linear_int8.reference
 linear_int8 = _linear_int8.reference
+pack_linear_float8 = _pack_linear_float8.reference
+linear_float8 = _linear_float8.reference
 store_kv = _store_kv.reference
 norm_rope_store = _norm_rope_store.reference
 paged_attention = _paged_attention.reference
@@ -83,11 +88,12 @@ def bind(
     `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
     for a name that does not exist.  `exact` False: products may be those of the device's own library, where a row's
-    bits may depend on the batch.  Weights packed before a bind that changes `linear` or `linear_int8` are not valid
-    after it.
+    bits may depend on the batch.  Weights packed before a bind that changes how a product is done are not valid after
+    it.
     """
     if not exact and device in FAST:
-        overrides = {"linear": FAST[device], "gated_linear": FAST[device]} | dict(overrides or {})
+        products = ("linear", "gated_linear", "linear_float8")
+        overrides = dict.fromkeys(products, FAST[device]) | dict(overrides or {})
     chosen = choose(device, overrides or {})
     if threads is not None:
         set_threads(device, threads)

@@ -25,6 +25,8 @@ TILE = 8  # query positions of one product
 SPLIT = 128  # keys of one product
 PIECE = 256  # most queries of a row, and
 BATCH = 16  # most rows, that are computed at a time: what they need stays in the cache
+FLOAT8 = torch.float8_e4m3fn
+MOST_FLOAT8 = 448.0
 TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (1e-5, 8e-3), torch.float16: (2e-6, 1e-3)}
 
 
@@ -39,11 +41,17 @@ def _store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 @op(samples=_store_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE})
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write k and v [T,Hk,D] into the caches [B,Hk,P,D] at slots block * P + offset [T] int64, in place."""
+    """Write k and v [T,Hk,D] into the caches [B,Hk,P,D] at slots block * P + offset [T] int64, in place.
+
+    A cache of float8 (e4m3) takes the nearest numbers it has, ties to even; past its largest, that.
+    """
     page = k_cache.shape[2]
     block, offset = slot_mapping // page, slot_mapping % page
-    k_cache[block, :, offset] = k
-    v_cache[block, :, offset] = v
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        if cache.dtype == FLOAT8:
+            new = new.float().clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[block, :, offset] = new
 
 
 def _norm_rope_store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -214,6 +222,8 @@ class _Pages:
         self.heads, self.page, self.dim = cache.shape[1:]
         self.unit = gcd(self.page, SPLIT)  # tokens that lie together in the page and in the split
         self.units = cache.view(-1, self.unit * self.dim)  # [blocks * heads * units of a page, unit * dim]
+        if cache.dtype == FLOAT8:
+            self.units = self.units.float()
         self.tables = tables
 
     def split(self, index: int) -> Tensor:

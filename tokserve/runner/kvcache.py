@@ -8,6 +8,7 @@ excluded: `paged_attention` gives no weight, not even 0 * NaN, to what lies past
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,15 @@ from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfi
 from tokserve.errors import StartError
 from tokserve.plan import KVLayout, KVSpec
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT8 = "float8_e4m3fn"
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FLOAT8: torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+def kept(specs: tuple[KVSpec, ...], cache: CacheConfig) -> tuple[KVSpec, ...]:
+    """What the layers ask for, in the dtype that the configuration wants."""
+    return specs if cache.kv_cache_dtype == "auto" else tuple(replace(spec, dtype=FLOAT8) for spec in specs)
 
 
 def layout(

@@ -87,6 +87,8 @@ class Runner:
         began = time.perf_counter()
         threads = device.set_threads(runtime.cpu_threads)
         self._device = device.use(runtime.device)
+        if config.quantization == "fp8":
+            self._device.require_float8("quantization")
         bound = ops.bind(runtime.device, runtime.ops, threads, exact=runtime.exact)
         if bound["linear"] != "torch":
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
@@ -123,7 +125,9 @@ class Runner:
     def _allocate(self) -> None:
         max_num_seqs, max_model_len = self._scheduler_config.max_num_seqs, self._config.max_model_len
         assert max_model_len is not None, "the configuration is not resolved"
-        specs = self._model.kv_specs()
+        specs = kvcache.kept(self._model.kv_specs(), self._cache_config)
+        if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
+            self._device.require_float8("kv_cache_dtype")
         self._vocab_size = self._model.spec.vocab
         self._chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * self._vocab_size)))
         activations = self._measure(specs) if self._device.staged else 0

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import rotate
+from tokserve.ops.triton.float8 import nearest
 from tokserve.ops.triton.launch import EXACT, programs, warps
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
@@ -75,7 +76,7 @@ def attend_split(
         else:
             block = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
         place = (block * (KV_HEADS * PAGE) + key % PAGE)[:, None] * DIM + column
-        k = tl.load(k_ptr + place, mask=there, other=0.0)
+        k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -85,7 +86,7 @@ def attend_split(
         weights = tl.exp2(scores - finite(new_top)[:, None])
         share = tl.exp2(top - finite(new_top))
         mass = mass * share + tl.sum(weights, 1)
-        v = tl.load(v_ptr + place, mask=there, other=0.0)
+        v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
         result = tl.dot(weights.to(v.dtype), v, result * share[:, None], input_precision="ieee")
         top = new_top
     return result, top, mass
@@ -259,6 +260,15 @@ def paged_attention(
 
 
 @triton.jit
+def kept(x, cache):
+    """x as the cache keeps it."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return nearest(x.to(tl.float32))
+    else:
+        return x.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def store_kernel(
     k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -272,8 +282,8 @@ def store_kernel(
     place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
     k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
     v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
-    tl.store(k_cache + place, k, mask=inside)
-    tl.store(v_cache + place, v, mask=inside)
+    tl.store(k_cache + place, kept(k, k_cache), mask=inside)
+    tl.store(v_cache + place, kept(v, v_cache), mask=inside)
 
 
 @attention.store_kv.implement("triton", device="cuda")
@@ -331,8 +341,9 @@ def norm_rope_store_kernel(
     k = prepared_heads(qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
     v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
     place = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
-    tl.store(k_cache + place, k.to(k_cache.dtype.element_ty), mask=inside)
-    tl.store(v_cache + place, v, mask=inside)
+    # rounded to the dtype of the projection first, as a key that is stored by itself
+    tl.store(k_cache + place, kept(k.to(qkv_ptr.dtype.element_ty), k_cache), mask=inside)
+    tl.store(v_cache + place, kept(v, v_cache), mask=inside)
 
 
 @attention.norm_rope_store.implement("triton", device="cuda")

@@ -31,11 +31,11 @@ BAND = 8  # tiles of rows that are done before the next outputs: their inputs st
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, outputs, inputs, x_stride,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, rows, outputs, inputs, x_stride,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs."""
+    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs; SCALED: both are float8, with a scale a row."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
     band = tl.program_id(0) // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
@@ -55,7 +55,13 @@ def linear_kernel(
             left = (step < inputs - start)[None, :]
             x = tl.load(x_place + start, mask=x_there & left, other=0.0)
             weight = tl.load(weight_place + start, mask=weight_there & left, other=0.0)
-        sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+        if SCALED:
+            sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
+        else:
+            sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+    if SCALED:
+        sums = sums * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+        sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
@@ -84,14 +90,21 @@ def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
 @linear_op.implement("triton", device="cuda")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As the reference; rows of x may lie apart."""
-    rows, outputs, inputs = x.shape[0], packed.rows, packed.columns
-    out = x.new_empty((rows, outputs), dtype=out_dtype or x.dtype)
+    out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    return product(x, packed.packed, bias, out, None)
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias; `scales`: of rows of float8 x and weight."""
+    (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
         block_m, block_n, warps, stages = next(tile for most, tile in TILES if rows <= most)
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
         linear_kernel[grid](
-            x, packed.packed, packed.packed if bias is None else bias, out, rows, outputs, inputs, x.stride(0),
-            bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
+            x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
+            scales is not None, bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
             num_warps=warps, num_stages=stages, **EXACT,
         )  # fmt: skip
     return out

@@ -1,0 +1,83 @@
+"""Float8: rows scaled to the numbers of e4m3, and the matrix product of two such matrices.
+
+A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
+one float32 scale a row, its largest magnitude at float8's largest.  This file must not know layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.ops import linear as dense
+from tokserve.ops.registry import op
+
+MOST = 448.0  # the largest number of e4m3
+LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+# the matrix unit keeps 14 bits of a sum of float8 products; an implementation adds up such sums of 64 in float32
+TOLERANCE = {torch.float32: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloat8:
+    """A float8 weight [rows, columns] in the layout that the `linear_float8` it was packed for wants."""
+
+    rows: int  # N, outputs
+    columns: int  # K, inputs
+    packed: Tensor
+    scales: Tensor  # [N] float32
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T,K] as (values [T,K] float8, scales [T] float32) with x close to values * scales; ties go to even.
+
+    A row that holds an infinity or not-a-number has the scale not-a-number.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
+    finite = largest.isfinite()
+    largest = largest.clamp(min=LEAST)
+    values = (wide * (torch.full_like(largest, MOST) / largest)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+    return values, torch.where(finite, largest / MOST, torch.nan).squeeze(-1)
+
+
+def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    return iter(())  # a layout is an implementation's own affair; `linear_float8` is what shows whether it is right
+
+
+@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear_float8")
+def pack_linear_float8(weight: Tensor) -> PackedFloat8:
+    """The floating weight [N,K] quantized by rows, in the layout of `linear_float8`: here that of `linear`."""
+    (rows, columns), (values, scales) = weight.shape, quantize(weight)
+    return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales)
+
+
+def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Weights come unpacked: the test packs them with the `pack_linear_float8` of the implementation."""
+    for tokens, columns, rows in ((1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (5, 1000, 3)):
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, columns, generator=generator).to(dtype)
+        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+        bias = torch.randn(rows, generator=generator).to(dtype)
+        x[tokens // 2 :: 9] = 0.0
+        yield x, weight, None, None
+        yield x, weight, bias, torch.float32
+
+
+@op(samples=_linear_samples, tolerance=TOLERANCE)
+def linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized by rows as the weight is.
+
+    An element is the sum of products * scale of x's row * scale of the weight's row + bias, in float32 and in this
+    order, rounded to `out_dtype` (None: x's dtype).
+    """
+    values, scales = quantize(x)
+    weight = dense.PackedWeight(packed.rows, packed.columns, torch.float32, packed.packed)
+    result = dense.linear.reference(values.float(), weight, None) * scales[:, None] * packed.scales
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(out_dtype or x.dtype)

@@ -1,0 +1,87 @@
+"""Float8 on the GPU: rounding to it, rows scaled to it, and products of such rows, invariant or by cuBLAS.
+
+Rounding is done in float32 first, so what converts is exact already and no machine's conversion has a say.  The matrix
+unit adds products of float8 with 14 bits; so it does within one step of K only, and the steps add up in float32.  This
+file must not know what a weight is for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops import float8
+from tokserve.ops.float8 import PackedFloat8
+from tokserve.ops.triton.launch import EXACT, home, warps
+from tokserve.ops.triton.linear import product
+
+MOST = tl.constexpr(float8.MOST)
+LEAST = tl.constexpr(float8.LEAST)
+BY_16 = 16  # cuBLAS takes sides that this divides
+
+
+@triton.jit
+def nearest(x):
+    """The number of e4m3 nearest to the float32 x, ties to even, as float8; past the largest, that.  NaN stays NaN."""
+    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF  # three bits after the first stay
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14, whose last bit is 2^-9, as that of the smallest numbers
+    rounded = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return tl.where(x == x, rounded, x).to(tl.float8e4nv)
+
+
+@triton.jit
+def float8_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of WIDTH elements: its values and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 0)
+    broken = tl.sum((x != x).to(tl.int32), 0) > 0
+    finite = (largest < float("inf")) & (broken == 0)
+    largest = tl.maximum(largest, LEAST)
+    tl.store(out_ptr + row * WIDTH + column, nearest(x * tl.div_rn(MOST, largest)), mask=inside)
+    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(largest, MOST), float("nan")))
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference; rows of x may lie apart."""
+    rows, width = x.shape
+    values = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(rows, dtype=torch.float32)
+    if rows:
+        block = triton.next_power_of_2(width)
+        float8_rows_kernel[(rows,)](x, values, scales, x.stride(0), width, block, num_warps=warps(block), **EXACT)
+    return values, scales
+
+
+@float8.pack_linear_float8.implement("cublas", device="cuda")
+@float8.pack_linear_float8.implement("triton", device="cuda")
+def pack(weight: Tensor) -> PackedFloat8:
+    """Values and scales on the GPU."""
+    rows, columns = weight.shape
+    return PackedFloat8(rows, columns, *quantize(weight.to(home()).contiguous()))
+
+
+@float8.linear_float8.implement("triton", device="cuda")
+def linear(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """As the reference, with the matrix unit's sums."""
+    values, scales = quantize(x)
+    out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    return product(values, packed.packed, bias, out, (scales, packed.scales))
+
+
+@float8.linear_float8.implement("cublas", device="cuda")
+def linear_by_cublas(
+    x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """As the reference, but a row's bits may depend on how many rows there are; what cuBLAS does not take, as above."""
+    if (out_dtype or x.dtype) != torch.bfloat16 or packed.rows % BY_16 or packed.columns % BY_16 or len(x) == 0:
+        return linear(x, packed, bias, out_dtype)
+    values, scales = quantize(x)
+    result = torch._scaled_mm(values, packed.packed.t(), scales[:, None], packed.scales[None], out_dtype=torch.bfloat16)
+    return result if bias is None else result.add_(bias)
