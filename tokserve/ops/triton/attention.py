@@ -23,12 +23,12 @@ from torch import Tensor
 from tokserve.ops import attention
 from tokserve.ops.triton.elementwise import rotate
 from tokserve.ops.triton.float8 import nearest
-from tokserve.ops.triton.launch import EXACT, programs, warps
+from tokserve.ops.triton.launch import EXACT, multiprocessors, tuned, warps
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the least that the matrix unit of sm_90 takes
-WARPS = 4
+WARPS = 4  # part of the arithmetic: of how a sum over keys is made
 ROWS_BLOCK = 128  # rows among which a program looks for its own, at least: one a thread costs what one costs
 LOG2_E = 1.4426950408889634
 NEVER = tl.constexpr(float("-inf"))
@@ -236,21 +236,23 @@ def paged_attention(
     tile = max(TILE, triton.next_power_of_2(group))
     dim_block = max(16, triton.next_power_of_2(dim))
     shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, tile)
+    how = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
     scale *= LOG2_E
     strides = (q.stride(0), block_tables.stride(0))
     if tokens > rows:
         queries = tile // group
         prefill_kernel[(tokens // queries + rows, kv_heads)](
             q, k_cache, v_cache, block_tables, query_start, seq_lens, out, rows, scale, *strides, page * dim, *shape,
-            num_warps=WARPS, num_stages=2, **EXACT,
+            num_warps=WARPS, num_stages=how["prefill_stages"], **EXACT,
         )  # fmt: skip
     max_splits = triton.cdiv(width * page, SPLIT)
     parts = q.new_empty((rows, max_splits, heads, dim), dtype=torch.float32)
     tops, masses = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
-    decode_kernel[(min(programs(q.device.index), rows * kv_heads * max_splits),)](
+    programs = how["programs"] * multiprocessors(q.device.index)
+    decode_kernel[(min(programs, rows * kv_heads * max_splits),)](
         q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, tops, masses,
         rows, scale, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
-        num_warps=WARPS, num_stages=3, **EXACT,
+        num_warps=WARPS, num_stages=how["decode_stages"], **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](
         parts, tops, masses, query_start, seq_lens, out, max_splits, heads, dim, window, SPLIT, dim_block,

@@ -1,19 +1,23 @@
 """How every kernel here is launched: floating point fusion off, warps by the size of a block, programs by the card.
 
 Whether a product and a sum become one rounding is part of a kernel's arithmetic, so it is never left to a compiler's
-default.  This file must not know what a kernel computes.
+default.  What may be chosen freely because it changes no bit is in a table, by card and size.  This file must not know
+what a kernel computes.
 """
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 EXACT = {"enable_fp_fusion": False}
 PER_WARP = 256  # elements of a block that a warp of 32 threads takes
-PER_MULTIPROCESSOR = 2  # programs of a kernel that takes its work items one after the other
+TABLE = Path(__file__).with_name("tuning.json")
 
 
 def warps(block: int) -> int:
@@ -22,11 +26,32 @@ def warps(block: int) -> int:
 
 
 @cache
-def programs(device: int | None) -> int:
-    """Programs that keep GPU number `device` busy; None is a CPU, where the interpreter has them one by one."""
-    if device is None:
-        return 2
-    return PER_MULTIPROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+def table() -> dict[str, list[dict[str, Any]]]:
+    """Entries by kernel, in the order in which they are tried."""
+    read: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return read
+
+
+@cache
+def tuned(kernel: str, device: int | None, **sizes: int) -> dict[str, Any]:
+    """The table's entry for GPU number `device` (None: a CPU, where the interpreter runs) and these sizes."""
+    return next(entry for entry in table()[kernel] if _fits(entry, _architecture(device), sizes))
+
+
+def _fits(entry: dict[str, Any], architecture: str, sizes: dict[str, int]) -> bool:
+    known = entry.get("arch", architecture) == architecture
+    return known and all(size <= entry.get(name, size) for name, size in sizes.items())
+
+
+@cache
+def _architecture(device: int | None) -> str:
+    return "" if device is None else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@cache
+def multiprocessors(device: int | None) -> int:
+    """Of that GPU; on a CPU the interpreter has programs one by one."""
+    return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def home() -> torch.device:

@@ -21,11 +21,9 @@ from tokserve.ops.linear import linear as linear_op
 from tokserve.ops.linear import pack_gated as pack_gated_op
 from tokserve.ops.linear import pack_linear as pack_linear_op
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, home
+from tokserve.ops.triton.launch import EXACT, home, tuned
 
 BLOCK_K = 64  # inputs of one step; part of the arithmetic
-# rows up to which the tile serves -> (rows, outputs) of a tile, warps, stages of the pipeline
-TILES = ((64, (64, 32, 4, 5)), (128, (64, 64, 4, 4)), (1 << 62, (128, 128, 8, 3)))
 BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
 
 
@@ -100,12 +98,13 @@ def product(
     """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias; `scales`: of rows of float8 x and weight."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
-        block_m, block_n, warps, stages = next(tile for most, tile in TILES if rows <= most)
+        how = tuned("linear", x.device.index, rows=rows, outputs=outputs)
+        block_m, block_n = how["tile"]
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
         linear_kernel[grid](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
             scales is not None, bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
-            num_warps=warps, num_stages=stages, **EXACT,
+            num_warps=how["warps"], num_stages=how["stages"], **EXACT,
         )  # fmt: skip
     return out
 

@@ -1,0 +1,42 @@
+"""The table of launch parameters: what fits first counts, and whatever is asked for finds an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tokserve.ops.triton import launch
+
+
+@pytest.fixture
+def entries() -> Iterator[list[dict[str, object]]]:
+    """Those of a kernel, to be changed."""
+    found: list[dict[str, object]] = []
+    launch.table()["played"] = found
+    yield found
+    del launch.table()["played"]
+    launch.tuned.cache_clear()
+
+
+def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_architecture", lambda device: "sm_90" if device == 0 else "")
+    entries += [
+        {"arch": "sm_90", "rows": 8, "outputs": 100, "is": "a"}, {"arch": "sm_90", "rows": 8, "is": "b"},
+        {"arch": "sm_80", "is": "c"}, {"rows": 8, "is": "d"}, {"is": "e"},
+    ]  # fmt: skip
+    found = [
+        launch.tuned("played", device, rows=rows, outputs=outputs)["is"]
+        for device, rows, outputs in ((0, 8, 100), (0, 8, 101), (0, 9, 1), (None, 1, 1), (None, 9, 1))
+    ]
+    assert found == ["a", "b", "e", "d", "e"]
+
+
+def test_every_size_has_an_entry_that_says_all() -> None:
+    for rows, outputs in ((1, 1), (65, 4096), (1 << 20, 1 << 20)):
+        assert {"tile", "warps", "stages"} <= launch.tuned("linear", None, rows=rows, outputs=outputs).keys()
+    for row_bytes, group in ((32, 1), (256, 4), (4096, 64)):
+        found = launch.tuned("attention", None, row_bytes=row_bytes, group=group).keys()
+        assert {"decode_stages", "prefill_stages", "programs"} <= found
