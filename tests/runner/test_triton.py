@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +79,22 @@ def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
         assert mine[0] == other[0]
         for a, b in zip([*mine[2], *mine[3].values()], [*other[2], *other[3].values()], strict=True):
             assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"enforce_eager": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}, marks=pytest.mark.slow)],
+)
+def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runner.served_variants", json.dumps(options)], cwd=root, capture_output=True,
+        text=True, check=False, timeout=240, env=os.environ | {"TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["serving"] == []
+    assert 30 < len(found["start"]) <= 50  # of all kernels, in about half a minute
 
 
 def bind_references(*_: object, **__: object) -> dict[str, str]:

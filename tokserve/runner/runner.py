@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,10 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # what requests ask for; all but the f
     },
     {"temperature": 0.0},
     {"temperature": 0.5},
-    *({"temperature": 0.5, "logprobs": k} for k in (0, 5, 20)),
-    *({"temperature": 0.5, "logprobs": k, "logprobs_mode": "temperature"} for k in (0, 5, 20)),
-    {"temperature": 0.5, "top_k": 5, "logprobs": 0, "prompt_logprobs": 0},
-    {"temperature": 0.5, "top_k": 5, "logprobs": 20, "prompt_logprobs": 20},
+    *(
+        {"temperature": 0.5, "logprobs": k, "logprobs_mode": mode} | filtered
+        for k, mode, filtered in product((0, 5, 20), ("raw", "temperature"), ({}, {"top_k": 5}))
+    ),
 )  # fmt: skip
 PROMPT_LOGITS_BYTES = 32 << 20  # logits of prompt tokens are made in chunks of about this size
 

@@ -69,7 +69,7 @@ def value_of(order):
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr", "min_p_ptr"])
 def filter_kernel(logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, width, SWEEP: tl.constexpr):
     """One row: entries above a limit stay, and the first `room` of those at it."""
     row = tl.program_id(0).to(tl.int64)
@@ -132,7 +132,7 @@ def count_kernel(history_ptr, prompt_len_ptr, len_ptr, seen_ptr, length, width, 
     tl.atomic_or(seen_ptr + row * width + token, 1, mask=present & (at < tl.load(prompt_len_ptr + row)), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["presence_ptr", "frequency_ptr", "repetition_ptr"])
 def penalize_kernel(
     logits_ptr, seen_ptr, presence_ptr, frequency_ptr, repetition_ptr, out_ptr, width, SLICE: tl.constexpr
 ):

@@ -1,0 +1,90 @@
+"""A program, not a test: which variants of which kernels a start asks for, and which serving asks for beyond these.
+
+Kernels are neither compiled nor run: a launch is noted by what Triton compiles anew for (constants, dtypes, alignment,
+numbers that are 1 or that 16 divides), so what tensors hold means nothing.  Takes options of the configuration as JSON;
+prints {"start": names, "serving": launches}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from triton.runtime.jit import JITFunction, KernelParam
+
+from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.fake_device import FakeDevice
+from tests.runner.test_runner import prompt
+from tokserve import device, ops
+from tokserve.models.dummy import tiny_config
+from tokserve.ops.triton import float8, linear
+from tokserve.params import SamplingParams
+
+noted: Counter[str] = Counter()
+bind = ops.bind
+
+
+def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    parts = [kind(parameter, value) for parameter, value in zip(self.params, arguments, strict=True)]
+    noted[f"{self.__name__} {', '.join(filter(None, parts))} {options}"] += 1
+
+
+def kind(parameter: KernelParam, value: Any) -> str:
+    if parameter.is_constexpr:
+        return f"{parameter.name}={value}"
+    if isinstance(value, torch.Tensor):
+        aligned = value.data_ptr() % 16 == 0 or parameter.do_not_specialize_on_alignment
+        return f"{parameter.name} {value.dtype}{'' if aligned else ' unaligned'}"
+    if isinstance(value, int) and not parameter.do_not_specialize:
+        return f"{parameter.name}{' is 1' if value == 1 else ' by 16' if value % 16 == 0 else ''}"
+    return ""
+
+
+def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
+    bound = bind("cuda")
+    ops.home = torch.device("cpu")
+    return bound
+
+
+def jobs() -> list[Job]:
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"logprobs": 0}, {"logprobs": 7, "temperature": 0.3}, {"top_p": 0.9, "logprobs": 12},
+        {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
+        {"logprobs": 3, "logprobs_mode": "temperature"}, {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
+        {"logprobs": 1, "logprob_token_ids": [5, 6, 7]}, {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
+    ]  # fmt: skip
+    return [
+        Job(prompt(1 + 23 * i % 190, i), SamplingParams(max_tokens=3 + i % 4, **each), i)
+        for i, each in enumerate(asked + asked)
+    ]
+
+
+def main() -> None:
+    JITFunction.run = note
+    linear.home = float8.home = lambda: torch.device("cpu")
+    functional.embedding = lambda ids, weight: weight.new_zeros(len(ids), weight.shape[1])
+    ops.bind = bind_kernels
+    device.use = lambda kind: FakeDevice()
+    with tempfile.TemporaryDirectory() as path:
+        hf = tiny_config("qwen3", num_hidden_layers=1, vocab_size=5008, max_position_embeddings=4096)
+        runner, facts = make_runner(
+            Path(path), hf, max_num_seqs=24, max_model_len=300, block_size=64, dtype="bfloat16",
+            max_num_batched_tokens=256, **json.loads(sys.argv[1]),
+        )  # fmt: skip
+    start = set(noted)
+    for job in jobs():
+        Driver(runner, facts).run([job.fresh()])
+    for chunk in (1 << 30, 100, 16, 7):
+        Driver(runner, facts).run(jobs(), chunk=chunk)
+    serving = sorted(set(noted) - start)
+    json.dump({"start": [each.split()[0] for each in start], "serving": serving}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
