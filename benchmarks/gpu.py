@@ -11,8 +11,10 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +26,7 @@ import torch
 
 from tokserve import ops
 from tokserve.config import Config
+from tokserve.errors import StartError
 from tokserve.models import dummy
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow, StepPlan
@@ -74,7 +77,7 @@ def few_values(shape: tuple[int, ...], deviation: float) -> torch.Tensor:
     return (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * deviation).cpu()
 
 
-def make(shape: str, layers: int, rows: int) -> Runner:
+def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
     """A runner with random weights for `rows` requests of CONTEXT tokens and STEPS more."""
     length = CONTEXT + 4 * (STEPS + WARM)
     hf = SHAPES[shape] | {
@@ -86,7 +89,7 @@ def make(shape: str, layers: int, rows: int) -> Runner:
     (directory / "config.json").write_text(json.dumps(hf))
     config = Config.make(
         model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=length, depth=2,
-        max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64,
+        max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64, **options,
     )  # fmt: skip
     runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
     dummy.values = lambda name, shape, seed, tied: few_values(tuple(shape), shape[-1] ** -0.5)
@@ -134,21 +137,32 @@ def step_bytes(runner: Runner, rows: int) -> int:
     """Bytes of weights and of keys and values that a decode step reads."""
     spec = runner._model.spec
     parameters = runner._model.parameters_by_name()
-    read = sum(int(np.prod(p.shape)) for name, p in parameters.items() if spec.tied or "embed_tokens" not in name)
-    kv = sum(each.bytes_per_token() for each in runner._model.kv_specs())
-    return 2 * read + rows * kv * (CONTEXT + WARM + STEPS // 2)
+    read = sum(
+        int(np.prod(p.shape)) * p.dtype.itemsize
+        for name, p in parameters.items()
+        if spec.tied or "embed_tokens" not in name
+    )
+    kv = sum(each.bytes_per_token() for each in runner._layout.specs)
+    return read + rows * kv * (CONTEXT + WARM + STEPS // 2)
 
 
-def sampling_seconds(rows: int) -> float:
-    """`draw` with the drawn token's logprob."""
-    logits, index = torch.randn(rows, VOCAB, device="cuda"), torch.arange(rows, device="cuda")
+def prompt_flops(runner: Runner) -> float:
+    """Operations of the projections for a prompt token; attention's come on top."""
+    parameters = runner._model.parameters_by_name()
+    return 2.0 * sum(int(np.prod(p.shape)) for name, p in parameters.items() if "_proj" in name)
+
+
+def sampling_seconds(rows: int) -> tuple[float, float]:
+    """`draw` with the drawn token's logprob; and what top-k and top-p take before it."""
+    logits, index = torch.randn(rows, VOCAB, device="cuda") * 3, torch.arange(rows, device="cuda")
     ones = torch.ones(rows, device="cuda")
-    return median_seconds(lambda: ops.draw(logits, index, index, index < 0, ones, False, 0))
+    draw = median_seconds(lambda: ops.draw(logits, index, index, index < 0, ones, False, 0))
+    return draw, median_seconds(lambda: ops.filter_logits(logits, ones.int() * 20, ones * 0.95, ones * 0.0))
 
 
-def measure(shape: str, layers: int, rows: int, card: Card) -> dict[str, Any]:
+def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> dict[str, Any]:
     """One row of the table, exact and fast."""
-    runner = make(shape, layers, rows)
+    runner = make(shape, layers, rows, **options)
     prefill(runner, rows)
     prompt_rate = prefill(runner, rows)
     exact = decode(runner, rows, CONTEXT)
@@ -156,17 +170,18 @@ def measure(shape: str, layers: int, rows: int, card: Card) -> dict[str, Any]:
     graph = runner._graphs._graphs[rows]
     with torch.inference_mode():
         replay = median_seconds(graph.replay)
-    sampling = sampling_seconds(rows)
+    sampling, filtering = sampling_seconds(rows)
     roofline = step_bytes(runner, rows) / card.bytes_per_second
     ops.bind("cuda", exact=False)
     with torch.inference_mode():
         runner._record()
     fast = decode(runner, rows, CONTEXT + STEPS + WARM)
     return {
-        "model": f"{shape} shapes, {layers} layers", "rows": rows, "prefill_tok_s": round(prompt_rate),
+        "model": f"{shape} shapes, {layers} layers", "options": options, "rows": rows,
+        "prefill_tok_s": round(prompt_rate), "prefill_share": prompt_rate * prompt_flops(runner) / card.flops,
         "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
         "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
-        "sampling_share": sampling / exact, "outside_graph_us": (exact - replay) * 1e6,
+        "sampling_share": sampling / exact, "top_p_ms": filtering * 1e3, "outside_graph_us": (exact - replay) * 1e6,
     }  # fmt: skip
 
 
@@ -178,18 +193,31 @@ def main() -> None:
     card = measure_card()
     found: dict[str, Any] = {"card": vars(card), "torch": torch.__version__, "rows": []}
     print(f"{card.name}: copies {card.bytes_per_second / 1e12:.2f} TB/s, bf16 {card.flops / 1e12:.0f} TFLOP/s")
-    for target, shape, layers, rows in (("G2", "0.6B", 28, 1), ("G1", "8B", 6, 1), ("G3", "8B", 6, 256)):
-        row = {"target": target} | measure(shape, layers, rows, card)
+    float8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    wanted: list[tuple[str, str, int, int, dict[str, Any]]] = [
+        ("G2", "0.6B", 28, 1, {}), ("G1", "8B", 6, 1, {}), ("G3", "8B", 6, 256, {}),
+        ("G3 in float8", "8B", 6, 256, float8),
+    ]  # fmt: skip
+    failed = 0
+    for target, shape, layers, rows, options in wanted:
+        try:
+            row = {"target": target} | measure(shape, layers, rows, card, **options)
+        except (RuntimeError, StartError):  # the next row may do
+            traceback.print_exc()
+            failed += 1
+            continue
         found["rows"].append(row)
         out.write_text(json.dumps(found, indent=1))
         print(
             f"{target}: {row['model']}, {rows} rows: {row['decode_tok_s']} tok/s, {row['roofline_share']:.0%} of"
             f" the roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} (G7);"
-            f" {row['outside_graph_us']:.0f} us outside the graph (G8); prefill {row['prefill_tok_s']} tok/s",
+            f" {row['outside_graph_us']:.0f} us outside the graph (G8); prefill {row['prefill_tok_s']} tok/s,"
+            f" {row['prefill_share']:.0%} of the card; top-k and top-p {row['top_p_ms']:.2f} ms",
             flush=True,
         )
         gc.collect()
         torch.cuda.empty_cache()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

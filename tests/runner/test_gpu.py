@@ -44,6 +44,15 @@ def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype
     assert outcomes(Driver(runner, facts, seed=2).run(jobs(), chunk=7, preempt_after=preempt)) == alone
 
 
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
+def test_float8_changes_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
+    runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", **options)
+    assert facts.facts["exact"] is True
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
+    assert all(all(finite) for _, finite, *_ in alone)
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
+
+
 def test_two_steps_in_flight_change_no_bit(tmp_path: Path) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3"), dtype="bfloat16", depth=2)
     made = [
