@@ -30,9 +30,12 @@ if [ -n "$wheels" ]; then
   PYTHONPATH="$PWD:$site${PYTHONPATH#"$PWD"}"
 fi
 "$python" - <<'MACHINE' 2>&1 | tee "$out/summary.txt" || exit 1
-import importlib.metadata as metadata, os, platform, shutil, sys
+import importlib.metadata as metadata, os, platform, shutil, sys, sysconfig
 import torch, triton
-print("python", platform.python_version(), "cores", len(os.sched_getaffinity(0)), "cc", shutil.which("cc") or "MISSING: triton needs one")
+header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+print("python", platform.python_version(), "cores", len(os.sched_getaffinity(0)), "cc", shutil.which("cc"), header, os.path.exists(header))
+if not (shutil.which("cc") and os.path.exists(header)):
+    print("WARNING: triton compiles its launchers with a C compiler and Python.h")
 for name in "torch triton transformers numpy msgspec pyzmq fastapi uvicorn pydantic prometheus-client httpx pytest pytest-xdist".split():
     try:
         print(name, metadata.version(name), end="; ")

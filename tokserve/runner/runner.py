@@ -84,6 +84,12 @@ class Runner:
 
     def load(self) -> DeviceFacts:
         """Bind ops, load the weights, reserve the KV cache and run once.  Raises StartError."""
+        try:
+            return self._load()
+        except torch.OutOfMemoryError as error:
+            raise StartError(f"the model is too large for the device: {str(error).partition('. ')[0]}") from error
+
+    def _load(self) -> DeviceFacts:
         config, runtime = self._config, self._runtime_config
         began = time.perf_counter()
         threads = device.set_threads(runtime.cpu_threads)

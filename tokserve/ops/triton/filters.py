@@ -16,7 +16,7 @@ from tokserve.ops.triton.launch import EXACT, warps
 from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
-SWEEP = 512  # entries that a threshold search looks at at a time
+SWEEP = 1024  # entries that a threshold search looks at at a time
 CHUNK = 1024  # tokens of a history that one program counts
 NEVER = tl.constexpr(float("-inf"))
 UNIT = tl.constexpr(float(1 << 40))  # masses are counted in 2^-40 of the most probable entry's
@@ -116,7 +116,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     rows, width = logits.shape
     out = torch.empty_like(logits)
     if rows:
-        filter_kernel[(rows,)](logits, top_k, top_p, min_p, out, width, SWEEP, num_warps=8, **EXACT)
+        filter_kernel[(rows,)](logits, top_k, top_p, min_p, out, width, SWEEP, num_warps=16, **EXACT)
     return out
 
 
