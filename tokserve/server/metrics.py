@@ -258,9 +258,10 @@ class Metrics(Collector):
 
     def _cache_labels(self) -> dict[str, str]:
         cache, ready = self._config.cache, self._llm.ready
+        dtype = self._config.model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
         return {
             "block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks),
-            "kv_cache_size_tokens": str(ready.num_blocks * ready.block_size), "cache_dtype": self._config.model.dtype,
+            "kv_cache_size_tokens": str(ready.num_blocks * ready.block_size), "cache_dtype": dtype,
             "enable_prefix_caching": str(cache.enable_prefix_caching),
             "gpu_memory_utilization": str(cache.gpu_memory_utilization),
             "kv_cache_memory_bytes": str(cache.kv_cache_memory_bytes),
