@@ -72,7 +72,7 @@ tests() { # tests NAME SECONDS MODULES ARGUMENT...
   local name=$1 limit=$2 modules=$3
   shift 3
   part "$name" "$limit" "msgspec psutil pytest $modules" "$python" -m pytest -q -rfE --tb=short --maxfail=25 \
-    -p no:cacheprovider -o addopts= -o filterwarnings=default --import-mode=importlib "$@"
+    -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=$((limit - 15)) --import-mode=importlib "$@"
 }
 
 tests kernels 150 "" $workers tests/ops/test_triton.py
