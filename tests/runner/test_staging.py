@@ -84,8 +84,16 @@ def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...
     assert fake.replayed > 0
 
 
+def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
+    runner, facts, _ = staged
+    step = 1 << 20  # what the played device says of every run
+    logits = 4 * 320 * (1 + 2 + 4 + 8 + 16)  # of the buckets but the largest, 24
+    assert runner._measure(facts.layout.specs) == 3 * step + logits
+
+
 def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path, enforce_eager=True)
+    assert runner._measure(facts.layout.specs) == 2 << 20
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
 
