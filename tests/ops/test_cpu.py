@@ -22,10 +22,11 @@ registry.load_extension("cpu")
 PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
 }  # fmt: skip
-STAGED = {"edit_rows", "prepare_step"}  # for devices with memory of their own
-NAMES = [name for name in OPS if name not in PACKING.values() and name not in STAGED]
+# for devices with memory of their own, and for those that compute with float8
+ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "linear_float8"}
+NAMES = [name for name in OPS if name not in PACKING.values() and name not in ELSEWHERE]
 CALLS: dict[str, Callable[..., Any]] = {
-    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in STAGED
+    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in ELSEWHERE
 }
 
 
@@ -56,7 +57,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def test_every_op_has_a_cpp_implementation() -> None:
-    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == STAGED
+    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == ELSEWHERE
 
 
 def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
