@@ -3,8 +3,8 @@
 // splits merge in ascending order.  A row's arithmetic is that sequence for its own position: which other rows share
 // its tile, and whether splits were computed by one thread or several, changes nothing.  Keys a row must not see weigh
 // exactly zero, and blocks without any key for the tile are left out.
+#include "pages.h"
 #include "table.h"
-#include "tile.h"
 
 namespace tokserve {
 namespace TOKSERVE_ISA {
@@ -15,33 +15,21 @@ constexpr float kNever = -__builtin_inff();
 
 int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// The format in which T's scores are computed: pairs where the processor multiplies them, else float32.
-template <class T>
-struct ScoreFormat {
-  using Format = Plain<float>;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct ScoreFormat<bf16> {
-  using Format = Pairs;
-};
-#endif
-
 // The softmax so far of each row: largest score, sum of exponentials, weighted sum of values.
 struct State {
-  float* top;   // [rows]
-  float* mass;  // [rows]
+  float* top;   // [padded rows]
+  float* mass;  // [padded rows]
   float* sums;  // [rows][padded dim]
 };
 
-State state_at(float* memory, int64_t rows, int64_t width) {
-  (void)width;
-  return {memory, memory + rows, memory + 2 * rows};
+State state_at(float* memory, int64_t rows) {
+  const int64_t padded = rounded_up(rows, kLanes);
+  return {memory, memory + padded, memory + 2 * padded};
 }
-int64_t state_floats(int64_t rows, int64_t width) { return rows * (2 + width); }
+int64_t state_floats(int64_t rows, int64_t width) { return 2 * rounded_up(rows, kLanes) + rows * width; }
 
 void clear(const State& state, int64_t rows, int64_t width) {
-  for (int64_t r = 0; r < rows; r++) state.top[r] = kNever, state.mass[r] = 0.0f;
+  for (int64_t r = 0; r < rounded_up(rows, kLanes); r++) state.top[r] = kNever, state.mass[r] = 0.0f;
   std::memset(state.sums, 0, rows * width * sizeof(float));
 }
 
@@ -72,109 +60,113 @@ void merge(const State& into, const State& from, int64_t rows, int64_t width) {
   }
 }
 
-// Sixteen rows of sixteen words, `stride` bytes apart, become sixteen columns.
-#if defined(__AVX512F__)
-TOKSERVE_INLINE __m512i quarter(const char* row, int64_t stride) {  // four words of rows 0, 4, 8 and 12
-  const auto four = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i * stride)); };
-  __m512i words = _mm512_castsi128_si512(four(0));
-  words = _mm512_inserti32x4(words, four(4), 1);
-  words = _mm512_inserti32x4(words, four(8), 2);
-  return _mm512_inserti32x4(words, four(12), 3);
+// Rounds sixteen weights to what the product takes; returns what it then counts them as.
+[[maybe_unused]] TOKSERVE_INLINE F put_weights(float* to, F weights) {
+  store(to, weights);
+  return weights;
 }
-
-TOKSERVE_INLINE void transpose(const char* rows, int64_t stride, I* columns) {
-  for (int j = 0; j < 16; j += 4, rows += 16) {
-    const __m512i a = quarter(rows, stride), b = quarter(rows + stride, stride);
-    const __m512i c = quarter(rows + 2 * stride, stride), d = quarter(rows + 3 * stride, stride);
-    const __m512i ab_low = _mm512_unpacklo_epi32(a, b), ab_high = _mm512_unpackhi_epi32(a, b);
-    const __m512i cd_low = _mm512_unpacklo_epi32(c, d), cd_high = _mm512_unpackhi_epi32(c, d);
-    columns[j].v = _mm512_unpacklo_epi64(ab_low, cd_low);
-    columns[j + 1].v = _mm512_unpackhi_epi64(ab_low, cd_low);
-    columns[j + 2].v = _mm512_unpacklo_epi64(ab_high, cd_high);
-    columns[j + 3].v = _mm512_unpackhi_epi64(ab_high, cd_high);
-  }
-}
-#else
-TOKSERVE_INLINE void transpose(const char* rows, int64_t stride, I* columns) {
-  for (int j = 0; j < kLanes; j++) {
-    uint32_t column[kLanes];
-    for (int i = 0; i < kLanes; i++) std::memcpy(column + i, rows + i * stride + 4 * j, 4);
-    columns[j] = iload(column);
-  }
+#if defined(__AVX512BF16__)
+TOKSERVE_INLINE F put_weights(bf16* to, F weights) {
+  const __m256i half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weights.v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
 #endif
 
-// Up to sixteen words of a key from word `at` on: floats, or pairs of bfloat16.  What lies past `dim` is zero.
-template <class Format, class T>
-TOKSERVE_INLINE I key_words(const T* key, int64_t at, int64_t dim) {
-  if constexpr (Format::kDepth == 2) {
-    if (2 * (at + kLanes) <= dim) return iload(reinterpret_cast<const uint32_t*>(key + 2 * at));
-    uint32_t words[kLanes] = {};
-    std::memcpy(words, key + 2 * at, (dim - 2 * at) * sizeof(T));
-    return iload(words);
-  } else {
-    return as_int(load_part(key + at, dim - at));
-  }
-}
-
-// Where the rows of a block of keys or values are: sixteen positions at a time lie one after another.
+// Where the keys or values of a block are, sixteen positions at a time, as PageLayout says.
 template <class T>
 struct Runs {
   const T* at[kKeyBlock / kLanes];
+  int64_t step;  // elements from one step of the product to the next
 };
 
-// Pages lie anywhere, so the processor does not see what comes next: whoever works on row i of one array asks for row i
-// of the array that follows.
-template <class T>
-TOKSERVE_INLINE void fetch(const T* row, int64_t at, int64_t elements) {
-  const char* line = reinterpret_cast<const char*>(row + at);
-  for (int64_t i = 0; i < elements * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i, 0, 2);
-}
-
-// A block's keys (rows of dim elements) as a panel: [steps][64] words.  Only runs that touch [begin, end).
-// Fetches the same rows of `next`.
-template <class Format, class T>
-void make_panel(const Runs<T>& keys, int64_t begin, int64_t end, int64_t dim, uint32_t* panel, const Runs<T>& next) {
-  const int64_t steps = (dim + Format::kDepth - 1) / Format::kDepth;
-  for (int64_t run = begin / kLanes; run * kLanes < end; run++) {
-    const T* keys_of_run = keys.at[run];
-    for (int64_t at = 0; at < steps; at += kLanes) {
-      for (int i = 0; i < kLanes; i++) fetch(next.at[run] + i * dim, at * Format::kDepth, kLanes * Format::kDepth);
-      I words[kLanes];
-      if (Format::kDepth * sizeof(T) == 4 && Format::kDepth * (at + kLanes) <= dim) {  // as they lie
-        transpose(reinterpret_cast<const char*>(keys_of_run + at * Format::kDepth), dim * sizeof(T), words);
-      } else {
-        uint32_t rows[kLanes][kLanes];
-        for (int i = 0; i < kLanes; i++) istore(rows[i], key_words<Format>(keys_of_run + i * dim, at, dim));
-        transpose(reinterpret_cast<const char*>(rows), sizeof rows[0], words);
-      }
-      const int64_t count = least(kLanes, steps - at);
-      for (int64_t i = 0; i < count; i++) istore(panel + (at + i) * kPanel + run * kLanes, words[i]);
+// scores [ROWS][64] = queries [ROWS][steps * depth] times the keys of VECTORS runs from `run` on.
+// Pages lie anywhere, so the processor does not see what comes next: meanwhile the same runs of `next` are fetched, if
+// there is one.
+template <class Format, int ROWS, int VECTORS, class T>
+TOKSERVE_INLINE void score(const typename Format::Row* queries, int64_t stride, const Runs<T>& keys, int run, int64_t steps,
+                           float* scores, const Runs<T>* next) {
+  F sum[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) sum[r][v] = fzero();
+  }
+  for (int64_t i = 0; i < steps; i++) {
+    decltype(Format::load_weight(keys.at[0])) key[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      key[v] = Format::load_weight(keys.at[run + v] + i * keys.step);
+      if (next) __builtin_prefetch(next->at[run + v] + i * kLanes * Format::kDepth, 0, 2);
     }
+    for (int r = 0; r < ROWS; r++) {
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(queries + r * stride + i * Format::kDepth, key[v], sum[r][v]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) store(scores + r * kKeyBlock + (run + v) * kLanes, sum[r][v]);
   }
 }
 
-// sums [ROWS][width] += weights [ROWS][64] times values, for VECTORS vectors of the head from `column` on.  Fetches the
-// same columns of `next`, if there is one.
-template <class T, int ROWS, int VECTORS>
-TOKSERVE_INLINE void add_values(const float* weights, const Runs<T>& values, int64_t begin, int64_t end, int64_t dim,
-                                int64_t column, float* sums, int64_t width, const Runs<T>* next) {
+// The same for 1 <= rows <= kTileRows and the runs that touch [begin, end), and perhaps more: several chains at once
+// hide latency.
+template <class Format, int ROWS = kTileRows, class T>
+void score_up_to(int64_t rows, const typename Format::Row* queries, int64_t stride, const Runs<T>& keys, int64_t begin,
+                 int64_t end, int64_t steps, float* scores, const Runs<T>* next) {
+  if (rows != ROWS) {
+    if constexpr (ROWS > 1) score_up_to<Format, ROWS - 1>(rows, queries, stride, keys, begin, end, steps, scores, next);
+    return;
+  }
+  constexpr int vectors = ROWS == 1 ? kPanelVectors : kTileVectors;
+  int run = static_cast<int>(begin / kLanes);
+  const int stop = static_cast<int>((end + kLanes - 1) / kLanes);
+  if constexpr (vectors == kPanelVectors) {
+    if (stop - run > 2) return score<Format, ROWS, 4>(queries, stride, keys, 0, steps, scores, next);
+    return score<Format, ROWS, 2>(queries, stride, keys, least(run, 2), steps, scores, next);
+  }
+  for (; run < stop; run++) score<Format, ROWS, 1>(queries, stride, keys, run, steps, scores, next);
+}
+
+// Sixteen words, or the first n of them and zeros.
+template <class Format, bool WHOLE, class T>
+TOKSERVE_INLINE auto load_words(const T* p, int64_t n) {
+  if (WHOLE || n >= kLanes) return Format::load_weight(p);
+  T words[kLanes * Format::kDepth] = {};
+  std::memcpy(words, p, n * Format::kDepth * sizeof(T));
+  return Format::load_weight(words);
+}
+
+// What lies in a pair of positions but outside [begin, end) may be anything, so that no weight makes it nothing.
+TOKSERVE_INLINE I seen_of(I pair, int64_t at, int64_t begin, int64_t end) {
+  if (at < begin) pair = pair & iset(0xffff0000);
+  if (at + 1 >= end) pair = pair & iset(0x0000ffff);
+  return pair;
+}
+TOKSERVE_INLINE F seen_of(F values, int64_t, int64_t, int64_t) { return values; }
+
+// sums [ROWS][width] += weights [ROWS][64] times values of positions [begin, end), for VECTORS vectors of the head from
+// `column` on.  Fetches as many keys of `next`, if there is one.
+template <class Format, int ROWS, int VECTORS, class T>
+TOKSERVE_INLINE void add_values(const typename Format::Row* weights, const Runs<T>& values, int64_t begin, int64_t end,
+                                int64_t dim, int64_t column, float* sums, int64_t width, const Runs<T>* next) {
+  constexpr int64_t depth = Format::kDepth;
   F sum[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECTORS; v++) sum[r][v] = load(sums + r * width + column + v * kLanes);
   }
-  const int64_t part = least(kLanes, dim - column);
+  int64_t at = begin / depth * depth;
   for (int64_t run = begin / kLanes; run * kLanes < end; run++) {
     const int64_t stop = least(end, (run + 1) * kLanes);
-    for (int64_t key = most(begin, run * kLanes); key < stop; key++) {
-      const int64_t row = key % kLanes * dim + column;
-      const T* value = values.at[run] + row;
-      if (next) fetch(next->at[run], row, VECTORS * kLanes);
-      F loaded[VECTORS];
-      for (int v = 0; v < VECTORS; v++) loaded[v] = VECTORS == 1 ? load_part(value, part) : load(value + v * kLanes);
+    for (; at < stop; at += depth) {
+      const int64_t row = at % kLanes / depth;
+      const T* value = values.at[run] + row * values.step + column * depth;
+      decltype(Format::load_weight(value)) loaded[VECTORS];
+      for (int v = 0; v < VECTORS; v++) {
+        loaded[v] = load_words<Format, (VECTORS > 1)>(value + v * kLanes * depth, dim - column);
+        if (next) __builtin_prefetch(next->at[run] + ((row * dim + column) / kLanes + v) * next->step, 0, 2);
+      }
+      if (depth > 1 && (at < begin || at + depth > end)) {
+        for (int v = 0; v < VECTORS; v++) loaded[v] = seen_of(loaded[v], at, begin, end);
+      }
       for (int r = 0; r < ROWS; r++) {
-        const F weight = fset(weights[r * kKeyBlock + key]);
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = fma(weight, loaded[v], sum[r][v]);
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(weights + r * kKeyBlock + at, loaded[v], sum[r][v]);
       }
     }
   }
@@ -183,140 +175,195 @@ TOKSERVE_INLINE void add_values(const float* weights, const Runs<T>& values, int
   }
 }
 
-template <class T, int ROWS = kTileRows>
-void add_values_up_to(int64_t rows, const float* weights, const Runs<T>& values, int64_t begin, int64_t end, int64_t dim,
-                      float* sums, int64_t width, const Runs<T>* next) {
+template <class Format, int ROWS = kTileRows, class T>
+void add_values_up_to(int64_t rows, const typename Format::Row* weights, const Runs<T>& values, int64_t begin, int64_t end,
+                      int64_t dim, float* sums, int64_t width, const Runs<T>* next) {
   if (rows != ROWS) {
-    if constexpr (ROWS > 1) add_values_up_to<T, ROWS - 1>(rows, weights, values, begin, end, dim, sums, width, next);
+    if constexpr (ROWS > 1) add_values_up_to<Format, ROWS - 1>(rows, weights, values, begin, end, dim, sums, width, next);
     return;
   }
   int64_t column = 0;
   for (; column + kTileVectors * kLanes <= dim; column += kTileVectors * kLanes) {
-    add_values<T, ROWS, kTileVectors>(weights, values, begin, end, dim, column, sums, width, next);
+    add_values<Format, ROWS, kTileVectors>(weights, values, begin, end, dim, column, sums, width, next);
   }
   if constexpr (kTileVectors > 2) {  // several chains at once for what is left, too
     for (; column + 2 * kLanes <= dim; column += 2 * kLanes) {
-      add_values<T, ROWS, 2>(weights, values, begin, end, dim, column, sums, width, next);
+      add_values<Format, ROWS, 2>(weights, values, begin, end, dim, column, sums, width, next);
     }
   }
   for (; column < dim; column += kLanes) {
-    add_values<T, ROWS, 1>(weights, values, begin, end, dim, column, sums, width, next);
+    add_values<Format, ROWS, 1>(weights, values, begin, end, dim, column, sums, width, next);
   }
 }
 
 template <class T>
 struct Tile {
-  using Format = typename ScoreFormat<T>::Format;
+  using Format = typename PageFormat<T>::Format;
+  using Row = typename Format::Row;
+  static constexpr int64_t kDepth = Format::kDepth;
 
   const AttentionArgs& a;
   const AttentionTile& tile;
+  const PageLayout<T> layout{a.page, a.dim};
   const int64_t group = a.heads / a.kv_heads;
   const int64_t rows = tile.queries * group;  // query * group + head of the group
-  const int64_t steps = (a.dim + Format::kDepth - 1) / Format::kDepth;
-  const int64_t row_length = steps * Format::kDepth;  // elements of a query row in scratch
+  const int64_t steps = (a.dim + kDepth - 1) / kDepth;
+  const int64_t row_length = steps * kDepth;  // elements of a query row in scratch
   const int64_t width = rounded_up(a.dim, kLanes);
   const int64_t last = tile.position + tile.queries - 1;
-  const int64_t first_key = a.window > 0 ? most<int64_t>(0, tile.position - a.window + 1) : 0;
+  const int64_t first_key = first_seen(tile.position);
 
-  typename Format::Row* queries;  // [rows][row_length]
-  uint32_t* panel;                // [steps][64]
-  float* scores;                  // [rows][64]
-  float* states;                  // two states
-  T* gathered;                    // [2][64][dim]: a block's keys and values, where no run of a page holds sixteen
+  float* scores;  // [rows][64]
+  float* states;  // two states
+  Row* queries;   // [rows][row_length]
+  Row* weights;   // [rows][64]
+  T* keys;        // [steps][64][depth], where pages are not arranged
+  T* values;      // [64 / depth][dim][depth], likewise
 
   Tile(const AttentionArgs& args, const AttentionTile& which, char* scratch) : a(args), tile(which) {
-    panel = reinterpret_cast<uint32_t*>(scratch);
-    scores = reinterpret_cast<float*>(panel + steps * kPanel);
+    scores = reinterpret_cast<float*>(scratch);
     states = scores + rows * kKeyBlock;
-    gathered = reinterpret_cast<T*>(states + 2 * state_floats(rows, width));
-    queries = reinterpret_cast<typename Format::Row*>(gathered + (in_place() ? 0 : 2 * kKeyBlock * a.dim));
+    weights = reinterpret_cast<Row*>(states + 2 * state_floats(rows, width));
+    queries = weights + rows * kKeyBlock;
+    keys = reinterpret_cast<T*>(queries + rows * row_length);
+    values = keys + row_length * kKeyBlock;
   }
+
+  int64_t first_seen(int64_t position) const { return a.window > 0 ? most<int64_t>(0, position - a.window + 1) : 0; }
+  int64_t position_of(int64_t row) const { return tile.position + row / group; }
 
   void read_queries() {
     for (int64_t r = 0; r < rows; r++) {
       const T* from = static_cast<const T*>(a.q) + (tile.token + r / group) * a.q_stride +
                       (tile.kv_head * group + r % group) * a.dim;
-      typename Format::Row* to = queries + r * row_length;
-      if constexpr (Format::kDepth == 2) {
+      Row* to = queries + r * row_length;
+      if (row_length > a.dim) to[a.dim] = Row{};
+      if constexpr (sizeof(Row) == sizeof(T)) {
         std::memcpy(to, from, a.dim * sizeof(T));
-        if (row_length > a.dim) to[a.dim].bits = 0;
       } else {
         for (int64_t i = 0; i < a.dim; i += kLanes) store_part(to + i, load_part(from + i, a.dim - i), a.dim - i);
       }
     }
   }
 
-  bool in_place() const { return a.page % kLanes == 0; }
-
-  const T* row_at(const void* cache, int64_t position) const {
+  const T* head_at(const void* cache, int64_t position) const {
     const int64_t page = tile.pages[position / a.page];
-    return static_cast<const T*>(cache) + ((page * a.kv_heads + tile.kv_head) * a.page + position % a.page) * a.dim;
+    return static_cast<const T*>(cache) + (page * a.kv_heads + tile.kv_head) * a.page * a.dim;
   }
 
-  // The runs that touch [begin, end) of the block; the others point to one that may be read.  Unless they are in place,
-  // rows [begin, end) are copied to `copies` and the rest there means nothing.
-  Runs<T> find(const void* cache, int64_t base, int64_t begin, int64_t end, T* copies) const {
-    Runs<T> runs;
+  // The runs of a block that touch [begin, end); the others point to one that may be read.
+  void find(int64_t base, int64_t begin, int64_t end, Runs<T>& key_runs, Runs<T>& value_runs) const {
     const int64_t first = begin / kLanes;
-    for (int64_t i = begin; i < end && !in_place(); i++) {
-      std::memcpy(copies + i * a.dim, row_at(cache, base + i), a.dim * sizeof(T));
+    for (int64_t i = 0; i < kKeyBlock / kLanes; i++) {
+      const int64_t run = i < first || i * kLanes >= end ? first : i, position = base + run * kLanes;
+      key_runs.at[i] = head_at(a.k_cache, position) + layout.key_at(position % a.page);
+      value_runs.at[i] = head_at(a.v_cache, position) + layout.value_at(position % a.page);
     }
-    for (int64_t run = first; run * kLanes < end; run++) {
-      runs.at[run] = in_place() ? row_at(cache, base + run * kLanes) : copies + run * kLanes * a.dim;
-    }
-    for (int64_t run = 0; run < first; run++) runs.at[run] = runs.at[first];
-    for (int64_t run = (end + kLanes - 1) / kLanes; run < kKeyBlock / kLanes; run++) runs.at[run] = runs.at[first];
-    return runs;
+    key_runs.step = a.page * kDepth, value_runs.step = a.dim * kDepth;
   }
 
-  // Scores of row r for the block become weights; its state moves to the new top.
-  void weigh(int64_t r, int64_t base, const State& state) {
-    const int64_t position = tile.position + r / group;
-    const float from = static_cast<float>(a.window > 0 ? most<int64_t>(0, position - a.window + 1 - base) : 0);
-    const float to = static_cast<float>(least<int64_t>(kKeyBlock, position + 1 - base));  // columns [from, to) are seen
+  // Rows [begin, end) of the block from pages that hold rows, arranged in scratch.
+  void gather(int64_t base, int64_t begin, int64_t end, Runs<T>& key_runs, Runs<T>& value_runs) const {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = (base + i) % a.page * a.dim;
+      const T *key = head_at(a.k_cache, base + i) + row, *value = head_at(a.v_cache, base + i) + row;
+      for (int64_t d = 0; d < a.dim; d++) {
+        keys[(d / kDepth * kKeyBlock + i) * kDepth + d % kDepth] = key[d];
+        values[(i / kDepth * a.dim + d) * kDepth + i % kDepth] = value[d];
+      }
+      if (row_length > a.dim) keys[((steps - 1) * kKeyBlock + i) * kDepth + 1] = T{};
+    }
+    for (int64_t run = 0; run < kKeyBlock / kLanes; run++) {
+      key_runs.at[run] = keys + run * kLanes * kDepth;
+      value_runs.at[run] = values + run * kLanes * a.dim;
+    }
+    key_runs.step = kKeyBlock * kDepth, value_runs.step = a.dim * kDepth;
+  }
+
+  // Columns of the block that a row at `position` sees.
+  struct Seen {
+    int64_t begin, end;
+  };
+  Seen seen(int64_t from, int64_t to, int64_t base) const {  // by any of the positions from..to
+    return {most<int64_t>(0, first_seen(from) - base), least<int64_t>(kKeyBlock, to + 1 - base)};
+  }
+
+  // Scales the scores of row r for the block and hides those it does not see; returns the largest.
+  float scale(int64_t r, int64_t base) {
+    const Seen columns = seen(position_of(r), position_of(r), base);
+    if (columns.begin >= columns.end) return kNever;
+    const bool all = columns.begin == 0 && columns.end == kKeyBlock;
+    const F from = fset(static_cast<float>(columns.begin)), to = fset(static_cast<float>(columns.end));
     float* row = scores + r * kKeyBlock;
-    F score[kPanelVectors];
     F highest = fset(kNever);
     for (int v = 0; v < kPanelVectors; v++) {
-      const F column = from_int(iota() + iset(v * kLanes));
-      const F scaled = load(row + v * kLanes) * fset(a.scale);
-      score[v] = select(column < fset(to), select(column < fset(from), fset(kNever), scaled), fset(kNever));
-      highest = vmax(highest, score[v]);
+      F score = load(row + v * kLanes) * fset(a.scale);
+      if (!all) {
+        const F column = from_int(iota() + iset(v * kLanes));
+        score = select(column < to, select(column < from, fset(kNever), score), fset(kNever));
+      }
+      store(row + v * kLanes, score);
+      highest = vmax(highest, score);
     }
-    const float block_top = largest(highest);
-    if (block_top == kNever) return std::memset(row, 0, kKeyBlock * sizeof(float)), void();
-    const float top = most(state.top[r], block_top), kept = exp_of(state.top[r] - top);
-    F part[kPanelVectors];
-    for (int v = 0; v < kPanelVectors; v++) {
-      part[v] = exp(score[v] - fset(top));
-      store(row + v * kLanes, part[v]);
+    return largest(highest);
+  }
+
+  // Scores of rows [first, first + count), at most sixteen, become weights; their states move to the new tops.
+  void weigh(int64_t first, int64_t count, int64_t base, const State& state) {
+    float tops[kLanes], kept[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) tops[i] = i < count ? scale(first + i, base) : kNever;
+    const F old = load(state.top + first), block = load(tops);
+    const F top = select(old < block, block, old);
+    store(state.top + first, top);
+    store(kept, exp(old - top));
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t r = first + i;
+      const float* row = scores + r * kKeyBlock;
+      Row* weight = weights + r * kKeyBlock;
+      if (tops[i] == kNever) {
+        std::memset(weight, 0, kKeyBlock * sizeof(Row));
+        continue;
+      }
+      F part[kPanelVectors];
+      for (int v = 0; v < kPanelVectors; v++) {
+        part[v] = put_weights(weight + v * kLanes, exp(load(row + v * kLanes) - fset(state.top[r])));
+      }
+      state.mass[r] = state.mass[r] * kept[i] + sum((part[0] + part[1]) + (part[2] + part[3]));
+      if (kept[i] == 1.0f) continue;
+      float* sums = state.sums + r * width;
+      for (int64_t j = 0; j < width; j += kLanes) store(sums + j, load(sums + j) * fset(kept[i]));
     }
-    state.top[r] = top;
-    state.mass[r] = state.mass[r] * kept + sum((part[0] + part[1]) + (part[2] + part[3]));
-    if (kept == 1.0f) return;
-    float* sums = state.sums + r * width;
-    for (int64_t i = 0; i < width; i += kLanes) store(sums + i, load(sums + i) * fset(kept));
+  }
+
+  // Calls f(first row, number of rows, columns they see) for tiles of nearly equal height that see any.
+  template <class Each>
+  void over_tiles(int64_t base, Each&& f) const {
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int64_t i = 0, r = 0; i < tiles; i++) {
+      const int64_t count = (rows - r) / (tiles - i);
+      const Seen columns = seen(position_of(r), position_of(r + count - 1), base);
+      if (columns.begin < columns.end) f(r, count, columns);
+      r += count;
+    }
   }
 
   void attend_block(int64_t base, const State& state) {
-    const int64_t begin = most<int64_t>(0, first_key - base), end = least(kKeyBlock, last + 1 - base);
-    if (begin >= end) return;
-    const Runs<T> keys = find(a.k_cache, base, begin, end, gathered);
-    const Runs<T> values = find(a.v_cache, base, begin, end, gathered + kKeyBlock * a.dim);
-    make_panel<Format>(keys, begin, end, a.dim, panel, values);
-    const auto* weights = reinterpret_cast<const typename Format::Weight*>(panel);
-    for (int64_t r = 0; r < rows; r += kTileRows) {
-      multiply_up_to<Format, 0>(least<int64_t>(kTileRows, rows - r), queries + r * row_length, row_length, weights, steps,
-                                scores + r * kKeyBlock, true, nullptr);
-    }
-    for (int64_t r = 0; r < rows; r++) weigh(r, base, state);
-    const int64_t after = least(kKeyBlock, last + 1 - (base + kKeyBlock));
-    const bool more = after > 0 && in_place();
-    const Runs<T> next = more ? find(a.k_cache, base + kKeyBlock, 0, after, nullptr) : keys;
-    for (int64_t r = 0; r < rows; r += kTileRows) {
-      add_values_up_to<T>(least<int64_t>(kTileRows, rows - r), scores + r * kKeyBlock, values, begin, end, a.dim,
-                          state.sums + r * width, width, r == 0 && more ? &next : nullptr);
-    }
+    const Seen all = seen(tile.position, last, base), then = seen(tile.position, last, base + kKeyBlock);
+    if (all.begin >= all.end) return;
+    Runs<T> key_runs, value_runs, next_keys, next_values;
+    if (layout.arranged()) find(base, all.begin, all.end, key_runs, value_runs);
+    else gather(base, all.begin, all.end, key_runs, value_runs);
+    const bool more = layout.arranged() && then.begin < then.end;
+    if (more) find(base + kKeyBlock, then.begin, then.end, next_keys, next_values);
+    over_tiles(base, [&](int64_t r, int64_t count, Seen columns) {
+      score_up_to<Format>(count, queries + r * row_length, row_length, key_runs, columns.begin, columns.end, steps,
+                          scores + r * kKeyBlock, r == 0 && layout.arranged() ? &value_runs : nullptr);
+    });
+    for (int64_t r = 0; r < rows; r += kLanes) weigh(r, least(kLanes, rows - r), base, state);
+    over_tiles(base, [&](int64_t r, int64_t count, Seen columns) {
+      add_values_up_to<Format>(count, weights + r * kKeyBlock, value_runs, columns.begin, columns.end, a.dim,
+                               state.sums + r * width, width, r == 0 && more ? &next_keys : nullptr);
+    });
   }
 
   void attend_split(int64_t split, const State& state) {
@@ -338,8 +385,8 @@ struct Tile {
 template <class T>
 void attend_typed(const AttentionArgs& a, const AttentionTile& which, char* scratch) {
   Tile<T> tile(a, which, scratch);
-  const State all = state_at(tile.states, tile.rows, tile.width);
-  const State next = state_at(tile.states + state_floats(tile.rows, tile.width), tile.rows, tile.width);
+  const State all = state_at(tile.states, tile.rows);
+  const State next = state_at(tile.states + state_floats(tile.rows, tile.width), tile.rows);
   tile.read_queries();
   tile.attend_split(which.split_begin, all);
   for (int64_t split = which.split_begin + 1; split < which.split_end; split++) {
@@ -353,16 +400,16 @@ template <class T>
 void attend_split_typed(const AttentionArgs& a, const AttentionTile& which, int64_t split, float* partial, char* scratch) {
   Tile<T> tile(a, which, scratch);
   tile.read_queries();
-  tile.attend_split(split, state_at(partial, tile.rows, tile.width));
+  tile.attend_split(split, state_at(partial, tile.rows));
 }
 
 template <class T>
 void merge_splits_typed(const AttentionArgs& a, const AttentionTile& which, float* partials) {
   alignas(64) char none[1];
   Tile<T> tile(a, which, none);
-  const State all = state_at(partials, tile.rows, tile.width);
+  const State all = state_at(partials, tile.rows);
   for (int64_t i = 1; i < which.split_end - which.split_begin; i++) {
-    merge(all, state_at(partials + i * state_floats(tile.rows, tile.width), tile.rows, tile.width), tile.rows, tile.width);
+    merge(all, state_at(partials + i * state_floats(tile.rows, tile.width), tile.rows), tile.rows, tile.width);
   }
   tile.write_out(all);
 }
@@ -371,8 +418,8 @@ void merge_splits_typed(const AttentionArgs& a, const AttentionTile& which, floa
 
 int64_t attention_scratch(const AttentionArgs& a) {
   const int64_t rows = most(kQueryRows, a.heads / a.kv_heads), width = rounded_up(a.dim, kLanes);
-  const int64_t gathered = a.page % kLanes == 0 ? 0 : 2 * kKeyBlock * a.dim;  // in float32, the widest type
-  const int64_t floats = a.dim * kPanel + rows * kKeyBlock + 2 * state_floats(rows, width) + gathered + rows * (a.dim + 1);
+  const int64_t gathered = (2 * a.dim + 1) * kKeyBlock;
+  const int64_t floats = rows * (2 * kKeyBlock + a.dim + 1) + 2 * state_floats(rows, width) + gathered;  // the widest type
   return floats * static_cast<int64_t>(sizeof(float));
 }
 

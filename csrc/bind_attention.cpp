@@ -11,19 +11,19 @@ namespace {
 
 void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
   const char* op = "store_kv";
-  float_type(k, op);
+  const DType dtype = float_type(k, op);
   const Caches c = caches_of(k_cache, v_cache, k.kind(), op);
   for (const Tensor* t : {&k, &v}) {
     require(t->kind() == k.kind() && t->ndim() == 3 && t->dense(1), op, "k and v must be [T,Hk,D], dense in a token");
     require(t->size(0) == k.size(0) && t->size(1) == c.kv_heads && t->size(2) == c.dim, op, "k and v must fit the caches");
   }
-  const int64_t tokens = k.size(0), item = k.item();
+  const int64_t tokens = k.size(0);
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t* slot = slots.data<int64_t>();
   for (int64_t t = 0; t < tokens; t++) require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
-  const StoreArgs a{item, k.data<char>(), v.data<char>(), k_cache.data<char>(), v_cache.data<char>(), slot,
-                    k.stride(0) * item, v.stride(0) * item, c.kv_heads, c.page, c.dim};
-  over_rows(tokens, c.kv_heads * (10 + 0.05 * item * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+  const StoreArgs a{dtype, k.data<void>(), v.data<void>(), k_cache.data<void>(), v_cache.data<void>(), slot,
+                    k.stride(0), v.stride(0), c.kv_heads, c.page, c.dim};
+  over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
 }
 
 // Cuts the rows into tiles, without kv_head; returns about how many ns of one core they cost.

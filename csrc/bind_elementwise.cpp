@@ -90,7 +90,7 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
                   k_weight ? k_weight->data<void>() : nullptr, q_out.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
                   table.data<float>(), at, slot, heads, c.kv_heads, c.dim, table.size(1), c.page, eps};
   over_rows(tokens, 20 + (heads + c.kv_heads) * (10 + 0.6 * c.dim),
-            [&](int64_t begin, int64_t end) { kernels().norm_rope_store(a, begin, end); });
+            [&](int64_t begin, int64_t end) { kernels().norm_rope_store(a, begin, end, thread_scratch(c.dim * qkv.item())); });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Norms, gated activations, rotary embedding and the write into the KV pages: one row in, one row out.
 // Every row is read in vectors of 16 from its start, so a row's bits depend on the row and its width alone.
 #include "activation.h"
+#include "pages.h"
 #include "table.h"
 
 namespace tokserve {
@@ -105,9 +106,18 @@ void rope_rows(const RopeArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+// Where a slot is: the first element of its page (all heads), and its token in the page.
+struct Slot {
+  int64_t first, token;
+};
+Slot find_slot(int64_t slot, int64_t heads, int64_t page, int64_t dim) {
+  return {slot / page * heads * page * dim, slot % page};
+}
+
 template <class T, class W>
-void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end) {
+void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* key) {
   const int64_t half = a.rot / 2, dim = a.dim;
+  const PageLayout<T> layout{a.page, dim};
   for (int64_t t = begin; t < end; t++) {
     const float* cos = a.table + a.positions[t] * a.rot;
     const auto turn = [&](const T* x, const void* weight, T* out) {
@@ -117,19 +127,34 @@ void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads + 2 * a.k_heads) * dim;
     T* q_out = static_cast<T*>(a.q_out) + t * a.q_heads * dim;
     for (int64_t h = 0; h < a.q_heads; h++, x += dim) turn(x, a.q_weight, q_out + h * dim);
-    const int64_t first = a.slots[t] / a.page * a.k_heads * a.page + a.slots[t] % a.page;  // head 0's row of the cache
+    const Slot slot = find_slot(a.slots[t], a.k_heads, a.page, dim);
     for (int64_t h = 0; h < a.k_heads; h++, x += dim) {
-      const int64_t to = (first + h * a.page) * dim;
-      turn(x, a.k_weight, static_cast<T*>(a.k_cache) + to);
-      std::memcpy(static_cast<T*>(a.v_cache) + to, x + a.k_heads * dim, dim * sizeof(T));
+      const int64_t head = slot.first + h * a.page * dim;
+      turn(x, a.k_weight, key);
+      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, key);
+      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, x + a.k_heads * dim);
     }
   }
 }
 
 template <class T>
-void qkv_typed(const QkvArgs& a, int64_t begin, int64_t end) {
-  if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end);
-  else qkv_rows<T, T>(a, begin, end);
+void qkv_typed(const QkvArgs& a, int64_t begin, int64_t end, char* scratch) {
+  T* key = reinterpret_cast<T*>(scratch);
+  if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end, key);
+  else qkv_rows<T, T>(a, begin, end, key);
+}
+
+template <class T>
+void store_typed(const StoreArgs& a, int64_t begin, int64_t end) {
+  const PageLayout<T> layout{a.page, a.dim};
+  for (int64_t t = begin; t < end; t++) {
+    const Slot slot = find_slot(a.slots[t], a.heads, a.page, a.dim);
+    for (int64_t h = 0; h < a.heads; h++) {
+      const int64_t head = slot.first + h * a.page * a.dim;
+      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, static_cast<const T*>(a.k) + t * a.k_stride + h * a.dim);
+      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, static_cast<const T*>(a.v) + t * a.v_stride + h * a.dim);
+    }
+  }
 }
 
 }  // namespace
@@ -166,23 +191,19 @@ void rope(const RopeArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-void norm_rope_store(const QkvArgs& a, int64_t begin, int64_t end) {
+void norm_rope_store(const QkvArgs& a, int64_t begin, int64_t end, char* scratch) {
   switch (a.dtype) {
-    case DType::f32: return qkv_typed<float>(a, begin, end);
-    case DType::bf16: return qkv_typed<bf16>(a, begin, end);
-    case DType::f16: return qkv_typed<f16>(a, begin, end);
+    case DType::f32: return qkv_typed<float>(a, begin, end, scratch);
+    case DType::bf16: return qkv_typed<bf16>(a, begin, end, scratch);
+    case DType::f16: return qkv_typed<f16>(a, begin, end, scratch);
   }
 }
 
 void store_kv(const StoreArgs& a, int64_t begin, int64_t end) {
-  const int64_t row = a.dim * a.item;
-  for (int64_t t = begin; t < end; t++) {
-    const int64_t block = a.slots[t] / a.page, offset = a.slots[t] % a.page;
-    for (int64_t h = 0; h < a.heads; h++) {
-      const int64_t to = ((block * a.heads + h) * a.page + offset) * row;
-      std::memcpy(a.k_cache + to, a.k + t * a.k_stride + h * row, row);
-      std::memcpy(a.v_cache + to, a.v + t * a.v_stride + h * row, row);
-    }
+  switch (a.dtype) {
+    case DType::f32: return store_typed<float>(a, begin, end);
+    case DType::bf16: return store_typed<bf16>(a, begin, end);
+    case DType::f16: return store_typed<f16>(a, begin, end);
   }
 }
 

@@ -59,7 +59,7 @@ struct QkvArgs {
   const void* q_weight;  // [dim], of the norm over each head; null, both: no norm
   const void* k_weight;
   void* q_out;    // [T, q_heads, dim]
-  void* k_cache;  // [B, k_heads, page, dim]
+  void* k_cache;  // [B, k_heads, page * dim elements as in pages.h]
   void* v_cache;
   const float* table;  // as in RopeArgs
   const int64_t* positions;
@@ -69,11 +69,11 @@ struct QkvArgs {
 };
 
 struct StoreArgs {
-  int64_t item;   // bytes of an element
-  const char* k;  // [T, heads, dim], rows k_stride bytes apart
-  const char* v;
-  char* k_cache;  // [B, heads, page, dim]
-  char* v_cache;
+  DType dtype;
+  const void* k;  // [T, heads, dim], rows k_stride elements apart
+  const void* v;
+  void* k_cache;  // [B, heads, page * dim elements as in pages.h]
+  void* v_cache;
   const int64_t* slots;  // [T]: block * page + offset
   int64_t k_stride, v_stride, heads, page, dim;
 };
@@ -112,7 +112,7 @@ struct Int8Args {
 struct AttentionArgs {
   DType dtype;
   const void* q;        // [T, heads, dim], rows q_stride elements apart
-  const void* k_cache;  // [B, kv_heads, page, dim]
+  const void* k_cache;  // [B, kv_heads, page * dim elements as in pages.h]
   const void* v_cache;
   void* out;  // [T, heads, dim]
   int64_t q_stride, heads, kv_heads, page, dim;
@@ -188,7 +188,7 @@ struct Kernels {
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
-  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end);
+  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
   int64_t (*linear_scratch)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);

@@ -12,7 +12,7 @@ void silu_mul(const GatedArgs&, int64_t begin, int64_t end);
 void gelu_mul(const GatedArgs&, int64_t begin, int64_t end);
 void rope(const RopeArgs&, int64_t begin, int64_t end);
 void store_kv(const StoreArgs&, int64_t begin, int64_t end);
-void norm_rope_store(const QkvArgs&, int64_t begin, int64_t end);
+void norm_rope_store(const QkvArgs&, int64_t begin, int64_t end, char* scratch);
 int64_t linear_scratch(const LinearArgs&);
 void linear(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
 void quantize_rows(const QuantizeArgs&, int64_t begin, int64_t end);

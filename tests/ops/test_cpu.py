@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops import pages
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -43,8 +44,9 @@ def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
     if name in PACKING:
         arguments = (arguments[0], CALLS[PACKING[name]](arguments[1]), *arguments[2:])
+    arguments = pages.arguments_held(name, "cpp", arguments)
     result = CALLS[name](*arguments)
-    return outputs(result, arguments)
+    return outputs(result, pages.arguments_as_rows(name, "cpp", arguments))
 
 
 def outputs(result: Any, arguments: tuple[Any, ...]) -> list[Tensor]:

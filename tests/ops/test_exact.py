@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops import pages
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -110,10 +111,14 @@ def test_rope_tokens_stand_alone(
     rows_stand_alone(lambda rows: call(q[rows], k[rows], table, positions[rows]))
 
 
+def named(of: str, call: Any) -> str:
+    """The name under which `call` implements the op `of`."""
+    return next(one for one, i in OPS[of].implementations.items() if i.call is call)
+
+
 def packing(name: str, of: str, call: Any) -> Any:
-    """The implementation of the packing op `name` that belongs to `call`, which implements the op `of`."""
-    own = next(one for one, i in OPS[of].implementations.items() if i.call is call)
-    return OPS[name].implementations[own].call
+    """The implementation of the packing or storing op `name` that belongs to `call`, which implements the op `of`."""
+    return OPS[name].implementations[named(of, call)].call
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,11 +161,12 @@ def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rot"), [(8, 1, 64, 64), (3, 3, 80, 32), (2, 1, 6, 2), (2, 2, 256, 256)]
+    ("heads", "kv_heads", "dim", "rot", "page"),
+    [(8, 1, 64, 64, 16), (3, 3, 80, 32, 5), (2, 1, 6, 2, 16), (2, 2, 256, 256, 32)],
 )
 @every("norm_rope_store")
 def test_norm_rope_store_tokens_stand_alone(
-    name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, dtype: torch.dtype
+    name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, page: int, dtype: torch.dtype
 ) -> None:
     qkv, table = randn(dtype, 1, MOST, (heads + 2 * kv_heads) * dim), randn(torch.float32, 3, 99, rot)
     q_weight, k_weight = randn(dtype, 4, 2, dim).unbind()
@@ -168,10 +174,11 @@ def test_norm_rope_store_tokens_stand_alone(
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))
 
     def stored(rows: Tensor, *weights: Tensor | None) -> Outputs:
-        caches = torch.zeros(2, 16, kv_heads, 5, dim, dtype=dtype)
+        caches = torch.zeros(2, 80 // page + 1, kv_heads, page, dim, dtype=dtype)
         where = slots[: len(rows)]
         q = call(qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where)
-        k, v = (cache[where // 5, :, where % 5] for cache in caches)
+        written = pages.rows(named("norm_rope_store", call), *caches.unbind())
+        k, v = (cache[where // page, :, where % page] for cache in written)
         return q, k, v
 
     rows_stand_alone(lambda rows: stored(rows, q_weight, k_weight), trials=4)
@@ -244,11 +251,11 @@ class Paged:
 
     def attend(self, call: Any, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """Store and attend positions start..end-1 of row, for each (row, start, end), in one call."""
-        page = self.caches.shape[3]
+        page, store = self.caches.shape[3], packing("store_kv", "paged_attention", call)
         for row, start, end in parts:
-            slots = torch.arange(start, end)
-            blocks = self.tables[row].long()[slots // page]
-            self.caches[:, blocks, :, slots % page] = self.kv[row][:, start:end].transpose(0, 1)
+            positions = torch.arange(start, end)
+            slots = self.tables[row].long()[positions // page] * page + positions % page
+            store(*self.kv[row][:, start:end].unbind(), *self.caches.unbind(), slots)
         rows, starts, ends = ([part[i] for part in parts] for i in range(3))
         sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         query_start = torch.tensor([0, *sizes]).cumsum(0).int()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.ops import pages
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS, Op
@@ -36,7 +37,9 @@ def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, .
     if op.name in PACKING:
         pack = OPS[PACKING[op.name]].implementations[name].call
         return call(arguments[0], pack(arguments[1]), *arguments[2:]), arguments
-    return call(*arguments), arguments
+    arguments = pages.arguments_held(op.name, name, arguments)
+    result = call(*arguments)
+    return result, pages.arguments_as_rows(op.name, name, arguments)
 
 
 def close(actual: object, expected: object, tolerance: tuple[float, float]) -> None:

@@ -4,6 +4,8 @@ A token's bits must not depend on the chunk it came in or on who else is in the 
 absolute position (tile = position // TILE, place in it = position % TILE), keys come in splits by absolute position,
 both always filled up to full size: the matrix products of a token have one shape and hold it in one place.  Masked
 keys weigh exactly zero; splits merge in ascending order.  The rest is elementwise and done for real tokens only.
+The caches' shape is [B,Hk,P,D]: how the P * D elements of a head lie in its place of a page is the affair of the
+implementation, so the three ops are chosen together.  Here they lie as rows [P,D].
 This file must not know layers, requests or who owns a page.
 """
 
@@ -27,7 +29,7 @@ PIECE = 256  # most queries of a row, and
 BATCH = 16  # most rows, that are computed at a time: what they need stays in the cache
 FLOAT8 = torch.float8_e4m3fn
 MOST_FLOAT8 = 448.0
-TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (1e-5, 8e-3), torch.float16: (2e-6, 1e-3)}
+TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (4e-3, 8e-3), torch.float16: (2e-6, 1e-3)}
 
 
 def _store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -39,7 +41,7 @@ def _store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield k, v, caches[0], caches[1], slots
 
 
-@op(samples=_store_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE})
+@op(samples=_store_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="paged_attention")
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v [T,Hk,D] into the caches [B,Hk,P,D] at slots block * P + offset [T] int64, in place.
 
@@ -75,7 +77,7 @@ def _norm_rope_store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield qkv, q_weight, k_weight, 1e-6, table, positions, caches[0], caches[1], slots
 
 
-@op(samples=_norm_rope_store_samples, tolerance=elementwise.TOLERANCE)
+@op(samples=_norm_rope_store_samples, tolerance=elementwise.TOLERANCE, follows="paged_attention")
 def norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,

@@ -2,7 +2,8 @@
 
 Sizes are given one by one and a dtype only where it differs: that halves what torch takes to make a tensor.
 Importing this file registers them; it fails with ImportError where the extension was not built.  A bad shape or dtype
-raises ValueError, anything but a CPU tensor TypeError.  This file holds no arithmetic and must not know layers.
+raises ValueError, anything but a CPU tensor TypeError.  Pages of 16, 32, ... tokens hold keys and values as the
+products want them (csrc/pages.h).  This file holds no arithmetic and must not know layers.
 """
 
 from __future__ import annotations
