@@ -262,20 +262,17 @@ struct Tile {
     key_runs.step = a.page * kDepth, value_runs.step = a.dim * kDepth;
   }
 
-  // Rows [begin, end) of the block from pages that hold rows, arranged in scratch.
+  // Rows [begin, end) of the block from pages that are not arranged, as if they were one page that is.
   void gather(int64_t base, int64_t begin, int64_t end, Runs<T>& key_runs, Runs<T>& value_runs) const {
+    const PageLayout<T> block{kKeyBlock, a.dim};
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = (base + i) % a.page * a.dim;
-      const T *key = head_at(a.k_cache, base + i) + row, *value = head_at(a.v_cache, base + i) + row;
-      for (int64_t d = 0; d < a.dim; d++) {
-        keys[(d / kDepth * kKeyBlock + i) * kDepth + d % kDepth] = key[d];
-        values[(i / kDepth * a.dim + d) * kDepth + i % kDepth] = value[d];
-      }
-      if (row_length > a.dim) keys[((steps - 1) * kKeyBlock + i) * kDepth + 1] = T{};
+      block.arrange_key(keys, i, head_at(a.k_cache, base + i) + row);
+      block.arrange_value(values, i, head_at(a.v_cache, base + i) + row);
     }
     for (int64_t run = 0; run < kKeyBlock / kLanes; run++) {
-      key_runs.at[run] = keys + run * kLanes * kDepth;
-      value_runs.at[run] = values + run * kLanes * a.dim;
+      key_runs.at[run] = keys + block.key_at(run * kLanes);
+      value_runs.at[run] = values + block.value_at(run * kLanes);
     }
     key_runs.step = kKeyBlock * kDepth, value_runs.step = a.dim * kDepth;
   }

@@ -38,12 +38,22 @@ struct PageLayout {
   // One token's row of dim elements into the head's place in a page.  Threads may write tokens of one pair at a time:
   // nothing is written but the token's own elements.
   void put_key(T* keys, int64_t token, const T* row) const {
-    if (!arranged()) return void(std::memcpy(keys + token * dim, row, dim * sizeof(T)));
-    T* to = keys + key_at(token);
-    for (int64_t i = 0; i < dim; i += kDepth, to += page * kDepth) std::memcpy(to, row + i, kDepth * sizeof(T));
+    if (arranged()) arrange_key(keys, token, row);
+    else std::memcpy(keys + token * dim, row, dim * sizeof(T));
   }
   void put_value(T* values, int64_t token, const T* row) const {
-    if (!arranged()) return void(std::memcpy(values + token * dim, row, dim * sizeof(T)));
+    if (arranged()) arrange_value(values, token, row);
+    else std::memcpy(values + token * dim, row, dim * sizeof(T));
+  }
+
+  // The same whether pages are arranged or not; the last pair of an odd row is filled up with zero.
+  void arrange_key(T* keys, int64_t token, const T* row) const {
+    T* to = keys + key_at(token);
+    int64_t i = 0;
+    for (; i + kDepth <= dim; i += kDepth, to += page * kDepth) std::memcpy(to, row + i, kDepth * sizeof(T));
+    if (i < dim) to[0] = row[i], to[1] = T{};
+  }
+  void arrange_value(T* values, int64_t token, const T* row) const {
     T* to = values + value_at(token - token % kDepth) + token % kDepth;
     for (int64_t i = 0; i < dim; i++) to[i * kDepth] = row[i];
   }

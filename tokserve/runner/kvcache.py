@@ -1,8 +1,9 @@
 """The paged KV cache's memory: how many blocks there are, and the tensors that hold them.
 
-Which block belongs to whom is the engine's business; this file knows bytes and shapes only.  Memory is
-reserved at once and touched as it is used.  A block is handed on with what its last owner left in it, NaN not
-excluded: `paged_attention` gives no weight, not even 0 * NaN, to what lies past a row's length.
+Which block belongs to whom is the engine's business, and how a head's elements lie in a block that of the ops; this
+file knows bytes and shapes only.  Memory is reserved at once and touched as it is used.  A block is handed on with
+what its last owner left in it, NaN not excluded: `paged_attention` gives no weight, not even 0 * NaN, to what lies
+past a row's length.
 """
 
 from __future__ import annotations
