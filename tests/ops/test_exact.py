@@ -236,26 +236,38 @@ def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, c
 
 
 class Paged:
-    """Sequences of random q, k, v whose keys lie in scattered pages; what is in no sequence is NaN."""
+    """Sequences of random q, k, v whose keys lie in scattered pages; what is in no sequence is NaN.
+
+    `store`: the store_kv that belongs to the attention which will be asked.
+    """
 
     def __init__(
-        self, lengths: list[int], heads: int, kv_heads: int, dim: int, *, page: int, window: int, dtype: torch.dtype
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        page: int,
+        window: int,
+        dtype: torch.dtype,
+        store: Any,
     ) -> None:
         blocks = -(-max(lengths) // page)
         order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(page))
         self.tables = order.view(len(lengths), blocks).int()
-        self.lengths, self.scale, self.window = lengths, dim**-0.5, window
+        self.lengths, self.scale, self.window, self.store = lengths, dim**-0.5, window, store
         self.q = [randn(dtype, row, length, heads, dim) for row, length in enumerate(lengths)]
         self.kv = [randn(dtype, 90 + row, 2, length, kv_heads, dim) for row, length in enumerate(lengths)]
         self.caches = torch.full((2, len(order), kv_heads, page, dim), float("nan"), dtype=dtype)
 
     def attend(self, call: Any, parts: list[tuple[int, int, int]]) -> list[Tensor]:
         """Store and attend positions start..end-1 of row, for each (row, start, end), in one call."""
-        page, store = self.caches.shape[3], packing("store_kv", "paged_attention", call)
+        page = self.caches.shape[3]
         for row, start, end in parts:
             positions = torch.arange(start, end)
             slots = self.tables[row].long()[positions // page] * page + positions % page
-            store(*self.kv[row][:, start:end].unbind(), *self.caches.unbind(), slots)
+            self.store(*self.kv[row][:, start:end].unbind(), *self.caches.unbind(), slots)
         rows, starts, ends = ([part[i] for part in parts] for i in range(3))
         sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         query_start = torch.tensor([0, *sizes]).cumsum(0).int()
@@ -295,7 +307,8 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
     heads, kv_heads, dim, page, window = shape
     dtype = DTYPES[dim % 3]
     lengths = [300, 17, 129, 260]
-    paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype)
+    store = packing("store_kv", name, call)
+    paged = Paged(lengths, heads, kv_heads, dim, page=page, window=window, dtype=dtype, store=store)
     whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     assert all(part.isfinite().all() for part in whole)
     rng = random.Random(dim)
@@ -316,7 +329,8 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
 @every("paged_attention")
 def test_attention_step_by_step_is_attention_at_once(name: str, call: Any, dtype: torch.dtype) -> None:
     lengths = [140] * 3
-    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=dtype)
+    store = packing("store_kv", name, call)
+    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=dtype, store=store)
     whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     paged.forget()
     for at in range(lengths[0]):
@@ -327,7 +341,8 @@ def test_attention_step_by_step_is_attention_at_once(name: str, call: Any, dtype
 @every("paged_attention")
 def test_attention_of_many_rows_is_that_of_each(name: str, call: Any) -> None:
     lengths = [1 + 13 * row % 200 for row in range(MOST)]
-    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=torch.bfloat16)
+    store = packing("store_kv", name, call)
+    paged = Paged(lengths, 4, 2, 64, page=16, window=0, dtype=torch.bfloat16, store=store)
     alone = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     for seed in range(4):
         rows = random.Random(seed).sample(range(MOST), 10 + 20 * seed)

@@ -108,6 +108,17 @@ def test_linear_and_its_packing_go_together() -> None:
         ops.bind("cpu", {"pack_linear": "torch"})
 
 
+def test_who_reads_pages_and_who_writes_them_go_together() -> None:
+    pages = ("paged_attention", "store_kv", "norm_rope_store")
+    for name in pages:
+        OPS[name].implement("cpp", device="cpu")(lambda *_: torch.zeros(0))
+    bound = ops.bind("cpu", {"paged_attention": "torch"})
+    assert [bound[name] for name in pages] == ["torch"] * 3
+    for name in pages[1:]:
+        with pytest.raises(StartError, match="'paged_attention'"):
+            ops.bind("cpu", {name: "cpp"})
+
+
 @pytest.mark.parametrize(
     ("device", "overrides", "words"),
     [
