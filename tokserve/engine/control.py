@@ -71,6 +71,7 @@ class Control:
         self._barriers: list[int] = []  # of verbs that wait for requests to end
         self._asleep: set[str] = set()
         self._has_weights = True
+        self._dropping = 0  # sleeps that are about to drop the weights
         self._update: Update | None = None
         self._quarantine: str | None = None
         self._failure: str | None = None  # of the last update
@@ -196,10 +197,14 @@ class Control:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
         if level == 2 and self._update is not None:
             raise Conflict("a weight update is open: finish or abort it before sleeping at level 2")
-        yield from self._quiet(mode, "abort_pause")
-        self._asleep.update(LEVELS[level])
-        if level:
-            self._release(["kv_cache", "weights"] if level == 2 else ["kv_cache"])
+        self._dropping += level == 2
+        try:
+            yield from self._quiet(mode, "abort_pause")
+            self._asleep.update(LEVELS[level])
+            if level:
+                self._release(["kv_cache", "weights"] if level == 2 else ["kv_cache"])
+        finally:
+            self._dropping -= level == 2
         return {"status": "sleeping", "level": level}
 
     def release_kv_cache_memory(self) -> Verb:
@@ -256,6 +261,7 @@ class Control:
         return {"message": "Weight update started"}
 
     def _open(self) -> Generator[Wait, None, Update]:
+        yield lambda: self._update is not None or not self._dropping  # what it stages beside is settled then
         if self._update is not None:
             raise Conflict("a weight update is open already: finish or abort it first")
         self._update = update = Update()
