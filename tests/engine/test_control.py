@@ -347,7 +347,10 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     ask(engine, "sleep", level=2)
     assert engine.executor.weights is None and finished(engine, "r0") == "abort_pause"
     assert ask(engine, "wake_up").status == 409
-    assert ask(engine, "wake_up", tags=["weights"]).error is None
+    assert ask(engine, "wake_up", tags=["weights", "kv_cache"]).error is None
+    assert state(engine) == "sleeping" and engine.core.control.status().sleeping  # there are no weights yet
+    assert ask(engine, "wake_up").status == 409
+    assert ask(engine, "release_kv_cache_memory").error is None
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(3)
     assert update(engine, "w2").error is None

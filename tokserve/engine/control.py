@@ -111,6 +111,12 @@ class Control:
         return bool(self._asleep) or not self._has_weights or in_place or self._quarantine is not None
 
     @property
+    def _dropped(self) -> bool:
+        """A sleep has cost the weights, and no others have come."""
+        in_place = self._update is not None and self._update.in_place
+        return not (self._has_weights or in_place or self._quarantine is not None)
+
+    @property
     def idle_is_fine(self) -> bool:
         """Requests may wait although nothing runs."""
         return self.frozen or bool(self._barriers)
@@ -136,7 +142,7 @@ class Control:
         if state != self._last_state:
             self._last_state, self.since = state, time.time()
         return Status(
-            state, self._version, self._epoch, self._paused, bool(self._asleep),
+            state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
             self._quarantine, self._failure,
         )  # fmt: skip
 
@@ -228,7 +234,7 @@ class Control:
         unknown = wanted - set(TAGS)
         if unknown:
             raise RequestError(f"tags must be among {', '.join(TAGS)}, got {min(unknown)!r}", field="tags")
-        if not tags and self._asleep and not self._has_weights and self._quarantine is None:
+        if not tags and self._dropped:
             raise Conflict("the weights were dropped (sleep level 2): update them first; tags=weights allows that")
         yield STEP_BOUNDARY
         if "kv_cache" in wanted & self._asleep:
