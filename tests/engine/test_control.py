@@ -118,6 +118,15 @@ def test_keep_freezes_and_goes_on_without_computing_anything_twice(depth: int) -
     assert engine.executor.computed["r0"] == len(PROMPT) + 1 + 29
 
 
+def test_what_ends_within_its_prompt_has_no_prompt_logprobs() -> None:
+    engine = Engine(max_num_batched_tokens=5)
+    engine.add("r", [*PROMPT, *PROMPT], prompt_logprobs=1, max_tokens=3)
+    engine.steps(2)  # ten of eighteen tokens
+    ask(engine, "pause", mode="abort")
+    assert finished(engine, "r") == "abort_pause" and engine.received["r"].prompt_logprobs is None
+    engine.check_empty()
+
+
 def test_a_paused_engine_refuses_if_told_to() -> None:
     engine = busy(reject_while_paused=True)
     engine.call("pause", call_id=9, mode="wait")
