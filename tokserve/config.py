@@ -166,8 +166,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
-        about("Times within ten minutes that a crashed engine is replaced by another, with the checkpoint's weights; "
-              "0: the server ends with its engine."),
+        about("Times within ten minutes that a crashed engine is replaced by another, with the last weights that came "
+              "from a directory; 0: the server ends with its engine."),
     ] = 0  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tokserve.client.launch import EngineProcess, describe_exit, watch
 from tokserve.client.link import Link
 from tokserve.client.outputs import Ready, Status
 from tokserve.config import Config
-from tokserve.errors import BY_STATUS, EngineDead, RequestFailed, StartError
+from tokserve.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.messages import Call, Dead, FromEngine, Reply, Step, ToEngine, Verdict
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,9 @@ class Connection:
     async def call(self, method: str, args: dict[str, Any]) -> Any:
         """Call a verb.  Raises what `errors.BY_STATUS` names, with the engine's message, or EngineDead."""
         self.check()
+        return await self._ask(method, args)
+
+    async def _ask(self, method: str, args: dict[str, Any]) -> Any:
         call_id = self.next_call()
         self._calls[call_id] = answer = asyncio.get_running_loop().create_future()
         try:
@@ -285,20 +288,37 @@ class Connection:
     async def _restart(self, engine: EngineProcess) -> None:
         """Put another engine in the place of one that has crashed, and of that again, as often as may be."""
         assert self._loop is not None and self.down is not None
+        last = self.status
         while self.dead is None:
             logger.error("the engine died: %s; starting another", self.down.private)
             self._restarts.append(self._loop.time())
             await engine.stop(0.0)
             try:
                 self._engine = engine = self._process()
-                self._serve(await self._join(engine.address))
-                logger.info("another engine serves, with the weights of the start")
+                ready = await self._join(engine.address)
+                await self._reload(last)
+                self._serve(ready)
+                logger.info("another engine serves, with weights of version %s", self.status.weight_version)
                 break
-            except StartError as error:
+            except (StartError, EngineDead) as error:
                 logger.error("the engine cannot be restarted: %s", error)
                 if not self._may_restart():
                     self.dead = self.down = EngineDead(private=str(error))
         self._listener.on_replaced()
+
+    async def _reload(self, last: Status) -> None:
+        """Give a new engine the weights that the old one had, if they can be read again.  Raises EngineDead."""
+        if last.source is None:
+            if last.epoch:
+                logger.error("the weights of version %s came from no directory and are lost", last.weight_version)
+            return
+        asked = {"weight_dir": last.source, "weight_version": last.weight_version, "epoch": last.epoch}
+        try:
+            await self._ask("update_weights_from_dir", asked)
+        except EngineDead:
+            raise
+        except RequestError as error:
+            logger.error("the weights of version %s cannot be read again: %s", last.weight_version, error)
 
     def rejoin(self, address: str, pid: int) -> None:
         """Another engine has taken the place of the one that was joined: serve with that, when it is ready."""

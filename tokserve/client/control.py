@@ -96,7 +96,8 @@ async def update_weights(engine: Engine, request: Any) -> None:
     {"weight_dir": PATH} outside of an update is a whole one, with `weight_version` if that is there."""
     update = _part(request, "update_info")
     if update is None and isinstance(request, Mapping) and "weight_dir" in request:
-        await engine.call("update_weights_from_dir", **request)
+        whole = {"weight_dir": request["weight_dir"], "weight_version": request.get("weight_version")}
+        await engine.call("update_weights_from_dir", **whole)
         return
     if isinstance(update, list):  # there is one rank
         update = update[0] if update else None

@@ -33,9 +33,11 @@ MAX_VERSION = 256
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to."""
+    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
+    `source`: the directory that its tensors come from, if they come from one."""
 
     in_place: bool = False
+    source: str | None = None
 
 
 class Requests(Protocol):
@@ -75,6 +77,7 @@ class Control:
         self._update: Update | None = None
         self._quarantine: str | None = None
         self._failure: str | None = None  # of the last update
+        self._source: str | None = None  # directory of the weights, if they have come from one since the start
         self.since = time.time()  # of the state
         self._last_state = "running"
         self.verbs: dict[str, Callable[..., Verb]] = {
@@ -143,7 +146,7 @@ class Control:
             self._last_state, self.since = state, time.time()
         return Status(
             state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
-            self._quarantine, self._failure,
+            self._quarantine, self._failure, self._source,
         )  # fmt: skip
 
     # --- pause ---
@@ -282,27 +285,34 @@ class Control:
 
     def update_weights(self, update: dict[str, Any]) -> Verb:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
-        yield from self._staged(self._opened(), "receive_update", source=update)
+        opened = self._opened()
+        opened.source = update.get("weight_dir", update.get("path"))
+        yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
     def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
-        yield from self._staged(self._opened(), "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
+        opened = self._opened()
+        opened.source = None
+        yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
-        """A whole update from a checkpoint directory."""
+    def update_weights_from_dir(
+        self, weight_dir: str, weight_version: str | None = None, epoch: int | None = None
+    ) -> Verb:
+        """A whole update from a checkpoint directory.  `epoch`: for an engine that goes on where another has ended."""
         self._check_version(weight_version)
         update = yield from self._open()
+        update.source = weight_dir
         yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
-        return (yield from self._commit(update, weight_version))
+        return (yield from self._commit(update, weight_version, epoch))
 
     def finish_weight_update(self, weight_version: str | None = None) -> Verb:
         """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
         self._check_version(weight_version)
         return (yield from self._commit(self._opened(), weight_version))
 
-    def _commit(self, update: Update, weight_version: str | None) -> Verb:
+    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
         yield from self._staged(update, "finish_update")
         yield STEP_BOUNDARY
         self._check_open(update)
@@ -310,14 +320,15 @@ class Control:
         self._update = None
         self._has_weights = True
         self._quarantine = self._failure = None
-        self._renew(weight_version)
+        self._renew(weight_version, update.source, epoch)
         done = {"message": "Weight update finished", "weight_version": self._version, "epoch": self._epoch}
         yield from self._background("forget_weights")
         return done
 
-    def _renew(self, weight_version: str | None) -> None:
+    def _renew(self, weight_version: str | None, source: str | None = None, epoch: int | None = None) -> None:
         """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
-        self._epoch += 1
+        self._epoch = self._epoch + 1 if epoch is None else epoch
+        self._source = source
         self._version = str(self._epoch) if weight_version is None else weight_version
         self._cache.renew(self._epoch)
         self._scheduler.use_weights(self._version, self._epoch)
