@@ -110,14 +110,14 @@ async def main(args: argparse.Namespace) -> None:
                 await client.wait_ready()
                 watch = Watch(url, psutil.Process(server.pid).children()[0])
                 tasks = [asyncio.ensure_future(watch.tokens()), asyncio.ensure_future(watch.memory())]
-                for _ in range(args.rounds):
-                    await push(client, watch, named, "http")
                 with socket.socket() as sock:
                     sock.bind(("127.0.0.1", 0))
                     port = sock.getsockname()[1]
-                await client.join("gloo", "127.0.0.1", port)
-                for _ in range(args.rounds):
-                    await push(client, watch, named, "gloo")
+                async with TokserveClient(url) as grouped:
+                    await grouped.join("gloo", "127.0.0.1", port)
+                    for _ in range(args.rounds):
+                        await push(client, watch, named, "http")
+                        await push(grouped, watch, named, "gloo")
                 for task in tasks:
                     task.cancel()
         finally:

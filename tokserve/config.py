@@ -24,6 +24,7 @@ from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
+PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # what both ends of a broadcast must agree on
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -165,8 +166,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
-        about("Times within ten minutes that a crashed engine is replaced by another, with the checkpoint's weights; "
-              "0: the server ends with its engine."),
+        about("Times within ten minutes that a crashed engine is replaced by another, with the last weights that came "
+              "from a directory; 0: the server ends with its engine."),
     ] = 0  # fmt: skip
 
 
@@ -174,9 +175,9 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How weights change while it serves."""
 
     weight_transfer_config: Annotated[
-        dict[str, str] | None,
+        dict[str, str | int | bool] | None,
         about('JSON object {"backend": NAME}: how update_weights gets tensors, one of disk, http, ipc, gloo, nccl; '
-             "default disk. disk and http work always."),
+             "default disk. disk and http work always. packed and packed_buffer_size_bytes may be here too."),
     ] = None  # fmt: skip
     weight_staging: Annotated[
         Literal["auto", "beside", "in_place"],
@@ -388,7 +389,7 @@ def _check(config: Config) -> None:
         if path is not None and not Path(path).is_file():
             raise StartError(f"option {name}: no file {path!r}")
     transfer = config.weights.weight_transfer_config or {}
-    if transfer.keys() - {"backend"} or transfer.get("backend", "disk") not in BACKENDS:
+    if transfer.keys() - {"backend", *PACKING} or transfer.get("backend", "disk") not in BACKENDS:
         raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
     for directory in config.weights.allowed_weight_dirs or []:
         if not Path(directory).is_dir():

@@ -232,7 +232,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Told to every front end when it changes, and before the reply of the call that changed it.
 
     state: running | pausing | paused | updating | sleeping | quarantined.  `quarantine`: why nothing can be served
-    until a weight update succeeds.  `failure`: why the last update failed.
+    until a weight update succeeds.  `failure`: why the last update failed.  `source`: the directory that the weights
+    came from since the start, if it was one.
     """
 
     state: str = "running"
@@ -242,6 +243,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     sleeping: bool = False
     quarantine: str | None = None
     failure: str | None = None
+    source: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

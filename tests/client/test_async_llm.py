@@ -380,7 +380,7 @@ def test_what_the_engine_refuses_is_told_before_any_output(
                 await refused
             assert caught.value.status == status
             assert not isinstance(caught.value, Overloaded) or caught.value.retry_after == 7
-        assert llm.num_inflight == 0 and not llm._owners and not llm._submissions
+        assert llm.num_inflight == 0 and llm._requests.settled
         engine.verdict = lambda submit: Verdict(submit.call_id)
         again = llm.generate([1], PLAIN, request_id="r")
         await again.accepted()
@@ -424,7 +424,7 @@ def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play:
         await again.accepted()  # the engine has ended the others before
         engine.step(tokens("r#0", [5], stop()))
         assert (await collect(again))[0].token_ids == [5]
-        assert not llm._leaving
+        assert llm._requests.settled
 
     play(scene)
 

@@ -147,9 +147,7 @@ def test_close_twice_and_then_nothing(model: Path) -> None:
 
 def test_a_dead_engine_is_told(model: Path) -> None:
     with make(model, "hang") as made:
-        engine = made._llm._engine
-        assert engine is not None
-        threading.Timer(0.1, os.kill, (engine.pid, signal.SIGKILL)).start()
+        threading.Timer(0.1, os.kill, (made._llm.engine[1], signal.SIGKILL)).start()
         with pytest.raises(EngineDead):
             made.generate([4], use_tqdm=False)
 
@@ -193,7 +191,7 @@ async_llm.resolve = lambda _: config("x", tokens_only=True)
 from tokserve import LLM
 llm = LLM()
 print(llm.generate([4, 5], use_tqdm=False)[0].outputs[0].token_ids)
-print(llm._llm._engine.pid)
+print(llm._llm.engine[1])
 """
 
 

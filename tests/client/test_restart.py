@@ -13,7 +13,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import gone, mode, pid_of
-from tokserve.client import async_llm
+from tokserve.client import connection
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.errors import EngineDead
 from tokserve.messages import Reply
@@ -73,7 +73,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
 
 def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
-    monkeypatch.setattr(async_llm, "RESTART_WINDOW", 0.0)
+    monkeypatch.setattr(connection, "RESTART_WINDOW", 0.0)
 
     async def scene() -> None:
         llm = make(1)
@@ -163,7 +163,7 @@ def test_an_engine_that_does_not_answer_hangs_until_it_does(tmp_path: Path) -> N
             await until(lambda: llm.hung)
             assert llm.silence > 0.2 and llm.dead is None and llm.down is None
             engine.deaf = False
-            engine.send(Reply(async_llm.PULSE, {}))
+            engine.send(Reply(connection.PULSE, {}))
             await until(lambda: not llm.hung)
             await llm.shutdown()
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.test_api_servers import in_flight, via
+from tests.e2e.test_rl import variant
 
 GENERATE = "/inference/v1/generate"
 FLAGS = ("--tokens-only", "--max-num-seqs", "4", "--restart-engine", "2", "--step-timeout", "2")
@@ -58,8 +59,10 @@ async def killed(url: str, engine: psutil.Process) -> tuple[httpx.Response, str]
         return await whole, "\n".join(text)
 
 
-def test_a_killed_engine_is_replaced_and_a_stopped_one_noticed() -> None:
+def test_a_killed_engine_is_replaced_with_its_last_weights_and_a_stopped_one_noticed(tmp_path: Path) -> None:
     with Server("demo", *FLAGS) as server:
+        pushed = {"weight_dir": str(variant(tmp_path, 1)), "weight_version": "pushed"}
+        assert server.post("/update_weights", pushed).status_code == 200
         before = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
         engine = server.engine()
         left = directories(engine)
@@ -69,7 +72,8 @@ def test_a_killed_engine_is_replaced_and_a_stopped_one_noticed() -> None:
         assert '"code":"engine_restarting"' in stream and stream.rstrip().endswith("data: [DONE]")
         until(lambda: status(server) == "ready", server.log)
         after = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
-        assert after["choices"] == before["choices"]
+        assert after["choices"] == before["choices"]  # with the version that was pushed
+        assert server.get("/inference/v1/state").json()["epoch"] == 1
         assert left and not [each for each in left if each.exists()]
         second = server.engine()
         assert second.pid != engine.pid and server.get("/health?deep=1").status_code == 200

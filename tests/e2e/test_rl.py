@@ -187,14 +187,14 @@ def test_areal(lab: Lab) -> None:
 
     lab.post("/pause?mode=keep")  # so that the request cannot end before it is aborted
     asking = ask(body)
-    lab.post("/pause?mode=abort")
+    lab.post("/areal_pause_generation", {})
     asking.join()
     (choice,) = replies[0]["choices"]
     assert choice["finish_reason"] == "abort" and choice["stop_detail"]["kind"] == "abort_pause"
     again = body | {"prompt": PROMPT + choice["token_ids"], "max_tokens": 40 - len(choice["token_ids"])}
     asking = ask(again)
-    lab.post("/update_weights", {"weight_dir": str(lab.directories[1]), "weight_version": "areal"})
-    lab.post("/resume")
+    assert lab.post("/areal_update_weights", {"model_path": str(lab.directories[1])})["success"] is True
+    lab.post("/areal_continue_generation", {})
     asking.join()
     assert len(replies[1]["choices"][0]["token_ids"]) == again["max_tokens"]
     assert lab.serves(1)
@@ -264,7 +264,7 @@ def resident(process: psutil.Process) -> int:
 def test_the_server_tells_about_itself(lab: Lab) -> None:
     assert lab.server.get("/liveness").status_code == 200
     shown = lab.server.get("/server_info?config_format=json").json()
-    assert shown["vllm_config"]["weights"]["weight_transfer_config"] == {"backend": "gloo"}
+    assert shown["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
     assert json.dumps(shown)
     text = lab.server.get("/metrics").text
     assert 'engine_state{engine="0",model_name="' in text and "tokserve:weight_epoch" in text

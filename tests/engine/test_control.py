@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import Engine
+from tokserve.errors import RequestError
 from tokserve.messages import Reply, Status, Step
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -115,6 +116,15 @@ def test_keep_freezes_and_goes_on_without_computing_anything_twice(depth: int) -
         engine.check_complete(rid)
         assert computed[rid] < engine.executor.computed[rid]
     assert engine.executor.computed["r0"] == len(PROMPT) + 1 + 29
+
+
+def test_what_ends_within_its_prompt_has_no_prompt_logprobs() -> None:
+    engine = Engine(max_num_batched_tokens=5)
+    engine.add("r", [*PROMPT, *PROMPT], prompt_logprobs=1, max_tokens=3)
+    engine.steps(2)  # ten of eighteen tokens
+    ask(engine, "pause", mode="abort")
+    assert finished(engine, "r") == "abort_pause" and engine.received["r"].prompt_logprobs is None
+    engine.check_empty()
 
 
 def test_a_paused_engine_refuses_if_told_to() -> None:
@@ -346,7 +356,10 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     ask(engine, "sleep", level=2)
     assert engine.executor.weights is None and finished(engine, "r0") == "abort_pause"
     assert ask(engine, "wake_up").status == 409
-    assert ask(engine, "wake_up", tags=["weights"]).error is None
+    assert ask(engine, "wake_up", tags=["weights", "kv_cache"]).error is None
+    assert state(engine) == "sleeping" and engine.core.control.status().sleeping  # there are no weights yet
+    assert ask(engine, "wake_up").status == 409
+    assert ask(engine, "release_kv_cache_memory").error is None
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(3)
     assert update(engine, "w2").error is None
@@ -356,6 +369,21 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     assert state(engine) == "running"
     engine.run()
     engine.check_complete("late")
+
+
+def test_an_update_that_comes_while_a_deep_sleep_is_reached_begins_after_it() -> None:
+    engine = busy()
+    engine.executor.slow = deque()
+    engine.call("sleep", call_id=70, level=2, mode="wait")
+    for call_id in (71, 72):
+        engine.call("start_weight_update", call_id=call_id)
+    engine.steps(3)
+    assert not answers(engine, 70) and not answers(engine, 71) and not engine.executor.slow
+    engine.run()
+    assert answers(engine, 70)[0].error is None and engine.executor.weights is None
+    engine.executor.settle()  # it checks who has the weights
+    engine.run()
+    assert answers(engine, 71)[0].error is None and answers(engine, 72)[0].status == 409
 
 
 def test_a_level_zero_sleep_ends_with_resume_too() -> None:
@@ -384,6 +412,19 @@ def test_kv_memory_can_be_given_back_alone() -> None:
     ask(engine, "wake_up", tags=["kv_cache"])
     engine.run()
     engine.check_complete("r0")
+
+
+def test_words_that_are_no_utf8_are_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = busy()
+    name = b"caf\xe9".decode(errors="surrogateescape")
+
+    def refuse(method: str, args: dict[str, Any]) -> Any:
+        raise RequestError(f"no file {name}")
+
+    monkeypatch.setattr(engine.executor, "call", refuse)
+    answer = ask(engine, "collective_rpc", method="f")
+    assert answer.status == 400 and answer.error == "no file caf?"
+    engine.run()
 
 
 def test_a_worker_call_comes_between_two_steps() -> None:

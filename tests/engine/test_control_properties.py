@@ -47,6 +47,7 @@ class Life:
         choices = [
             self.add, self.add, self.add, self.abort, self.pause, self.resume, self.resume, self.start, self.stage,
             self.stage, self.finish, self.one_call, self.cancel, self.sleep, self.wake, self.wake, self.label,
+            self.release, self.reset, self.leave,
         ]  # fmt: skip
         rng.choice(choices)()
         for _ in range(rng.choice([0, 1, 1, 3, 9])):
@@ -107,6 +108,15 @@ class Life:
     def wake(self) -> None:
         tags = self.rng.choice([None, None, ["weights"], ["kv_cache"], ["kv_cache", "scheduling"]])
         self.call("wake_up", tags=tags)
+
+    def release(self) -> None:
+        self.call("release_kv_cache_memory")
+
+    def reset(self) -> None:
+        self.call("reset_prefix_cache")
+
+    def leave(self) -> None:
+        self.call("shutdown_weight_transfer_engine")
 
     def label(self) -> None:
         self.call("update_weight_version", new_version=f"l{self.num}")

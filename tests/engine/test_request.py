@@ -240,6 +240,7 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
 @pytest.mark.parametrize(("asked", "mode"), [(None, "raw"), ("processed", "processed")])
 def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
+    request.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
     request.append(20, PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
     output = told(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None

@@ -71,10 +71,15 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Bench(tmp_path_factory.mktemp("weights"), request.param)
 
 
-def by_disk(runner: Runner, tensors: Tensors) -> None:
+def by_disk(runner: Runner, tensors: Tensors, key: str = "weight_dir") -> None:
     with tempfile.TemporaryDirectory() as directory:
         save_file(tensors, Path(directory) / "model.safetensors")
-        runner.background("receive_update", {"source": {"weight_dir": directory}})
+        runner.background("receive_update", {"source": {key: directory}})
+
+
+def by_path(runner: Runner, tensors: Tensors) -> None:
+    """As vLLM's disk engine is told."""
+    by_disk(runner, tensors, "path")
 
 
 def by_stream(runner: Runner, tensors: Tensors) -> None:
@@ -131,13 +136,14 @@ def free_port() -> int:
 class Trainer:
     """Rank 0 of a group, in a thread; `send` tensors when told."""
 
-    def __init__(self, runner: Runner, backend: str = "gloo") -> None:
+    def __init__(self, runner: Runner, backend: str = "gloo", **more: Any) -> None:
         port = free_port()
         self.group: broadcast.Group | None = None
         self._thread = threading.Thread(target=self._join, args=(backend, port), daemon=True)
         self._thread.start()
         options = {
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": backend,
+            **more,
         }  # fmt: skip
         runner.background("init_weight_transfer", {"options": options})
         self._thread.join()
@@ -176,7 +182,7 @@ def by_packed_gloo(runner: Runner, tensors: Tensors) -> None:
     by_gloo(runner, tensors, packed=True, limit=20_000)
 
 
-WAYS = [by_disk, by_stream, by_shared_memory, by_gloo, by_packed_gloo]
+WAYS = [by_disk, by_path, by_stream, by_shared_memory, by_gloo, by_packed_gloo]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -267,6 +273,22 @@ def test_a_header_that_contradicts_itself_is_refused(bench: Bench) -> None:
             feed(runner, len(header).to_bytes(8, "little") + header + bytes(256), last=True)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [b"[" * 100_000, b'{"\\ud800": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}',
+     b'{"x": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 256]}}',
+     b'{"x": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 256]}}',
+     b'{"x": {"dtype": "F32", "shape": [' + b"9" * 4000 + b'], "data_offsets": [0, 256]}}', b"null", b"{}x"],
+    ids=["deep", "surrogate", "infinite", "nan", "huge", "null", "more"],
+)  # fmt: skip
+def test_a_hostile_header_is_refused_with_words_that_can_be_sent(bench: Bench, header: bytes) -> None:
+    runner, _ = start(bench.old)
+    runner.background("begin_update", {"have_weights": True})
+    with pytest.raises(RequestError) as caught:
+        feed(runner, len(header).to_bytes(8, "little") + header, last=True)
+    assert caught.value.message.encode()
+
+
 DYING = """
 import os, sys
 from safetensors.torch import load_file
@@ -343,7 +365,7 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
     "change",
     [{"segment": "absent-segment"}, {"segment": "../etc"}, {"offsets": [0, 0]}, {"offsets": [1]},
      {"offsets": None}, {"shapes": []},
-     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []}],
+     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []}, {"is_checkpoint_format": False}],
     ids=str,
 )  # fmt: skip
 def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None:
@@ -353,6 +375,42 @@ def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None
     with segment(one) as (name, offsets), pytest.raises(RequestError):
         source = announcement(one, segment=name, offsets=offsets) | change
         runner.background("receive_update", {"source": source})
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"backend": "carrier-pigeon"}, "backend"), ({"master_address": "127.0.0.1", "master_port": 1}, "master_address"),
+     ({"backend": "gloo", "master_address": "127.0.0.1"}, None),
+     ({"backend": "gloo", "master_address": "127.0.0.1", "master_port": 0, "rank_offset": 1, "world_size": 2},
+      "master_port"),
+     ({"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 2, "world_size": 2},
+      "rank_offset")],
+    ids=str,
+)  # fmt: skip
+def test_a_meeting_that_cannot_come_about_is_refused(bench: Bench, options: dict[str, Any], field: str | None) -> None:
+    runner, _ = start(bench.old)
+    with pytest.raises(RequestError) as caught:
+        runner.background("init_weight_transfer", {"options": options})
+    assert caught.value.field == ("init_info" if field is None else f"init_info.{field}")
+
+
+def test_the_packing_may_be_agreed_on_at_the_meeting(bench: Bench) -> None:
+    """As vLLM's newer trainers do; an announcement without those fields follows it, one with them goes its own way."""
+    runner, facts = start(bench.old, weight_transfer_config={"backend": "gloo", "packed_buffer_size_bytes": 30_000})
+    trainer = Trainer(runner, packed=True, packed_num_buffers=2)
+    runner.background("begin_update", {"have_weights": True})
+    half = len(bench.tensors) // 2
+    for names, packed, more in (
+        (list(bench.tensors)[:half], True, {}), (list(bench.tensors)[half:], False, {"packed": False}),
+    ):  # fmt: skip
+        part = {name: bench.tensors[name] for name in names}
+        sending = trainer.send(list(part.values()), packed=packed, buffer_bytes=30_000)
+        runner.background("receive_update", {"source": announcement(part, is_checkpoint_format=True, **more)})
+        sending.join()
+    runner.background("finish_update", {})
+    runner.call("commit_update", {})
+    assert outcome(runner, facts) == bench.want_new
+    trainer.die()
 
 
 def test_memory_is_given_back_and_comes_again(bench: Bench) -> None:
@@ -396,3 +454,17 @@ def test_packing_follows_the_rule() -> None:
     assert list(rule) == [[3, 3], [3, 10], [1]]
     assert list(broadcast.batches([], lambda size: size, 5)) == []
     assert np.prod([]) == 1  # a scalar has one element
+
+
+@pytest.mark.parametrize("length", [32, 128])
+def test_a_sender_that_sends_another_size_fails_the_update(bench: Bench, length: int) -> None:
+    runner, facts = start(bench.old)
+    trainer = Trainer(runner)
+    runner.background("begin_update", {"have_weights": True})
+    sending = trainer.send([torch.zeros(length)], packed=False)
+    with pytest.raises(TransferFailed, match="256 were announced"):
+        runner.background("receive_update", {"source": announcement({NORM: bench.tensors[NORM]})})
+    runner.background("shutdown_weight_transfer", {})
+    sending.join()
+    assert outcome(runner, facts) == bench.want_old
+    trainer.die()

@@ -354,10 +354,7 @@ class FakeLLM:
     async def refresh(self, seconds: float) -> None:
         self.refreshed += 1
 
-    async def call(self, method: str, **args: Any) -> Any:
-        return await self._call(method, args)
-
-    async def _call(self, method: str, args: dict[str, Any]) -> Any:
+    async def call(self, method: str, /, **args: Any) -> Any:
         if self.dead:
             raise self.dead
         self.verbs.append(method)
@@ -385,7 +382,7 @@ CONTROLS = (
     "update_weights", "feed_weights", "finish_weight_update", "abort_weight_update", "update_weight_version",
     "weight_checksums", "collective_rpc", "fresh_status",
 )  # fmt: skip
-for _name in CONTROLS:  # the real ones: all they need is `_call`
+for _name in CONTROLS:  # the real ones: all they need is `call`
     setattr(FakeLLM, _name, getattr(AsyncLLM, _name))
 
 

@@ -35,6 +35,12 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/update_weights", {"update_info": UPDATE}, "update_weights", {"update": UPDATE}),
     ("/update_weights", {"update_info": [UPDATE]}, "update_weights", {"update": UPDATE}),
     ("/update_weights", {"weight_dir": "/w"}, "update_weights_from_dir", {"weight_dir": "/w", "weight_version": None}),
+    ("/update_weights", {"weight_dir": "/w", "skip_prefix_cache_reset": True}, "update_weights_from_dir",
+     {"weight_dir": "/w", "weight_version": None}),
+    ("/areal_pause_generation", {}, "pause", {"mode": "abort", "clear_cache": True}),
+    ("/areal_continue_generation", {}, "resume", {}),
+    ("/areal_update_weights", {"model_path": "/w"}, "update_weights_from_dir",
+     {"weight_dir": "/w", "weight_version": None}),
     ("/finish_weight_update", None, "finish_weight_update", {"weight_version": None}),
     ("/finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
     ("/abort_weight_update", None, "abort_weight_update", {}),
@@ -72,7 +78,7 @@ def test_what_the_routes_say() -> None:
     assert s.post("/collective_rpc", {"method": "f"}).json() == {"results": [3]}
     assert s.post("/update_weight_version", {"new_version": "x"}).json() == {"success": True, "new_version": "x"}
     assert s.get("/liveness").status_code == 200
-    assert s.get("/server_info?config_format=json").json()["vllm_config"]["model"]["max_model_len"] == 512
+    assert s.get("/server_info?config_format=json").json()["vllm_config"]["model_config"]["max_model_len"] == 512
 
 
 BAD = [
@@ -83,7 +89,7 @@ BAD = [
     ("/update_weights", {"update_info": {}, "weight_dir": "w"}, "update_info"),
     ("/update_weight_version", {}, "new_version"), ("/weight_checker", {"action": "reset"}, "action"),
     ("/weight_checker", {"action": "compare"}, "baseline"), ("/collective_rpc", {}, "method"),
-    ("/pause", [1], None),
+    ("/pause", [1], None), ("/areal_update_weights", {"weight_dir": "/w"}, "weight_dir"),
 ]  # fmt: skip
 
 
@@ -93,6 +99,14 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
     answer = s.post(path, sent)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     assert not s.llm.asked
+
+
+def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
+    shown = site().get("/server_info?config_format=json").json()["vllm_config"]
+    assert shown["model_config"]["dtype"].startswith("torch.")
+    assert shown["parallel_config"]["tensor_parallel_size"] == 1 and shown["parallel_config"]["data_parallel_size"] == 1
+    assert shown["cache_config"]["num_gpu_blocks"] > 0 and shown["scheduler_config"]["max_num_seqs"] > 0
+    assert isinstance(site().get("/server_info?config_format=text").json()["vllm_config"], str)
 
 
 def test_refusals_of_the_engine_keep_their_status() -> None:

@@ -232,6 +232,10 @@ class LLM:
         """Whether any part is asleep."""
         return self._wait(self._llm.is_sleeping())
 
+    def release_kv_cache_memory(self) -> None:
+        """Give back the KV cache's memory until `wake_up(["kv_cache"])`."""
+        self._wait(self._llm.release_kv_cache_memory())
+
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Let nothing computed so far be found."""
         return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))

@@ -33,9 +33,11 @@ MAX_VERSION = 256
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to."""
+    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
+    `source`: the directory that its tensors come from, if they come from one."""
 
     in_place: bool = False
+    source: str | None = None
 
 
 class Requests(Protocol):
@@ -71,9 +73,11 @@ class Control:
         self._barriers: list[int] = []  # of verbs that wait for requests to end
         self._asleep: set[str] = set()
         self._has_weights = True
+        self._dropping = 0  # sleeps that are about to drop the weights
         self._update: Update | None = None
         self._quarantine: str | None = None
         self._failure: str | None = None  # of the last update
+        self._source: str | None = None  # directory of the weights, if they have come from one since the start
         self.since = time.time()  # of the state
         self._last_state = "running"
         self.verbs: dict[str, Callable[..., Verb]] = {
@@ -110,6 +114,12 @@ class Control:
         return bool(self._asleep) or not self._has_weights or in_place or self._quarantine is not None
 
     @property
+    def _dropped(self) -> bool:
+        """A sleep has cost the weights, and no others have come."""
+        in_place = self._update is not None and self._update.in_place
+        return not (self._has_weights or in_place or self._quarantine is not None)
+
+    @property
     def idle_is_fine(self) -> bool:
         """Requests may wait although nothing runs."""
         return self.frozen or bool(self._barriers)
@@ -135,8 +145,8 @@ class Control:
         if state != self._last_state:
             self._last_state, self.since = state, time.time()
         return Status(
-            state, self._version, self._epoch, self._paused, bool(self._asleep),
-            self._quarantine, self._failure,
+            state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
+            self._quarantine, self._failure, self._source,
         )  # fmt: skip
 
     # --- pause ---
@@ -196,10 +206,14 @@ class Control:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
         if level == 2 and self._update is not None:
             raise Conflict("a weight update is open: finish or abort it before sleeping at level 2")
-        yield from self._quiet(mode, "abort_pause")
-        self._asleep.update(LEVELS[level])
-        if level:
-            self._release(["kv_cache", "weights"] if level == 2 else ["kv_cache"])
+        self._dropping += level == 2
+        try:
+            yield from self._quiet(mode, "abort_pause")
+            self._asleep.update(LEVELS[level])
+            if level:
+                self._release(["kv_cache", "weights"] if level == 2 else ["kv_cache"])
+        finally:
+            self._dropping -= level == 2
         return {"status": "sleeping", "level": level}
 
     def release_kv_cache_memory(self) -> Verb:
@@ -223,7 +237,7 @@ class Control:
         unknown = wanted - set(TAGS)
         if unknown:
             raise RequestError(f"tags must be among {', '.join(TAGS)}, got {min(unknown)!r}", field="tags")
-        if not tags and self._asleep and not self._has_weights and self._quarantine is None:
+        if not tags and self._dropped:
             raise Conflict("the weights were dropped (sleep level 2): update them first; tags=weights allows that")
         yield STEP_BOUNDARY
         if "kv_cache" in wanted & self._asleep:
@@ -256,6 +270,7 @@ class Control:
         return {"message": "Weight update started"}
 
     def _open(self) -> Generator[Wait, None, Update]:
+        yield lambda: self._update is not None or not self._dropping  # what it stages beside is settled then
         if self._update is not None:
             raise Conflict("a weight update is open already: finish or abort it first")
         self._update = update = Update()
@@ -270,27 +285,34 @@ class Control:
 
     def update_weights(self, update: dict[str, Any]) -> Verb:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
-        yield from self._staged(self._opened(), "receive_update", source=update)
+        opened = self._opened()
+        opened.source = update.get("weight_dir", update.get("path"))
+        yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
     def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
-        yield from self._staged(self._opened(), "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
+        opened = self._opened()
+        opened.source = None
+        yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
-        """A whole update from a checkpoint directory."""
+    def update_weights_from_dir(
+        self, weight_dir: str, weight_version: str | None = None, epoch: int | None = None
+    ) -> Verb:
+        """A whole update from a checkpoint directory.  `epoch`: for an engine that goes on where another has ended."""
         self._check_version(weight_version)
         update = yield from self._open()
+        update.source = weight_dir
         yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
-        return (yield from self._commit(update, weight_version))
+        return (yield from self._commit(update, weight_version, epoch))
 
     def finish_weight_update(self, weight_version: str | None = None) -> Verb:
         """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
         self._check_version(weight_version)
         return (yield from self._commit(self._opened(), weight_version))
 
-    def _commit(self, update: Update, weight_version: str | None) -> Verb:
+    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
         yield from self._staged(update, "finish_update")
         yield STEP_BOUNDARY
         self._check_open(update)
@@ -298,14 +320,15 @@ class Control:
         self._update = None
         self._has_weights = True
         self._quarantine = self._failure = None
-        self._renew(weight_version)
+        self._renew(weight_version, update.source, epoch)
         done = {"message": "Weight update finished", "weight_version": self._version, "epoch": self._epoch}
         yield from self._background("forget_weights")
         return done
 
-    def _renew(self, weight_version: str | None) -> None:
+    def _renew(self, weight_version: str | None, source: str | None = None, epoch: int | None = None) -> None:
         """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
-        self._epoch += 1
+        self._epoch = self._epoch + 1 if epoch is None else epoch
+        self._source = source
         self._version = str(self._epoch) if weight_version is None else weight_version
         self._cache.renew(self._epoch)
         self._scheduler.use_weights(self._version, self._epoch)

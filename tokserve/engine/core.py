@@ -63,6 +63,11 @@ def _at_once() -> bool:
     return True
 
 
+def _sendable(message: str) -> str:
+    """Without the lone surrogates that names of files may bring along: they are no UTF-8."""
+    return message.encode(errors="replace").decode()
+
+
 class EngineCore:
     """One model's requests.  `receive` and `step` are called from one thread; see the module.
 
@@ -370,10 +375,10 @@ class EngineCore:
 
     def _fail(self, identity: bytes, call_id: int, error: Exception) -> None:
         if isinstance(error, RequestError):
-            reply = Reply(call_id, error=error.message, status=error.status, field=error.field)
+            reply = Reply(call_id, error=_sendable(error.message), status=error.status, field=error.field)
         else:
             logger.error("a verb failed", exc_info=error)
-            reply = Reply(call_id, error=f"{type(error).__name__}: {error}")
+            reply = Reply(call_id, error=_sendable(f"{type(error).__name__}: {error}"))
         self._emit(identity, reply)
 
     def _go_on(self, task: _Task) -> None:

@@ -208,6 +208,8 @@ class Request:
         self._next_to_send = len(self.tokens)
         if self.finish is not None or not self._told:
             scores, self._prompt_logprobs = self._prompt_logprobs, None
+            if self._next_prompt_row < self.prompt_len:  # it ended within its prompt: all of them or none
+                scores = None
             cached = 0 if self._told else self.cached or 0
             step.describe(self.finish, scores, cached, self.spans if self.finish is not None else None)
             self._told = True

@@ -53,7 +53,7 @@ class Group:
         if not getattr(distributed, f"is_{backend}_available")():
             raise RequestError(f"this build of torch has no {backend}", field="backend")
         self.device = torch.device(device)
-        self._timeout = timeout
+        self._backend = backend
         self._interrupted = threading.Event()
         self._broken = False
         patience = timedelta(seconds=timeout)
@@ -67,9 +67,25 @@ class Group:
             ) from None
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is of no use afterwards."""
+        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is of no use afterwards.
+
+        Over gloo its size goes ahead: gloo would end the process for a longer message than is waited for, and leave
+        the rest of the tensor as it was for a shorter one.
+        """
         if self._broken:
             raise TransferFailed("the process group is broken: initialise the transfer engine again")
+        if self._backend == "gloo":
+            size = torch.tensor([tensor.nbytes])
+            self._broadcast(size)
+            if int(size) != tensor.nbytes:
+                self.close()
+                raise TransferFailed(
+                    f"the sender sends {int(size)} bytes where {tensor.nbytes} were announced: both ends must agree on "
+                    "names, dtypes, shapes, their order, packed and packed_buffer_size_bytes"
+                )
+        self._broadcast(tensor)
+
+    def _broadcast(self, tensor: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._broken = True  # until it has come to its end

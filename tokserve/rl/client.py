@@ -181,18 +181,22 @@ class TokserveClient:
         fails, the server keeps its old weights.
         """
         named = [(name, tensor.detach()) for name, tensor in tensors]
-        await self._control("/start_weight_update")
-        done = False
+        settled = False
         try:
+            try:
+                await self._control("/start_weight_update")
+            except (ServerError, httpx.ConnectError):
+                settled = True  # nothing was opened, or by somebody else; any other error may have lost the answer
+                raise
             if self._group is None:
                 headers = {"Content-Type": "application/octet-stream"}
                 await self._send("POST", "/update_weights", content=_safetensors(named), headers=headers)
             else:
                 await self._broadcast(self._group, named)
             committed: dict[str, Any] = await self._control("/finish_weight_update", {"weight_version": version})
-            done = True
+            settled = True
         finally:
-            if not done:
+            if not settled:
                 with suppress(ServerError, httpx.TransportError):  # it is rolled back already, or the server has gone
                     await self._control("/abort_weight_update")
         return committed

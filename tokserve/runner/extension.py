@@ -47,8 +47,8 @@ def call(extension: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def plain(value: Any) -> Any:
-    """`value` as it can be sent; what cannot becomes its text."""
+    """`value` as it can be sent; what cannot becomes its text in ASCII."""
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=str))
     except (TypeError, ValueError, OverflowError):
-        return str(value)
+        return ascii(value)

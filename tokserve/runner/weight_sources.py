@@ -6,7 +6,6 @@ Process groups are in `rl/broadcast`.  Nothing is unpickled.  Must not know the 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     packed: bool = False
     packed_buffer_size_bytes: int = PACKED_BYTES
     packed_num_buffers: int = 2
+    is_checkpoint_format: bool = True
     segment: str | None = None
     offsets: list[int] | None = None
 
@@ -47,6 +47,11 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
         for name in ("dtype_names", "shapes"):
             if len(getattr(self, name)) != len(self.names):
                 raise RequestError(f"{name} and names must be of the same length", field=f"update_info.{name}")
+        if not self.is_checkpoint_format:
+            raise RequestError(
+                "only checkpoint format is supported: the names and shapes of a Hugging Face checkpoint",
+                field="update_info.is_checkpoint_format",
+            )
         unknown = sorted({name for name in self.dtype_names if name.removeprefix("torch.") not in DTYPES})
         if unknown:
             raise RequestError(
@@ -108,6 +113,14 @@ def shared_memory(asked: Announcement, declared: Sequence[Declared]) -> Iterator
     for (key, dtype, shape), offset in zip(declared, offsets, strict=True):
         part = memory[offset : offset + num_bytes((key, dtype, shape))]
         yield key, torch.from_numpy(part).view(dtype).view(shape)
+
+
+class HeaderEntry(msgspec.Struct):
+    """A tensor in a safetensors header; `data_offsets`: where its bytes begin and end, after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 class SafetensorsStream:
@@ -186,15 +199,12 @@ class SafetensorsStream:
 def _entries(header: bytes) -> list[Declared]:
     """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
     try:
-        found = json.loads(header)
-        rows = []
-        for name, entry in found.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                shape = tuple(int(size) for size in entry["shape"])
-                rows.append((int(begin), int(end), str(name), str(entry["dtype"]), shape))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in found.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("this is not a safetensors file: its header cannot be read") from None
+    rows = [(*entry.data_offsets, name, entry.dtype, entry.shape) for name, entry in described.items()]
     entries: list[Declared] = []
     place = 0
     for begin, end, name, dtype, shape in sorted(rows):

@@ -15,26 +15,28 @@ import msgspec
 from safetensors import SafetensorError
 
 from tokserve import device
-from tokserve.config import WeightsConfig
+from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
-from tokserve.rl.broadcast import BACKENDS, Declared, Group
+from tokserve.rl.broadcast import Group
 from tokserve.runner import weight_sources as sources
 
 SPARE = 1.1  # free memory over the size of the weights that staging beside them needs
 
 
 class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`init_info` of gloo and nccl; `rank_offset` is this server's rank."""
+    """`init_info` of gloo and nccl; `rank_offset` is this server's rank.  An announcement may differ in the packing."""
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
-    packed: bool = False
+    packed: bool | None = None
+    packed_buffer_size_bytes: int | None = None
+    packed_num_buffers: int | None = None
     backend: str | None = None
 
 
@@ -50,7 +52,9 @@ class WeightSync:
         free_memory: Callable[[], int],
     ) -> None:
         self._config = config
-        self._backend = (config.weight_transfer_config or {}).get("backend", "disk")
+        chosen: dict[str, Any] = dict(config.weight_transfer_config or {})
+        self._backend = chosen.pop("backend", "disk")
+        self._chosen_packing = self._packing = chosen
         self._blank = blank
         self._num_bytes = num_bytes
         self._free_memory = free_memory
@@ -58,7 +62,6 @@ class WeightSync:
         self._complete: Decoder | None = None
         self._old: Decoder | None = None  # replaced, not yet given back
         self._group: Group | None = None
-        self._packed = False
         self._stream: tuple[str, sources.SafetensorsStream] | None = None
 
     # --- the backend ---
@@ -67,6 +70,14 @@ class WeightSync:
         """Make the backend ready; with gloo and nccl that means to meet the trainer."""
         backend = options.get("backend", self._backend)
         if backend not in BACKENDS:
+            raise RequestError(f"backend must be one of {', '.join(BACKENDS)}", field="init_info.backend")
+        if backend not in broadcast.BACKENDS:
+            if "master_address" in options:
+                raise RequestError(
+                    f"the backend is {backend}, which meets nobody: start the server with --weight-transfer-config "
+                    'and {"backend": "gloo"} or "nccl"',
+                    field="init_info.master_address",
+                )
             return {"message": "Weight transfer initialized", "backend": backend}
         try:
             asked = msgspec.convert(options, GroupOptions)
@@ -85,7 +96,8 @@ class WeightSync:
             backend, address, asked.master_port, asked.rank_offset, asked.world_size,
             self._config.weight_transfer_timeout,
         )  # fmt: skip
-        self._packed = asked.packed
+        given = {name: value for name in PACKING if (value := getattr(asked, name)) is not None}
+        self._packing = self._chosen_packing | given
         return {"message": "Weight transfer initialized", "backend": backend}
 
     def shutdown(self) -> dict[str, Any]:
@@ -119,7 +131,7 @@ class WeightSync:
         whole = False
         staging = self._opened()
         try:
-            if "weight_dir" in source:
+            if "weight_dir" in source or "path" in source:
                 self._read_directory(staging, source)
             else:
                 self._take_announced(staging, source)
@@ -129,9 +141,10 @@ class WeightSync:
                 self.abort()
 
     def _read_directory(self, staging: Staging, source: dict[str, Any]) -> None:
-        if set(source) != {"weight_dir"} or not isinstance(source["weight_dir"], str):
-            raise RequestError("weight_dir must be a string, and stand alone", field="weight_dir")
-        directory = sources.allowed_directory(source["weight_dir"], self._config.allowed_weight_dirs)
+        [(field, name), *others] = source.items()
+        if others or not isinstance(name, str):
+            raise RequestError("weight_dir (or path) must be a string, and stand alone", field=field)
+        directory = sources.allowed_directory(name, self._config.allowed_weight_dirs)
         try:
             found = weights.catalogue(directory)
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
@@ -141,21 +154,18 @@ class WeightSync:
             raise RequestError(str(error), field="weight_dir") from None
 
     def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
-        asked = sources.announcement(source)
+        asked = sources.announcement(self._packing | source)
         declared = asked.declared()
         staging.announce((name, shape, dtype) for name, dtype, shape in declared)
         if asked.segment is not None:
             tensors = sources.shared_memory(asked, declared)
         elif self._group is not None:
-            tensors = self._broadcast(self._group, asked, declared)
+            size = asked.packed_buffer_size_bytes
+            tensors = broadcast.receive(self._group, declared, packed=asked.packed, buffer_bytes=size)
         else:
             raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
         for name, tensor in tensors:
             staging.put(name, tensor)
-
-    def _broadcast(self, group: Group, asked: sources.Announcement, declared: list[Declared]) -> Any:
-        packed = asked.packed or self._packed
-        return broadcast.receive(group, declared, packed=packed, buffer_bytes=asked.packed_buffer_size_bytes)
 
     def feed(self, stream: str, chunk: bytes, last: bool, broken: bool) -> None:
         """Stage a piece of a safetensors file."""

@@ -131,7 +131,7 @@ async def about(serving: Serving, request: Request) -> Response:
     if wanted not in (None, "json", "text"):
         raise RequestError("config_format must be json or text", field="config_format")
     config = _shown(serving.config)
-    theirs = {} if wanted is None else {"vllm_config": config if wanted == "json" else str(config)}
+    theirs = {} if wanted is None else {"vllm_config": _as_vllm(serving, config, wanted)}
     return body.reply(
         request,
         {
@@ -146,6 +146,19 @@ async def about(serving: Serving, request: Request) -> Response:
             },
         },
     )  # fmt: skip
+
+
+def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
+    """The configuration under the names at which vLLM's clients look in its `VllmConfig`."""
+    alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
+    named = {
+        "model_config": config["model"] | {"dtype": f"torch.{config['model']['dtype']}"},
+        "cache_config": config["cache"] | {"num_gpu_blocks": serving.llm.ready.num_blocks},
+        "scheduler_config": config["scheduler"],
+        "parallel_config": alone,
+        "weight_transfer_config": config["weights"]["weight_transfer_config"],
+    }
+    return named if wanted == "json" else str(named)
 
 
 def _shown(config: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import (
     aborts,
     admin,
+    areal,
     body,
     chat,
     completions,
@@ -99,6 +100,9 @@ ENDPOINTS = (
             ("/update_weight_version", control.update_weight_version, control.VersionBody),
             ("/weight_checker", control.weight_checker, control.CheckerBody),
             ("/collective_rpc", control.collective_rpc, control.RpcBody),
+            ("/areal_pause_generation", areal.pause, None),
+            ("/areal_continue_generation", areal.resume, None),
+            ("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody),
         )
     ),
     Endpoint(("GET",), "/inference/v1/requests", live.requests, reply=live.LiveRequests, control=True),

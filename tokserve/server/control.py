@@ -71,11 +71,15 @@ class StartBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Tensors of an open update, or a whole update from a directory."""
+    """Tensors of an open update, or a whole update from a directory.
+
+    `skip_prefix_cache_reset` is prime-rl's and means nothing: KV of other weights cannot be found with or without.
+    """
 
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     weight_dir: str | None = None
     weight_version: str | None = None
+    skip_prefix_cache_reset: bool = False
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,7 +110,7 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout: float | None = None
 
 
-async def _asked(serving: Serving, request: Request, kind: type[T]) -> T:
+async def read(serving: Serving, request: Request, kind: type[T]) -> T:
     """Query and body as a `kind`; unknown names in the query are a proxy's affair and ignored."""
     known = kind.__struct_fields__
     query = request.query_params
@@ -130,7 +134,7 @@ async def _asked(serving: Serving, request: Request, kind: type[T]) -> T:
 
 async def pause(serving: Serving, request: Request) -> Response:
     """POST /pause"""
-    asked = await _asked(serving, request, PauseBody)
+    asked = await read(serving, request, PauseBody)
     await serving.llm.pause_generation(
         mode=asked.mode, wait_for_inflight_requests=asked.wait_for_inflight_requests, clear_cache=asked.clear_cache
     )
@@ -170,14 +174,14 @@ async def liveness(serving: Serving, request: Request) -> Response:
 
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
-    asked = await _asked(serving, request, SleepBody)
+    asked = await read(serving, request, SleepBody)
     await serving.llm.sleep(asked.level, asked.mode)
     return body.reply(request, {"status": "sleeping", "level": asked.level})
 
 
 async def wake_up(serving: Serving, request: Request) -> Response:
     """POST /wake_up"""
-    asked = await _asked(serving, request, WakeBody)
+    asked = await read(serving, request, WakeBody)
     await serving.llm.wake_up(asked.tags)
     return body.reply(request, {"status": "sleeping" if serving.llm.status.sleeping else "awake"})
 
@@ -195,7 +199,7 @@ async def release_kv_cache_memory(serving: Serving, request: Request) -> Respons
 
 async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
     """POST /reset_prefix_cache"""
-    await _asked(serving, request, ResetBody)
+    await read(serving, request, ResetBody)
     return body.reply(request, {"success": await serving.llm.reset_prefix_cache()})
 
 
@@ -204,7 +208,7 @@ async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
 
 async def init_weight_transfer_engine(serving: Serving, request: Request) -> Response:
     """POST /init_weight_transfer_engine"""
-    asked = await _asked(serving, request, InitBody)
+    asked = await read(serving, request, InitBody)
     return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": asked.init_info}))
 
 
@@ -216,7 +220,7 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
-    asked = await _asked(serving, request, StartBody)
+    asked = await read(serving, request, StartBody)
     await serving.llm.start_weight_update(asked.is_checkpoint_format)
     return body.reply(request, {"message": "Weight update started"})
 
@@ -226,7 +230,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
         await _stream_weights(serving, request)
         return body.reply(request, {"message": "Weights updated"})
-    asked = await _asked(serving, request, UpdateBody)
+    asked = await read(serving, request, UpdateBody)
     if (asked.update_info is None) == (asked.weight_dir is None):
         raise RequestError("give update_info (within an update) or weight_dir (a whole one)", field="update_info")
     if asked.weight_dir is not None:
@@ -275,7 +279,7 @@ async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
 
 async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
-    asked = await _asked(serving, request, FinishBody)
+    asked = await read(serving, request, FinishBody)
     return body.reply(request, await serving.llm.finish_weight_update(asked.weight_version))
 
 
@@ -287,7 +291,7 @@ async def abort_weight_update(serving: Serving, request: Request) -> Response:
 
 async def update_weight_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version"""
-    asked = await _asked(serving, request, VersionBody)
+    asked = await read(serving, request, VersionBody)
     await serving.llm.update_weight_version(asked.new_version)
     return body.reply(request, {"success": True, "new_version": asked.new_version})
 
@@ -301,7 +305,7 @@ async def weights(serving: Serving, request: Request) -> Response:
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
     """POST /weight_checker"""
-    asked = await _asked(serving, request, CheckerBody)
+    asked = await read(serving, request, CheckerBody)
     if asked.action not in ("checksum", "compare"):
         raise RequestError(f"action must be checksum or compare, got {asked.action[:200]!r}", field="action")
     if asked.action == "compare" and asked.baseline is None:
@@ -321,7 +325,7 @@ async def get_world_size(serving: Serving, request: Request) -> Response:
 
 async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc"""
-    asked = await _asked(serving, request, RpcBody)
+    asked = await read(serving, request, RpcBody)
     try:
         results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
     except TimeoutError:

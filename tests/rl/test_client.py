@@ -1,0 +1,88 @@
+"""The trainer's client against scripted answers: what is sent again, and what becomes of an update that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+
+from tokserve.rl import ServerError, TokserveClient
+
+Answer = httpx.Response | Exception
+WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
+OK = httpx.Response(200, json={"weight_version": "7", "epoch": 7})
+REPLY = {"choices": [{"index": 0, "token_ids": b"", "logprobs": None, "finish_reason": "stop", "weight_versions": []}]}
+
+
+def refusal(status: int, **headers: str) -> httpx.Response:
+    error = {"message": "no", "type": "t", "param": None, "code": None}
+    return httpx.Response(status, json={"error": error}, headers=headers)
+
+
+def run(script: dict[str, list[Answer]], use: Callable[[TokserveClient], Any]) -> tuple[list[str], Any]:
+    """What was sent (paths), and the result or the exception.  Of a path's answers the last one stays."""
+    sent: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        sent.append(request.url.path)
+        answers = script.get(request.url.path, [OK])
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def scene() -> Any:
+        async with TokserveClient("http://nowhere") as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+            try:
+                return await use(client)
+            except (ServerError, httpx.TransportError) as error:
+                return error
+
+    return sent, asyncio.run(scene())
+
+
+def generated() -> httpx.Response:
+    return httpx.Response(200, content=msgspec.msgpack.encode(REPLY))
+
+
+def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
+    path = "/inference/v1/generate"
+    for first in (httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"})):
+        sent, rollouts = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
+        assert sent == [path] * 2 and rollouts[0].finish_reason == "stop"
+    for first in (httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(500), refusal(409)):
+        sent, error = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
+        assert sent == [path] and isinstance(error, ServerError | httpx.TransportError)
+    sent, error = run({path: [httpx.ConnectError("refused")]}, lambda client: client.generate([[1]]))
+    assert sent == [path] * 2 and isinstance(error, httpx.ConnectError)
+
+
+START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
+
+
+@pytest.mark.parametrize(
+    ("script", "sent"),
+    [
+        ({}, [START, PUT, FINISH]),
+        ({START: [refusal(409)]}, [START]),  # somebody else's is open: it is not ours to abort
+        ({START: [httpx.ConnectError("refused")]}, [START]),
+        ({START: [httpx.ReadError("cut")]}, [START, ABORT]),  # the answer may have been lost
+        ({PUT: [refusal(400)]}, [START, PUT, ABORT]),
+        ({PUT: [httpx.ReadError("cut")]}, [START, PUT, ABORT]),
+        ({FINISH: [refusal(400)]}, [START, PUT, FINISH, ABORT]),
+        ({FINISH: [refusal(400)], ABORT: [refusal(409)]}, [START, PUT, FINISH, ABORT]),
+    ],
+    ids=str,
+)
+def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, list[Answer]], sent: list[str]) -> None:
+    found, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
+    assert found == sent
+    assert (result == {"weight_version": "7", "epoch": 7}) is (not script)

@@ -1,0 +1,345 @@
+"""The way to the engine: its process started or joined, its verbs called, its pulse felt, its successor put in place.
+
+One engine at a time; a `Link` stands for one engine, so news by another link than the present one is old news.  Knows
+verbs and their answers; requests and their outputs are passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from tokserve.client.launch import EngineProcess, describe_exit, watch
+from tokserve.client.link import Link
+from tokserve.client.outputs import Ready, Status
+from tokserve.config import Config
+from tokserve.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
+from tokserve.messages import Call, Dead, FromEngine, Reply, Step, ToEngine, Verdict
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
+SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
+RESTART_WINDOW = 600.0  # seconds in which an engine is replaced at most `restart_engine` times
+LONGEST_PULSE = 15.0  # seconds between two pings
+PULSE = -1  # their call
+
+
+class Listener(Protocol):
+    """Whom the engine's messages are for."""
+
+    def on_outputs(self, message: Step | Verdict) -> None:
+        """Outputs have come, or the word on a submission."""
+
+    def on_settled(self) -> None:
+        """No more messages for now."""
+
+    def on_serving(self, ready: Ready) -> None:
+        """An engine, the first or another, takes requests from here on."""
+
+    def on_lost(self, error: EngineDead) -> None:
+        """The engine is gone with all its requests."""
+
+    def on_replaced(self) -> object:
+        """Another engine serves after one that was lost, or none will."""
+
+
+class Connection:
+    """`down` is set while there is no engine: for good when `dead` is set too, else until another serves."""
+
+    def __init__(self, config: Config, listener: Listener) -> None:
+        self.status = Status()
+        self.ready: Ready | None = None
+        self.dead: EngineDead | None = None
+        self.down: EngineDead | None = None
+        self._config = config
+        self._listener = listener
+        self._engine: EngineProcess | None = None
+        self._link: Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Future[Ready] | None = None
+        self._closing = False
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._last_call = 0
+        self._name: str | None = None
+        self._restarts: list[float] = []  # when
+        self._restarting: asyncio.Task[None] | None = None
+        self._start_seconds = 1.0  # the last start took
+        self._asked: float | None = None  # when the ping was sent that is not answered
+        self._pulse: asyncio.TimerHandle | None = None
+
+    # --- start ---
+
+    def launch(self) -> str:
+        """Start an engine process; returns its address.  Raises StartError."""
+        if self._engine is not None or self._closing:
+            raise StartError("an AsyncLLM starts once; make another")
+        self._engine = self._process()
+        return self._engine.address
+
+    def _process(self) -> EngineProcess:
+        try:
+            return EngineProcess(self._config)
+        except OSError as error:
+            raise StartError(f"the engine process could not be started: {error.strerror}") from error
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The process that `launch` or a restart has started."""
+        if self._engine is None:
+            raise EngineDead("the engine has not started")
+        return self._engine
+
+    async def join(self, address: str, pid: int | None = None, name: str | None = None) -> Ready:
+        """Say hello to an engine, under this name, and wait until it is ready.  Raises StartError."""
+        self._name = name
+        return await self._join(address, pid)
+
+    async def _join(self, address: str, pid: int | None = None) -> Ready:
+        self._loop = asyncio.get_running_loop()
+        began = self._loop.time()
+        self._starting = self._loop.create_future()
+        if self._link is not None:
+            self._link.close()
+        self._link = link = Link(address, self._on_message, self._listener.on_settled, self._name)
+        if self._engine is not None:
+            self._engine.exited.add_done_callback(lambda exited: self._on_exit(link, exited))
+        elif pid is not None:
+            try:
+                watch(pid, lambda: self._on_end(link, "the engine process ended"))
+            except ProcessLookupError:
+                raise StartError("the engine process has ended") from None
+        link.send(Call(0, "hello"))
+        timeout = self._config.runtime.start_timeout
+        try:
+            ready = await asyncio.wait_for(self._starting, timeout)
+        except TimeoutError:
+            raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
+        if link is not self._link:
+            reason = self.down.private if self.down else "it ended at once"
+            raise StartError(f"the engine failed to start: {reason}; its log says more")
+        self._start_seconds = self._loop.time() - began
+        return ready
+
+    def serve(self, ready: Ready) -> None:
+        """Requests can be sent from here on.  Raises StartError if the engine has died since it was ready."""
+        if self.dead is not None:
+            raise StartError(f"the engine failed to start: {self.dead.private}; its log says more")
+        self._serve(ready)
+        self._beat()
+
+    def _serve(self, ready: Ready) -> None:
+        self.ready = ready
+        self.down = self._asked = self._restarting = None
+        self._listener.on_serving(ready)
+
+    # --- what is said ---
+
+    def check(self) -> None:
+        """Raises EngineDead unless there is an engine that serves."""
+        if self.down is not None:
+            raise self.down.again()
+        if self._link is None or self.ready is None:
+            raise EngineDead("the engine has been shut down" if self._closing else "the engine has not started")
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message for the engine, if there is one."""
+        if self._link is not None:
+            self._link.send(message)
+
+    def next_call(self) -> int:
+        """A number for a call or a submission."""
+        self._last_call += 1
+        return self._last_call
+
+    async def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Call a verb.  Raises what `errors.BY_STATUS` names, with the engine's message, or EngineDead."""
+        self.check()
+        return await self._ask(method, args)
+
+    async def _ask(self, method: str, args: dict[str, Any]) -> Any:
+        call_id = self.next_call()
+        self._calls[call_id] = answer = asyncio.get_running_loop().create_future()
+        try:
+            self.send(Call(call_id, method, args))
+            return await answer
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _beat(self) -> None:
+        """Ask for a sign of life, now and ever again: an engine that hangs cannot say so itself."""
+        assert self._loop is not None
+        self._pulse = self._loop.call_later(min(self._config.runtime.step_timeout / 4, LONGEST_PULSE), self._beat)
+        if self._asked is None and self.down is None and self._link is not None:
+            self._asked = self._loop.time()
+            self._link.send(Call(PULSE, "ping"))
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine has owed the answer to a ping; it answers between two steps."""
+        return 0.0 if self._asked is None or self._loop is None else self._loop.time() - self._asked
+
+    @property
+    def hung(self) -> bool:
+        """The engine has not finished a step for longer than `step_timeout`."""
+        return self.down is None and self.silence > self._config.runtime.step_timeout
+
+    def _on_message(self, message: FromEngine) -> None:
+        if isinstance(message, Step | Verdict):
+            self._listener.on_outputs(message)
+        elif isinstance(message, Reply):
+            self._on_reply(message)
+        elif isinstance(message, Status):
+            self.status = message
+        elif isinstance(message, Dead):
+            self._die(self._link, message.reason, message.expected)
+        elif self._starting is not None and not self._starting.done():
+            self.status = message.status
+            self._starting.set_result(message)
+
+    def _on_reply(self, reply: Reply) -> None:
+        if reply.call_id == PULSE:
+            self._asked = None
+        answer = self._calls.get(reply.call_id)
+        if answer is None or answer.done():
+            return
+        if reply.error is None:
+            answer.set_result(reply.result)
+        else:
+            kind = BY_STATUS.get(reply.status, RequestFailed)
+            answer.set_exception(kind(reply.error, field=reply.field))
+
+    # --- its end, and another in its place ---
+
+    async def close(self, leave: Callable[[], Awaitable[object]]) -> None:
+        """End an engine that was launched here: the process and its files go.  One that was joined stays, and `leave`
+        is awaited for a while, to leave nothing running there."""
+        self._closing = True
+        if self._pulse is not None:
+            self._pulse.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        if self._engine is not None:
+            asked = self.ready is not None and self.down is None
+            if asked:
+                asking = asyncio.ensure_future(self._ask_to_end())
+                either: list[asyncio.Future[Any]] = [asking, self._engine.exited]
+                await asyncio.wait(either, timeout=SHUTDOWN_PATIENCE, return_when="FIRST_COMPLETED")
+                asked = asking.done()
+                asking.cancel()
+            await self._engine.stop(SHUTDOWN_PATIENCE if asked else 0.0)
+        else:
+            with suppress(TimeoutError, EngineDead):
+                await asyncio.wait_for(leave(), SHUTDOWN_PATIENCE)
+        self._abandon(EngineDead("the engine has been shut down"))
+
+    async def _ask_to_end(self) -> None:
+        with suppress(EngineDead, RequestFailed):
+            await self.call("shutdown", {})
+
+    def _abandon(self, error: EngineDead) -> None:
+        """Let go of the engine: all who wait raise the error."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._listener.on_lost(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error.again())
+        self._calls.clear()
+
+    def _on_exit(self, link: Link, exited: asyncio.Future[int]) -> None:
+        if not exited.cancelled():
+            self._on_end(link, describe_exit(exited.result()))
+
+    def _on_end(self, link: Link, reason: str) -> None:
+        if not self._closing and self._loop is not None:
+            self._loop.call_later(LAST_WORDS, self._die, link, reason, False)
+
+    def _die(self, link: Link | None, reason: str, expected: bool) -> None:
+        """The engine of this link is gone.  During start-up that is a StartError, later EngineDead for all who wait."""
+        if link is None or link is not self._link or self._closing:
+            return
+        if self._starting is not None and not self._starting.done():
+            self._starting.set_exception(
+                StartError(reason if expected else f"the engine failed to start: {reason}; its log says more")
+            )
+        serving = self.ready is not None
+        if serving and self._may_restart():
+            seconds = math.ceil(self._start_seconds)
+            message = "the engine has crashed and another is being started; send the request again"
+            self.down = EngineDead(message, private=reason, code="engine_restarting", retry_after=seconds)
+        else:
+            self.dead = self.down = EngineDead(private=reason)
+        self._abandon(self.down)
+        if serving and self._restarting is None and self._engine is not None:
+            self._restarting = asyncio.ensure_future(self._restart(self._engine))
+
+    def _may_restart(self) -> bool:
+        assert self._loop is not None
+        recent = [when for when in self._restarts if self._loop.time() - when < RESTART_WINDOW]
+        return len(recent) < self._config.runtime.restart_engine
+
+    async def _restart(self, engine: EngineProcess) -> None:
+        """Put another engine in the place of one that has crashed, and of that again, as often as may be."""
+        assert self._loop is not None and self.down is not None
+        last = self.status
+        while self.dead is None:
+            logger.error("the engine died: %s; starting another", self.down.private)
+            self._restarts.append(self._loop.time())
+            await engine.stop(0.0)
+            try:
+                self._engine = engine = self._process()
+                ready = await self._join(engine.address)
+                await self._reload(last)
+                self._serve(ready)
+                logger.info("another engine serves, with weights of version %s", self.status.weight_version)
+                break
+            except (StartError, EngineDead) as error:
+                logger.error("the engine cannot be restarted: %s", error)
+                if not self._may_restart():
+                    self.dead = self.down = EngineDead(private=str(error))
+        self._listener.on_replaced()
+
+    async def _reload(self, last: Status) -> None:
+        """Give a new engine the weights that the old one had, if they can be read again.  Raises EngineDead."""
+        if last.source is None:
+            if last.epoch:
+                logger.error("the weights of version %s came from no directory and are lost", last.weight_version)
+            return
+        asked = {"weight_dir": last.source, "weight_version": last.weight_version, "epoch": last.epoch}
+        try:
+            await self._ask("update_weights_from_dir", asked)
+        except EngineDead:
+            raise
+        except RequestError as error:
+            logger.error("the weights of version %s cannot be read again: %s", last.weight_version, error)
+
+    def rejoin(self, address: str, pid: int) -> None:
+        """Another engine has taken the place of the one that was joined: serve with that, when it is ready."""
+        self._die(self._link, "another engine has taken its place", False)
+        if self.dead is None:
+            if self._restarting is not None:
+                self._restarting.cancel()
+            self._restarting = asyncio.ensure_future(self._rejoin(address, pid))
+
+    async def _rejoin(self, address: str, pid: int) -> None:
+        try:
+            self._serve(await self._join(address, pid))
+        except StartError as error:  # whoever owns the engine says what comes next
+            logger.error("the new engine cannot be joined: %s", error)
+
+    def give_up(self) -> None:
+        """No other engine will take the place of the one that was joined."""
+        self._die(self._link, "the engine has ended and is not replaced", False)
+        self.dead = self.down = EngineDead(private=self.down.private if self.down else "")
+
+    async def restored(self) -> None:
+        """Wait while another engine is being started."""
+        while self._restarting is not None and self.dead is None:
+            await asyncio.wait([self._restarting])

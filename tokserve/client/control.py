@@ -1,0 +1,162 @@
+"""The control verbs: pausing, weights, sleep, worker calls.
+
+Functions of anything that can call the engine; `AsyncLLM` has them as methods.  Names and meanings are vLLM's, and
+docs/rl.md tells the semantics, which the engine alone knows: nothing here remembers anything between two calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tokserve.errors import RequestError
+from tokserve.messages import Status
+
+
+class Engine(Protocol):
+    """What a verb needs."""
+
+    @property
+    def status(self) -> Status:
+        """What the engine last said of itself."""
+
+    async def call(self, method: str, /, **args: Any) -> Any:
+        """Call a verb of the engine by name."""
+
+
+def _part(request: Any, name: str) -> Any:
+    """A field of a request that may be a mapping or, as vLLM's are, an object."""
+    return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
+
+
+async def pause_generation(
+    engine: Engine, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+) -> None:
+    """Stop generating; returns when that is so.  mode: abort, wait or keep; new requests wait."""
+    mode = "wait" if wait_for_inflight_requests else mode
+    await engine.call("pause", mode=mode, clear_cache=clear_cache)
+
+
+async def resume_generation(engine: Engine) -> None:
+    """Go on after a pause."""
+    await engine.call("resume")
+
+
+async def is_paused(engine: Engine) -> bool:
+    """Whether generation is paused."""
+    return (await fresh_status(engine)).paused
+
+
+async def sleep(engine: Engine, level: int = 1, mode: str = "abort") -> None:
+    """Give back memory: level 0 none, 1 the KV cache's, 2 the weights' as well; returns when it is free."""
+    await engine.call("sleep", level=level, mode=mode)
+
+
+async def wake_up(engine: Engine, tags: Sequence[str] | None = None) -> None:
+    """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
+    await engine.call("wake_up", tags=None if tags is None else list(tags))
+
+
+async def is_sleeping(engine: Engine) -> bool:
+    """Whether any part is asleep."""
+    return (await fresh_status(engine)).sleeping
+
+
+async def release_kv_cache_memory(engine: Engine) -> None:
+    """Give back the KV cache's memory until `wake_up(["kv_cache"])`."""
+    await engine.call("release_kv_cache_memory")
+
+
+async def reset_prefix_cache(
+    engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False
+) -> bool:
+    """Let nothing computed so far be found.  Running requests keep what they have, so both arguments mean nothing;
+    after a weight update this is not needed."""
+    return bool(await engine.call("reset_prefix_cache"))
+
+
+async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:
+    """`request`: {"init_info": {...}} or an object with that attribute."""
+    return await engine.call("init_weight_transfer_engine", options=_part(request, "init_info") or {})
+
+
+async def shutdown_weight_transfer_engine(engine: Engine) -> None:
+    """Let go of the backend; an open update is rolled back."""
+    await engine.call("shutdown_weight_transfer_engine")
+
+
+async def start_weight_update(engine: Engine, is_checkpoint_format: bool = True) -> None:
+    """Open an update.  Raises Conflict if one is open."""
+    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format)
+
+
+async def update_weights(engine: Engine, request: Any) -> None:
+    """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank);
+    {"weight_dir": PATH} outside of an update is a whole one, with `weight_version` if that is there."""
+    update = _part(request, "update_info")
+    if update is None and isinstance(request, Mapping) and "weight_dir" in request:
+        whole = {"weight_dir": request["weight_dir"], "weight_version": request.get("weight_version")}
+        await engine.call("update_weights_from_dir", **whole)
+        return
+    if isinstance(update, list):  # there is one rank
+        update = update[0] if update else None
+    if not isinstance(update, Mapping):
+        raise RequestError("update_info must be an object", field="update_info")
+    await engine.call("update_weights", update=dict(update))
+
+
+async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
+    """Stage a piece of a safetensors file; `stream` tells files apart, `broken`: the rest will not come."""
+    await engine.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
+
+
+async def finish_weight_update(engine: Engine, weight_version: str | None = None) -> dict[str, Any]:
+    """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing."""
+    done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version)
+    return done
+
+
+async def abort_weight_update(engine: Engine) -> None:
+    """Roll the open update back."""
+    await engine.call("abort_weight_update")
+
+
+async def update_weight_version(engine: Engine, new_version: str) -> None:
+    """Name the weights that serve; a new epoch."""
+    await engine.call("update_weight_version", new_version=new_version)
+
+
+async def get_weight_version(engine: Engine) -> str:
+    """The version of the weights that serve."""
+    return (await fresh_status(engine)).weight_version
+
+
+async def weight_checksums(engine: Engine) -> dict[str, str]:
+    """SHA-256 of the weights as they lie in memory, by place."""
+    found: dict[str, str] = await engine.call("weight_checksums")
+    return found
+
+
+async def collective_rpc(
+    engine: Engine, method: str, timeout: float | None = None, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:  # fmt: skip
+    """Call a method of the worker extension, between two steps: a result per worker.  Values are plain ones."""
+    asked = engine.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
+    results: list[Any] = await asyncio.wait_for(asked, timeout)
+    return results
+
+
+async def apply_model(engine: Engine, func: Callable[[Any], Any]) -> list[Any]:
+    """Call an importable function with the model, in the engine's process: a result per worker."""
+    if "<" in func.__qualname__ or func.__module__ == "__main__":
+        raise RequestError("func must be a function of a module that the engine can import", field="func")
+    results: list[Any] = await engine.call("apply_model", function=f"{func.__module__}:{func.__qualname__}")
+    return results
+
+
+async def fresh_status(engine: Engine) -> Status:
+    """The engine's state as of now."""
+    await engine.call("ping")
+    return engine.status

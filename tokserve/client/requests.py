@@ -1,0 +1,125 @@
+"""The requests in flight: who waits for each, and whose an output is that the engine sends.
+
+Knows the engine's messages, and not how they travel: what must be told to the engine is returned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tokserve.client.inputs import Prepared
+from tokserve.client.outputs import Choice, Delivery
+from tokserve.client.stream import Submission
+from tokserve.errors import Conflict, EngineDead, refused
+from tokserve.messages import Step, Verdict
+
+
+class Requests:
+    """What was sent and has not ended; `len` counts requests."""
+
+    def __init__(self) -> None:
+        self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
+        self._owners: dict[str, Choice] = {}  # by engine request
+        self._leaving: Counter[str] = Counter()  # engine requests given up whose end is still to come, by rid
+        self._submissions: dict[int, Submission] = {}  # that wait for their verdict, by call
+        self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is in flight, and nothing is still to come of what was."""
+        return not (self._deliveries or self._owners or self._leaving or self._submissions)
+
+    def keys(self) -> list[str]:
+        """The engine's names of all that is in flight."""
+        return sorted({rid.rpartition("#")[0] for rid in self._owners})
+
+    def enter(self, call_id: int, prepared: Sequence[Prepared]) -> Submission:
+        """Prompts that are about to be sent as one request, with this call.  Raises Conflict for an id in use here."""
+        choices = [choice for each in prepared for choice in each.choices]
+        if any(choice.rid in self._owners for choice in choices):
+            message = f"request_id {prepared[0].request_id!r} is in use by a request in flight"
+            raise Conflict(message, field="request_id", code="duplicate_id")
+        deliveries = [Delivery(each.choices[0].rid, each.choices) for each in prepared]
+        self._deliveries.update((delivery.request_id, delivery) for delivery in deliveries)
+        self._owners.update((choice.rid, choice) for choice in choices)
+        self._submissions[call_id] = submission = Submission(deliveries)
+        return submission
+
+    def judge(self, verdict: Verdict) -> None:
+        """The engine's word on a submission."""
+        submission = self._submissions.pop(verdict.call_id)
+        if not verdict.refusal:
+            return submission.settle(None)
+        error = refused(verdict.refusal, verdict.message, verdict.retry_after)
+        for delivery in submission.deliveries:
+            if self._deliveries.get(delivery.request_id) is delivery:
+                self._discard(delivery)
+                delivery.fail(error)
+            else:  # given up meanwhile
+                self._left(choice.rid for choice in delivery.choices)
+        submission.settle(error)
+
+    def take(self, step: Step) -> list[str]:
+        """Outputs; returns the engine requests that a stop string has ended here, for the engine to abort."""
+        stopped = []
+        for rid, ids, logprobs, extra in step.rows():
+            if self._leaving and rid in self._leaving:  # the id may be in use again: none of this is for the new one
+                if extra is not None and extra.finish is not None:
+                    self._left([rid])
+                continue
+            choice = self._owners.get(rid)
+            if choice is None:
+                continue
+            if choice.accept(ids, logprobs, extra):
+                stopped.append(choice.rid)
+            delivery = choice.delivery
+            if delivery.offer(choice):
+                self._news.append(delivery)
+            if choice.finished:
+                del self._owners[choice.rid]
+                if delivery.num_open == 0:
+                    del self._deliveries[delivery.request_id]
+        return stopped
+
+    def tell(self) -> None:
+        """Tell the consumers, once for all the steps that came together."""
+        news, self._news = self._news, []
+        for delivery in news:
+            delivery.tell()
+
+    def give_up(self, delivery: Delivery) -> list[str]:
+        """Forget a request; returns the engine requests that have not ended, for the engine to abort."""
+        if self._deliveries.get(delivery.request_id) is not delivery:
+            return []
+        rids = self._discard(delivery)
+        delivery.abandon()
+        self._leaving.update(rids)
+        return rids
+
+    def fail(self, error: EngineDead) -> None:
+        """The engine is gone: all who wait raise the error."""
+        for delivery in self._deliveries.values():
+            delivery.fail(error.again())
+        for submission in self._submissions.values():
+            submission.settle(error.again())
+        self._deliveries.clear()
+        self._owners.clear()
+        self._leaving.clear()
+        self._submissions.clear()
+
+    def _discard(self, delivery: Delivery) -> list[str]:
+        """Take it from the tables; returns the engine's ids of what has not ended."""
+        del self._deliveries[delivery.request_id]
+        rids = delivery.open_rids()
+        for rid in rids:
+            del self._owners[rid]
+        return rids
+
+    def _left(self, rids: Iterable[str]) -> None:
+        """The engine will say nothing more of requests that were given up."""
+        self._leaving.subtract(rids)
+        self._leaving = +self._leaving

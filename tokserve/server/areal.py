@@ -1,0 +1,41 @@
+"""The routes that AReaL adds to vLLM, for its trainer that knows no others: pause, go on, new weights from a directory.
+
+Other names for what `control` does, with AReaL's replies.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.server import body, control
+from tokserve.server.serving import Serving
+
+
+class ArealUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A whole update from a checkpoint directory.  What is in flight goes on: the trainer pauses first, which ends it,
+    so `abort_all_requests` means nothing; nor does `load_format`, as there is one."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+
+
+async def pause(serving: Serving, request: Request) -> Response:
+    """POST /areal_pause_generation: as /pause?mode=abort"""
+    await serving.llm.pause_generation(mode="abort")
+    return body.reply(request, {"success": True, "message": "Generation paused and all requests aborted"})
+
+
+async def resume(serving: Serving, request: Request) -> Response:
+    """POST /areal_continue_generation: as /resume"""
+    await serving.llm.resume_generation()
+    return body.reply(request, {"success": True, "message": "Generation continued"})
+
+
+async def update_weights(serving: Serving, request: Request) -> Response:
+    """POST /areal_update_weights: as /update_weights with weight_dir"""
+    asked = await control.read(serving, request, ArealUpdateBody)
+    await serving.llm.update_weights({"weight_dir": asked.model_path})
+    return body.reply(request, {"success": True, "message": f"Weights updated from {asked.model_path}"})
