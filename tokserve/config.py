@@ -161,13 +161,13 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0)] = 600.0
     step_timeout: Annotated[
         float,
-        about("Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503.",
-              gt=0),
+        about("Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503; "
+              "with --restart-engine it is then replaced.", gt=0),
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
-        about("Times within ten minutes that a crashed engine is replaced by another, with the last weights that came "
-              "from a directory; 0: the server ends with its engine."),
+        about("Times within ten minutes that an engine that has crashed or hangs is replaced by another, with the last "
+              "weights that came from a directory; 0: the server ends with its engine."),
     ] = 0  # fmt: skip
 
 

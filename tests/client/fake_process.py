@@ -25,7 +25,8 @@ def main(mode: str) -> None:
         "crash": Dead("KeyError: 'x'"),
         "mute": None,
     }.get(mode, READY)
-    engine = FakeEngine(address, ready, None if mode == "hang" else echo)
+    engine = FakeEngine(address, ready, None if mode in ("hang", "deaf") else echo)
+    engine.deaf = mode == "deaf"
 
     def parent_gone() -> None:
         sys.stdin.read()

@@ -154,6 +154,44 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
     asyncio.run(scene())
 
 
+def test_a_hung_engine_is_killed_and_replaced(mode: Any) -> None:
+    mode("deaf")
+
+    async def scene() -> None:
+        llm = make(1, step_timeout=0.2)
+        await llm.start()
+        first = pid_of(llm)
+        mode("serve")
+        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN, request_id="r")))
+        with pytest.raises(EngineDead) as caught:
+            await asyncio.wait_for(waiting, 30)
+        assert caught.value.code == "engine_restarting" and caught.value.retry_after
+        assert "had not finished a step" in caught.value.private
+        await llm.restored()
+        assert gone(first) and pid_of(llm) != first and llm.dead is None
+        assert (await collect(llm.generate([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_a_hung_engine_that_nothing_may_replace_is_left_alone(mode: Any) -> None:
+    mode("deaf")
+
+    async def scene() -> None:
+        llm = make(1, step_timeout=0.2)
+        await llm.start()
+        first = pid_of(llm)
+        await until(lambda: pid_of(llm) != first and llm.hung)  # as deaf as the first, and one was all
+        second = pid_of(llm)
+        for _ in range(5):
+            llm._connection._pulse._beat()
+        assert llm.hung and llm.dead is None and llm.down is None and pid_of(llm) == second and not gone(second)
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
 def test_an_engine_that_does_not_answer_hangs_until_it_does(tmp_path: Path) -> None:
     async def scene() -> None:
         llm = make(0, step_timeout=0.2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from tokserve.client.launch import EngineProcess, describe_exit, watch
 from tokserve.client.link import Link
 from tokserve.client.outputs import Ready, Status
+from tokserve.client.pulse import Pulse
 from tokserve.config import Config
 from tokserve.errors import BY_STATUS, EngineDead, RequestError, RequestFailed, StartError
 from tokserve.messages import Call, Dead, FromEngine, Reply, Step, ToEngine, Verdict
@@ -25,8 +27,7 @@ logger = logging.getLogger(__name__)
 LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
 SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
 RESTART_WINDOW = 600.0  # seconds in which an engine is replaced at most `restart_engine` times
-LONGEST_PULSE = 15.0  # seconds between two pings
-PULSE = -1  # their call
+PULSE = -1  # the call of the pings
 
 
 class Listener(Protocol):
@@ -69,8 +70,7 @@ class Connection:
         self._restarts: list[float] = []  # when
         self._restarting: asyncio.Task[None] | None = None
         self._start_seconds = 1.0  # the last start took
-        self._asked: float | None = None  # when the ping was sent that is not answered
-        self._pulse: asyncio.TimerHandle | None = None
+        self._pulse = Pulse(config.runtime.step_timeout, lambda: self.send(Call(PULSE, "ping")), self._on_hung)
 
     # --- start ---
 
@@ -130,11 +130,11 @@ class Connection:
         if self.dead is not None:
             raise StartError(f"the engine failed to start: {self.dead.private}; its log says more")
         self._serve(ready)
-        self._beat()
 
     def _serve(self, ready: Ready) -> None:
         self.ready = ready
-        self.down = self._asked = self._restarting = None
+        self.down = self._restarting = None
+        self._pulse.start()
         self._listener.on_serving(ready)
 
     # --- what is said ---
@@ -170,23 +170,15 @@ class Connection:
         finally:
             self._calls.pop(call_id, None)
 
-    def _beat(self) -> None:
-        """Ask for a sign of life, now and ever again: an engine that hangs cannot say so itself."""
-        assert self._loop is not None
-        self._pulse = self._loop.call_later(min(self._config.runtime.step_timeout / 4, LONGEST_PULSE), self._beat)
-        if self._asked is None and self.down is None and self._link is not None:
-            self._asked = self._loop.time()
-            self._link.send(Call(PULSE, "ping"))
-
     @property
     def silence(self) -> float:
         """Seconds for which the engine has owed the answer to a ping; it answers between two steps."""
-        return 0.0 if self._asked is None or self._loop is None else self._loop.time() - self._asked
+        return self._pulse.silence
 
     @property
     def hung(self) -> bool:
         """The engine has not finished a step for longer than `step_timeout`."""
-        return self.down is None and self.silence > self._config.runtime.step_timeout
+        return self._pulse.hung
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Step | Verdict):
@@ -203,7 +195,7 @@ class Connection:
 
     def _on_reply(self, reply: Reply) -> None:
         if reply.call_id == PULSE:
-            self._asked = None
+            self._pulse.answered()
         answer = self._calls.get(reply.call_id)
         if answer is None or answer.done():
             return
@@ -219,8 +211,7 @@ class Connection:
         """End an engine that was launched here: the process and its files go.  One that was joined stays, and `leave`
         is awaited for a while, to leave nothing running there."""
         self._closing = True
-        if self._pulse is not None:
-            self._pulse.cancel()
+        self._pulse.stop()
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
@@ -244,6 +235,7 @@ class Connection:
 
     def _abandon(self, error: EngineDead) -> None:
         """Let go of the engine: all who wait raise the error."""
+        self._pulse.stop()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -272,7 +264,7 @@ class Connection:
         serving = self.ready is not None
         if serving and self._may_restart():
             seconds = math.ceil(self._start_seconds)
-            message = "the engine has crashed and another is being started; send the request again"
+            message = "the engine was lost and another is being started; send the request again"
             self.down = EngineDead(message, private=reason, code="engine_restarting", retry_after=seconds)
         else:
             self.dead = self.down = EngineDead(private=reason)
@@ -280,13 +272,19 @@ class Connection:
         if serving and self._restarting is None and self._engine is not None:
             self._restarting = asyncio.ensure_future(self._restart(self._engine))
 
+    def _on_hung(self) -> None:
+        """Its process lives, so nobody else will end it.  If none may take its place, it may yet come back."""
+        if self._engine is not None and self._may_restart():
+            self._engine.signal(signal.SIGKILL)  # a process that is stopped, or stuck in a kernel, hears no other
+            self._die(self._link, f"it had not finished a step for {self.silence:.0f} s, and was killed", False)
+
     def _may_restart(self) -> bool:
         assert self._loop is not None
         recent = [when for when in self._restarts if self._loop.time() - when < RESTART_WINDOW]
         return len(recent) < self._config.runtime.restart_engine
 
     async def _restart(self, engine: EngineProcess) -> None:
-        """Put another engine in the place of one that has crashed, and of that again, as often as may be."""
+        """Put another engine in the place of one that is gone, and of that again, as often as may be."""
         assert self._loop is not None and self.down is not None
         last = self.status
         while self.dead is None:

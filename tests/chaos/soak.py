@@ -1,0 +1,180 @@
+"""A server at a steady load for a long time: does memory grow, do latencies?
+
+`python -m tests.chaos.soak --seconds 1800 --rate 12 --csv FILE` prints a table of ten parts and writes the curves.
+Requests arrive at random (Poisson) whatever has become of those before, so a server that falls behind shows it.  Every
+answer must be that of the solo run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, linear_regression
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.chaos.scene import POOL, Answer, request, tokens
+from tests.e2e.server import Server
+
+GENERATE = "/inference/v1/generate"
+PARTS = 10  # rows of the table
+WARM = 0.2  # the share of the time before the slope is taken: allocators and caches fill
+BLOCK = 30.0  # seconds; means of so much are taken as independent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A streamed request: when it was sent, and seconds to its first token and to its end."""
+
+    at: float
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What both processes held at a time: bytes, and open files."""
+
+    at: float
+    server: int
+    engine: int
+    server_files: int
+    engine_files: int
+
+
+class Soak:
+    """`run` it; then `ended` and `samples` are there.  Times are seconds since the load began."""
+
+    def __init__(self, server: Server, seconds: float, rate: float, seed: int) -> None:
+        self.ended: list[Ended] = []
+        self.samples: list[Sample] = []
+        self._server = server
+        self._seconds = seconds
+        self._rate = rate
+        self._rng = random.Random(seed)
+
+    async def run(self) -> None:
+        """Raises AssertionError for an answer that is not the solo run's."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=limits) as client:
+            solo = [(await self._ask(client, i))[0] for i in range(POOL)]
+            self._began = time.monotonic()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch())
+                while (wait := self._rng.expovariate(self._rate)) + self._now() < self._seconds:
+                    await asyncio.sleep(wait)
+                    tasks.create_task(self._one(client, self._rng.randrange(POOL), solo))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    async def _one(self, client: httpx.AsyncClient, i: int, solo: Sequence[Answer]) -> None:
+        at = self._now()
+        answer, first, last = await self._ask(client, i)
+        assert answer == solo[i], f"request {i} differs from its solo run"
+        self.ended.append(Ended(at, first, last))
+
+    async def _ask(self, client: httpx.AsyncClient, i: int) -> tuple[Answer, float, float]:
+        """The answer of a stream, and the seconds to its first event and to its end."""
+        began, first, choices = time.monotonic(), 0.0, list[Any]()
+        async with client.stream("POST", GENERATE, json=request(i) | {"stream": True}) as stream:
+            assert stream.status_code == 200, await stream.aread()
+            async for line in stream.aiter_lines():
+                first = first or time.monotonic() - began
+                if line.startswith("data: {"):
+                    choices += json.loads(line[6:])["choices"]
+        return tokens(choices), first, time.monotonic() - began
+
+    async def _watch(self) -> None:
+        processes = psutil.Process(self._server.process.pid), self._server.engine()
+        while self._now() < self._seconds:
+            memory = [process.memory_info().rss for process in processes]
+            files = [process.num_fds() for process in processes]
+            self.samples.append(Sample(self._now(), memory[0], memory[1], files[0], files[1]))
+            await asyncio.sleep(1.0)
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Bytes a minute, and the standard error of that: least squares over the means of blocks."""
+    blocks: dict[int, list[tuple[float, float]]] = {}
+    for sample in samples:
+        blocks.setdefault(int(sample[0] // BLOCK), []).append(sample)
+    means = [(fmean(at for at, _ in block), fmean(value for _, value in block)) for block in blocks.values()]
+    if len(means) < 3:
+        return 0.0, float("inf")
+    times, values = zip(*means, strict=True)
+    fit = linear_regression(times, values)
+    rest = sum((value - fit.intercept - fit.slope * at) ** 2 for at, value in means)
+    spread = sum((at - fmean(times)) ** 2 for at in times)
+    return 60 * fit.slope, 60 * (rest / (len(means) - 2) / spread) ** 0.5
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share is not above; nan of nothing."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def table(soak: Soak, seconds: float) -> list[str]:
+    """A row for every part of the time, in Markdown; the slopes below."""
+    rows = ["| minutes | requests | first token p50, p99, ms | whole p50, p99, ms | RSS server, engine, MiB | files |",
+            "|---|---|---|---|---|---|"]  # fmt: skip
+    for part in range(PARTS):
+        begin, end = seconds * part / PARTS, seconds * (part + 1) / PARTS
+        asked = [each for each in soak.ended if begin <= each.at < end]
+        held = [each for each in soak.samples if begin <= each.at < end]
+        first, last = [1e3 * each.first for each in asked], [1e3 * each.last for each in asked]
+        rows.append(
+            f"| {begin / 60:g} to {end / 60:g} | {len(asked)} | {percentile(first, 0.5):.1f}, "
+            f"{percentile(first, 0.99):.1f} | {percentile(last, 0.5):.0f}, {percentile(last, 0.99):.0f} | "
+            f"{max(each.server for each in held) / (1 << 20):.1f}, {max(each.engine for each in held) / (1 << 20):.1f} "
+            f"| {max(each.server_files for each in held)}, {max(each.engine_files for each in held)} |"
+        )
+    for name in ("server", "engine"):
+        warm = [(each.at, float(vars(each)[name])) for each in soak.samples if each.at > WARM * seconds]
+        grows, error = slope(warm)
+        rows.append(f"{name}: RSS grows by {grows / 1024:.1f} +- {error / 1024:.1f} KiB a minute")
+    return rows
+
+
+def play(seconds: float, rate: float, seed: int) -> Soak:
+    """A soak with a server of its own, and what must hold when it is over.  Raises AssertionError."""
+    with Server("demo") as server:
+        soak = Soak(server, seconds, rate, seed)
+        asyncio.run(soak.run())
+        server.wait_idle(60)
+        deep = server.get("/health?deep=1")  # checks the KV accounting
+        assert deep.status_code == 200, deep.text
+        assert not any("Traceback" in line or "ERROR" in line for line in server.log), "\n".join(server.log[-200:])
+        assert server.stop() == 0
+    return soak
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="a row per second: the samples")
+    asked = parser.parse_args()
+    soak = play(asked.seconds, asked.rate, asked.seed)
+    print(f"{len(soak.ended)} requests in {asked.seconds:g} s")
+    print("\n".join(table(soak, asked.seconds)))
+    if asked.csv:
+        with asked.csv.open("w", newline="") as target:
+            writer = csv.writer(target)
+            writer.writerow(vars(soak.samples[0]))
+            writer.writerows(vars(each).values() for each in soak.samples)
+
+
+if __name__ == "__main__":
+    main()

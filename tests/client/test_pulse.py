@@ -1,0 +1,112 @@
+"""When an engine counts as hung, by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tokserve.client import pulse
+from tokserve.client.pulse import LONGEST_PAUSE, Pulse
+
+
+class Timer:
+    """What `call_later` returns."""
+
+    def __init__(self, due: float, call: Callable[[], object]) -> None:
+        self.due, self.call, self.cancelled = due, call, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """A loop that has one timer and no time of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.timer = Timer(0.0, lambda: None)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], object]) -> Timer:
+        assert self.timer.cancelled or self.timer.due <= self.now
+        self.timer = Timer(self.now + seconds, call)
+        return self.timer
+
+    def beat(self, late: float = 0.0) -> None:
+        """Let the time come for which the timer is set."""
+        assert not self.timer.cancelled
+        self.now = self.timer.due + late
+        self.timer.call()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pulse.asyncio, "get_running_loop", lambda: made)
+    return made
+
+
+def heart(timeout: float) -> tuple[Pulse, list[str]]:
+    said: list[str] = []
+    return Pulse(timeout, lambda: said.append("ask"), lambda: said.append("hung")), said
+
+
+def test_an_engine_that_answers_is_asked_for_ever(clock: Clock) -> None:
+    beating, said = heart(8.0)
+    assert beating.silence == 0.0 and not beating.hung
+    beating.start()
+    for _ in range(20):
+        beating.answered()
+        clock.beat()
+    assert said == ["ask"] * 21 and clock.now == 140.0 and not beating.hung
+
+
+def test_silence_for_the_timeout_is_a_hang_until_the_answer_comes(clock: Clock) -> None:
+    beating, said = heart(8.0)
+    beating.start()
+    for _ in range(4):
+        clock.beat()
+        assert not beating.hung
+    assert beating.silence == 8.0
+    clock.beat()
+    assert beating.hung and said == ["ask"], "one beat alone may be this process' own fault"
+    clock.beat()
+    clock.beat()
+    assert said == ["ask", "hung", "hung"]
+    beating.answered()
+    assert not beating.hung and beating.silence == 0.0
+    clock.beat()
+    assert said[3:] == ["ask"]
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
+    beating, said = heart(8.0)
+    beating.start()
+    clock.beat(late=1000.0)
+    assert beating.hung
+    beating.answered()  # it lay in the socket
+    clock.beat()
+    clock.beat(late=1000.0)
+    beating.answered()
+    clock.beat()
+    assert "hung" not in said
+
+
+def test_a_new_engine_owes_nothing(clock: Clock) -> None:
+    beating, said = heart(8.0)
+    beating.start()
+    for _ in range(5):
+        clock.beat()
+    beating.stop()
+    assert not beating.hung and clock.timer.cancelled
+    beating.start()
+    assert not beating.hung and said == ["ask", "ask"]
+
+
+def test_it_is_never_long_between_two_beats(clock: Clock) -> None:
+    beating, _ = heart(600.0)
+    beating.start()
+    assert clock.timer.due - clock.now == LONGEST_PAUSE
