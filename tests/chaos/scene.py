@@ -1,7 +1,8 @@
-"""A server under random load while its engine is killed and stopped: what every request came to, and what it cost.
+"""A server under random load and in trouble: what every request came to, and what it cost.
 
 `python -m tests.chaos.scene --seconds 600 --csv FILE` prints a table and writes the curves.  Every request must end in
 a way that the API defines, with the tokens and logprobs of its solo run as far as it came; anything else is a fault.
+With `--api-servers 2` API processes are killed too, and then a connection may be lost, but only then.
 """
 
 from __future__ import annotations
@@ -19,40 +20,18 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.chaos.pool import BAD, POOL, Answer, Fault, request, tokens
+from tests.chaos.trouble import Trouble
 from tests.e2e.server import Server
 from tests.e2e.test_soak import more_files
 
-POOL = 120  # different requests
 WORKERS = 16
 FLAGS = (
     "--max-num-seqs", "8", "--max-queued-requests", "4", "--kv-cache-memory-bytes", "2M", "--restart-engine", "10000",
-    "--step-timeout", "30", "--max-body-mb", "1",
+    "--step-timeout", "12", "--max-body-mb", "1",
 )  # fmt: skip
-KILLED, STOPPED = (6.0, 14.0), (2.0, 6.0)  # seconds between two kills, two stops of the engine
-LONGEST_STOP = 1.0
-BAD: tuple[Any, ...] = (
-    b"", b"{", b"[]", b"null", b'{"token_ids": []}', b'{"token_ids": [1, -5]}', b'{"token_ids": "x"}', b"\xff\xfe",
-    b'{"token_ids": [5], "sampling_params": {"temperature": -1}}', b'{"token_ids": [5], "nonsense": 1}',
-    b'{"token_ids": [999999999]}', b"[" * 5000, b" " * ((1 << 20) + 1),
-)  # fmt: skip
-Answer = tuple[list[int], list[float]]
-
-
-def request(i: int) -> dict[str, Any]:
-    """The i-th request of the pool."""
-    rng = random.Random(i)
-    prompt = [rng.randrange(3, 250) for _ in range(rng.choice([1, 9, 40, 130, 400]))]
-    if i % 3 == 0:
-        prompt = list(range(5, 70)) + prompt
-    params = {
-        "max_tokens": rng.randrange(1, 120), "temperature": rng.choice([0.0, 0.7, 1.0]), "seed": i, "logprobs": 0,
-        "ignore_eos": rng.random() < 0.7,
-    }  # fmt: skip
-    return {"token_ids": prompt, "sampling_params": params, "logprobs_format": "arrays"}
-
-
-class Fault(AssertionError):
-    """A request ended in no way that is defined, or with other tokens."""
+STATES = ("ready", "restarting", "hung", "pausing", "paused")  # of /ready
+GENERATE = "/inference/v1/generate"
 
 
 class Scene:
@@ -60,14 +39,13 @@ class Scene:
 
     def __init__(self, server: Server, seconds: float, seed: int) -> None:
         self.ends: collections.Counter[str] = collections.Counter()
-        self.curves: list[tuple[float, int, int, int, int, int]] = []
-        self.kills = self.stops = 0
+        self.curves: list[tuple[float, ...]] = []
+        self.trouble: collections.Counter[str] = collections.Counter()
         self.solo: list[Answer] = []
         self._server = server
         self._seconds = seconds
         self._rng = random.Random(seed)
         self._number = 0
-        self._process = psutil.Process(server.process.pid)
 
     async def run(self) -> None:
         """The whole of it; raises Fault."""
@@ -76,7 +54,9 @@ class Scene:
             self._client = client
             self.solo = [await self._alone(i) for i in range(POOL)]
             self._end = time.monotonic() + self._seconds
-            actors = [self._work() for _ in range(WORKERS)] + [self._kill(), self._stop(), self._watch()]
+            self._trouble = Trouble(self._server, client, self._rng, self._end)
+            self.trouble = self._trouble.counts
+            actors = [*(self._work() for _ in range(WORKERS)), *self._trouble.actors(), self._watch()]
             tasks = [asyncio.create_task(actor) for actor in actors]
             try:
                 await asyncio.gather(*tasks)
@@ -94,77 +74,51 @@ class Scene:
         ways = [self._whole, self._whole, self._streamed, self._streamed, self._left, self._aborted, self._late,
                 self._bad]  # fmt: skip
         while time.monotonic() < self._end:
-            i = self._rng.randrange(POOL)
+            i, began = self._rng.randrange(POOL), time.monotonic()
             try:
                 end = await self._rng.choice(ways)(i)
             except httpx.HTTPError as error:
-                raise Fault(f"request {i}: {type(error).__name__} {error}") from error
+                if not self._trouble.may_lose(began):
+                    raise Fault(f"request {i}: {type(error).__name__} {error}") from error
+                end = "connection lost"
             self.ends[end] += 1
             if end in ("engine_restarting", "queue_full"):
                 await asyncio.sleep(self._rng.random() * 0.5)
 
-    async def _kill(self) -> None:
-        while await self._pause(KILLED):
-            engine = self._engine()
-            if engine is not None:
-                engine.kill()
-                self.kills += 1
-                while starts(self._server) < self.kills:
-                    await asyncio.sleep(0.1)
-
-    async def _stop(self) -> None:
-        while await self._pause(STOPPED):
-            engine = self._engine()
-            if engine is not None:
-                try:
-                    engine.suspend()
-                    self.stops += 1
-                    await asyncio.sleep(self._rng.random() * LONGEST_STOP)
-                    engine.resume()
-                except psutil.NoSuchProcess:  # it was killed meanwhile
-                    continue
-
     async def _watch(self) -> None:
         began = time.monotonic()
-        while await self._pause((1.0, 1.0)):
-            engine = self._engine()
-            own = self._process.memory_info().rss, self._process.num_fds()
-            others = (0, 0)
-            if engine is not None:
-                with suppress(psutil.NoSuchProcess):
-                    others = engine.memory_info().rss, engine.num_fds()
-            self.curves.append((time.monotonic() - began, *own, *others, self.ends.total()))
-
-    async def _pause(self, between: tuple[float, float]) -> bool:
-        """Sleep; False when the time is up."""
-        left = self._end - time.monotonic()
-        await asyncio.sleep(max(0.0, min(left, self._rng.uniform(*between))))
-        return time.monotonic() < self._end
-
-    def _engine(self) -> psutil.Process | None:
-        try:
-            return self._server.engine()
-        except (StopIteration, psutil.Error):
-            return None
+        while await self._trouble.wait((1.0, 1.0)):
+            engine = self._trouble.engine()
+            held = [0, 0, 0, 0]  # there is none of the engine while another starts
+            with suppress(psutil.Error):
+                for process in fronts(self._server):
+                    held[0] += process.memory_info().rss
+                    held[1] += process.num_fds()
+                if engine is not None:
+                    held[2:] = engine.memory_info().rss, engine.num_fds()
+            self.curves.append((time.monotonic() - began, *held, self.ends.total()))
 
     async def _is_ready(self) -> bool:
         answer = await self._client.get("/ready")
         health = await self._client.get("/health")
         state = answer.json()["status"]
-        if answer.status_code != (200 if state == "ready" else 503) or state not in ("ready", "restarting", "hung"):
+        if answer.status_code != (200 if state == "ready" else 503) or state not in STATES:
             raise Fault(f"/ready: {answer.status_code} {answer.text}")
         if health.status_code not in (200, 503):
             raise Fault(f"/health: {health.status_code} {health.text}")
         return bool(state == "ready")
 
     async def _recover(self) -> None:
-        while not await self._is_ready():
+        ready = False
+        while not ready:
             await asyncio.sleep(0.1)
+            with suppress(httpx.HTTPError):  # an API process was killed at last
+                ready = await self._is_ready()
 
     # --- ways to ask; each returns how it ended ---
 
     async def _alone(self, i: int) -> Answer:
-        answer = await self._client.post("/inference/v1/generate", json=request(i))
+        answer = await self._client.post(GENERATE, json=request(i))
         if answer.status_code != 200:
             raise Fault(f"request {i} alone: {answer.status_code} {answer.text}")
         return tokens(answer.json()["choices"])
@@ -174,7 +128,7 @@ class Scene:
         return request(i) | {"request_id": f"chaos-{self._number}"} | fields
 
     async def _whole(self, i: int, **fields: Any) -> str:
-        answer = await self._client.post("/inference/v1/generate", json=self._body(i, **fields))
+        answer = await self._client.post(GENERATE, json=self._body(i, **fields))
         if answer.status_code != 200:
             return self._refused(answer.status_code, answer.content, answer.headers)
         return self._check(i, answer.json()["choices"])
@@ -185,7 +139,7 @@ class Scene:
     async def _streamed(self, i: int, leave: int | None = None) -> str:
         choices: list[Any] = []
         body = self._body(i, stream=True)
-        async with self._client.stream("POST", "/inference/v1/generate", json=body) as answer:
+        async with self._client.stream("POST", GENERATE, json=body) as answer:
             if answer.status_code != 200:
                 return self._refused(answer.status_code, await answer.aread(), answer.headers)
             error, done = None, False
@@ -213,12 +167,14 @@ class Scene:
 
     async def _aborted(self, i: int) -> str:
         body = self._body(i)
-        asking = asyncio.create_task(self._client.post("/inference/v1/generate", json=body))
+        asking = asyncio.create_task(self._client.post(GENERATE, json=body))
         await asyncio.sleep(self._rng.random() * 0.3)
-        told = await self._client.post("/abort_requests", json={"request_ids": [body["request_id"]]})
-        if told.status_code != 200:
-            self._refused(told.status_code, told.content, told.headers)
-        answer = await asking
+        try:
+            told = await self._client.post("/abort_requests", json={"request_ids": [body["request_id"]]})
+            if told.status_code != 200:
+                self._refused(told.status_code, told.content, told.headers)
+        finally:
+            answer = await asking
         if answer.status_code != 200:
             return self._refused(answer.status_code, answer.content, answer.headers)
         return self._check(i, answer.json()["choices"])
@@ -253,34 +209,30 @@ class Scene:
         return str(reason)
 
 
-def tokens(choices: list[Any]) -> Answer:
-    """Ids and logprobs, joined."""
-    logprobs = [
-        value for choice in choices for value in (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
-    ]
-    return [token for choice in choices for token in choice["token_ids"]], logprobs
+def fronts(server: Server) -> list[psutil.Process]:
+    """The server's process and, if it is a supervisor, its API processes."""
+    return [psutil.Process(server.process.pid), *server.api_processes()]
 
 
-def starts(server: Server) -> int:
-    """How often another engine was started."""
-    return sum("starting another" in line for line in server.log)
-
-
-def play(seconds: float, seed: int) -> Scene:
+def play(seconds: float, seed: int, api_servers: int = 1) -> Scene:
     """A scene with a server of its own, and what must hold when it is over.  Raises AssertionError."""
-    with Server("demo", *FLAGS) as server:
+    with Server("demo", *FLAGS, "--api-server-count", str(api_servers)) as server:
         scene = Scene(server, seconds, seed)
-        process = psutil.Process(server.process.pid)
-        server.get("/health")
-        files = process.num_fds()
+        for _ in range(4 * api_servers):
+            server.get("/health")
+        files = [process.num_fds() for process in fronts(server)]
         asyncio.run(scene.run())
         server.wait_idle(60)
-        assert not any(more_files([process], [files])), "files were left open"
+        assert not any(more_files(fronts(server), files)), "files were left open"
         deep = server.get("/health?deep=1")  # checks the KV accounting
         assert deep.status_code == 200, deep.text
-        assert process.children() == [server.engine()], "processes were left behind"
+        children = psutil.Process(server.process.pid).children()
+        assert set(children) == {server.engine(), *server.api_processes()}, "processes were left behind"
+        assert len(server.api_processes()) == (api_servers if api_servers > 1 else 0)
         died = [line for line in server.log if "starting another" in line]
-        assert len(died) == scene.kills and all("SIGKILL" in line for line in died), died
+        assert sum("SIGKILL" in line for line in died) == scene.trouble["kill"], died
+        assert sum("had not finished a step" in line for line in died) == scene.trouble["hang"], died
+        assert len(died) == scene.trouble["kill"] + scene.trouble["hang"], died
         assert not any("Traceback" in line for line in server.log), "\n".join(server.log[-200:])
         assert server.stop() == 0
     return scene
@@ -291,12 +243,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--csv", type=Path, help="seconds, RSS and files of server and engine, requests so far")
     asked = parser.parse_args()
-    scene = play(asked.seconds, asked.seed)
-    print(f"{scene.ends.total()} requests, {scene.kills} kills, {scene.stops} stops in {asked.seconds:g} s")
-    for end, count in scene.ends.most_common():
-        print(f"{end:20} {count}")
+    scene = play(asked.seconds, asked.seed, asked.api_servers)
+    print(f"{scene.ends.total()} requests in {asked.seconds:g} s")
+    for what, count in [*scene.ends.most_common(), *sorted(scene.trouble.items())]:
+        print(f"{what:24} {count}")
     first, last = thirds(scene)
     print(f"server: RSS at most {first[0] >> 20} MiB, {first[1]} files in the first third; "
           f"{last[0] >> 20} MiB, {last[1]} files in the last")  # fmt: skip

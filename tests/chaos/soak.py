@@ -1,6 +1,6 @@
 """A server at a steady load for a long time: does memory grow, do latencies?
 
-`python -m tests.chaos.soak --seconds 1800 --rate 12 --csv FILE` prints a table of ten parts and writes the curves.
+`python -m tests.chaos.soak --seconds 1800 --rate 12 --csv FILE` prints a table and writes the curves.
 Requests arrive at random (Poisson) whatever has become of those before, so a server that falls behind shows it.  Every
 answer must be that of the solo run.
 """
@@ -22,13 +22,13 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.chaos.scene import POOL, Answer, request, tokens
+from tests.chaos.pool import POOL, Answer, request, tokens
 from tests.e2e.server import Server
 
 GENERATE = "/inference/v1/generate"
-PARTS = 10  # rows of the table
-WARM = 0.2  # the share of the time before the slope is taken: allocators and caches fill
-BLOCK = 30.0  # seconds; means of so much are taken as independent
+BLOCK = 30.0  # seconds that are summed up in a row
+ROWS = 10  # of the table
+WARM = 0.4  # the share of the time before the slope is taken: allocators and caches fill
 
 
 @dataclass(frozen=True)
@@ -103,19 +103,37 @@ class Soak:
             await asyncio.sleep(1.0)
 
 
-def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes a minute, and the standard error of that: least squares over the means of blocks."""
-    blocks: dict[int, list[tuple[float, float]]] = {}
-    for sample in samples:
-        blocks.setdefault(int(sample[0] // BLOCK), []).append(sample)
-    means = [(fmean(at for at, _ in block), fmean(value for _, value in block)) for block in blocks.values()]
-    if len(means) < 3:
-        return 0.0, float("inf")
-    times, values = zip(*means, strict=True)
-    fit = linear_regression(times, values)
-    rest = sum((value - fit.intercept - fit.slope * at) ** 2 for at, value in means)
-    spread = sum((at - fmean(times)) ** 2 for at in times)
-    return 60 * fit.slope, 60 * (rest / (len(means) - 2) / spread) ** 0.5
+@dataclass(frozen=True)
+class Block:
+    """A part of the time: milliseconds to the first token and to the end, bytes on average, files at most."""
+
+    begin: float
+    requests: int
+    first_p50: float
+    first_p99: float
+    last_p50: float
+    last_p99: float
+    server: float
+    engine: float
+    server_files: int
+    engine_files: int
+
+
+def block(soak: Soak, begin: float, end: float) -> Block:
+    """What happened between two times."""
+    asked = [each for each in soak.ended if begin <= each.at < end]
+    held = [each for each in soak.samples if begin <= each.at < end]
+    first, last = [1e3 * each.first for each in asked], [1e3 * each.last for each in asked]
+    return Block(
+        begin, len(asked), percentile(first, 0.5), percentile(first, 0.99), percentile(last, 0.5),
+        percentile(last, 0.99), fmean(each.server for each in held), fmean(each.engine for each in held),
+        max(each.server_files for each in held), max(each.engine_files for each in held),
+    )  # fmt: skip
+
+
+def blocks(soak: Soak, seconds: float, count: int) -> list[Block]:
+    """The time in so many parts."""
+    return [block(soak, seconds * i / count, seconds * (i + 1) / count) for i in range(count)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -123,24 +141,29 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-def table(soak: Soak, seconds: float) -> list[str]:
-    """A row for every part of the time, in Markdown; the slopes below."""
+def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """Per minute, by least squares, and its standard error if the values err independently; nan of too few."""
+    if len(times) < 3:
+        return float("nan"), float("nan")
+    fit = linear_regression(times, values)
+    rest = sum((value - fit.intercept - fit.slope * at) ** 2 for at, value in zip(times, values, strict=True))
+    spread = sum((at - fmean(times)) ** 2 for at in times)
+    return 60 * fit.slope, 60 * (rest / (len(times) - 2) / spread) ** 0.5
+
+
+def report(soak: Soak, seconds: float) -> list[str]:
+    """A table in Markdown, and how memory grows."""
     rows = ["| minutes | requests | first token p50, p99, ms | whole p50, p99, ms | RSS server, engine, MiB | files |",
             "|---|---|---|---|---|---|"]  # fmt: skip
-    for part in range(PARTS):
-        begin, end = seconds * part / PARTS, seconds * (part + 1) / PARTS
-        asked = [each for each in soak.ended if begin <= each.at < end]
-        held = [each for each in soak.samples if begin <= each.at < end]
-        first, last = [1e3 * each.first for each in asked], [1e3 * each.last for each in asked]
-        rows.append(
-            f"| {begin / 60:g} to {end / 60:g} | {len(asked)} | {percentile(first, 0.5):.1f}, "
-            f"{percentile(first, 0.99):.1f} | {percentile(last, 0.5):.0f}, {percentile(last, 0.99):.0f} | "
-            f"{max(each.server for each in held) / (1 << 20):.1f}, {max(each.engine for each in held) / (1 << 20):.1f} "
-            f"| {max(each.server_files for each in held)}, {max(each.engine_files for each in held)} |"
-        )
+    rows += [
+        f"| from {each.begin / 60:g} | {each.requests} | {each.first_p50:.1f}, {each.first_p99:.1f} | "
+        f"{each.last_p50:.0f}, {each.last_p99:.0f} | {each.server / (1 << 20):.1f}, {each.engine / (1 << 20):.1f} | "
+        f"{each.server_files}, {each.engine_files} |"
+        for each in blocks(soak, seconds, ROWS)
+    ]
+    warm = [each for each in blocks(soak, seconds, int(seconds // BLOCK)) if each.begin >= WARM * seconds]
     for name in ("server", "engine"):
-        warm = [(each.at, float(vars(each)[name])) for each in soak.samples if each.at > WARM * seconds]
-        grows, error = slope(warm)
+        grows, error = slope([each.begin for each in warm], [vars(each)[name] for each in warm])
         rows.append(f"{name}: RSS grows by {grows / 1024:.1f} +- {error / 1024:.1f} KiB a minute")
     return rows
 
@@ -164,16 +187,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--csv", type=Path, help="a row per second: the samples")
+    parser.add_argument("--csv", type=Path, help="a row per half a minute")
     asked = parser.parse_args()
     soak = play(asked.seconds, asked.rate, asked.seed)
     print(f"{len(soak.ended)} requests in {asked.seconds:g} s")
-    print("\n".join(table(soak, asked.seconds)))
+    print("\n".join(report(soak, asked.seconds)))
     if asked.csv:
+        rows = [vars(each) for each in blocks(soak, asked.seconds, int(asked.seconds // BLOCK))]
         with asked.csv.open("w", newline="") as target:
-            writer = csv.writer(target)
-            writer.writerow(vars(soak.samples[0]))
-            writer.writerows(vars(each).values() for each in soak.samples)
+            writer = csv.DictWriter(target, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":
