@@ -231,7 +231,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
     ] = False
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
-    keep_alive: Annotated[int, about("Seconds an idle HTTP connection is kept open.", ge=5)] = 75
+    keep_alive: Annotated[
+        int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
+    ] = 75
     shutdown_timeout: Annotated[float, about("Seconds that running requests may finish in after SIGTERM.", ge=0)] = 10.0
     strict: Annotated[
         bool, about("Refuse unknown fields on the OpenAI routes too (they are named in X-Ignored-Fields otherwise).")

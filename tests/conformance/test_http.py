@@ -215,6 +215,22 @@ def test_what_is_not_http_is_refused_in_the_one_shape(api: Api, raw: bytes) -> N
     assert status == 400 and json.loads(reply)["error"]["code"] == "invalid_http"
 
 
+def test_headers_have_a_limit(api: Api) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    status, _ = exchange(api, head + b"X: " + b"a" * 60_000 + b"\r\n\r\n")
+    assert status == 200
+    for raw in (b"X: " + b"a" * 65_600, b"X: a\r\n" * 11_000, b"X" * 65_600):  # hardly more: all of it is taken
+        status, reply = exchange(api, head + raw)
+        assert status == 431 and json.loads(reply)["error"]["code"] == "head_too_large"
+
+
+def test_trailers_are_no_headers(api: Api) -> None:
+    raw = json.dumps(BODY).encode()
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n{len(raw):x}\r\n".encode()
+    status, reply = exchange(api, head + raw + b"\r\n0\r\nX-Request-Id: late\r\n\r\n")
+    assert status == 200 and "late" not in json.loads(reply)["request_id"]
+
+
 def test_a_chunked_body(api: Api) -> None:
     raw = json.dumps(BODY).encode()
     answer = api.post(GENERATE, content=(raw[i : i + 7] for i in range(0, len(raw), 7)), headers={"Content-Type": JSON})

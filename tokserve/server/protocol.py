@@ -1,5 +1,6 @@
-"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, and that
-HTTP/1.0 (which nginx speaks to servers, if nothing is said) is not answered in chunks.
+"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, that the head
+of a request is bounded in size and in time, and that HTTP/1.0 (which nginx speaks to servers, if nothing is said) is not
+answered in chunks.
 
 Java's HTTP client, for one, offers h2c with every request in clear; the parser takes such a request's body for the
 other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is read again without it.
@@ -8,6 +9,7 @@ Knows nothing of routes.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -19,34 +21,72 @@ from tokserve.errors import RequestError
 from tokserve.server import errors, sse
 
 OFFER = (b"upgrade", b"http2-settings")
+MAX_HEAD = 64 << 10  # bytes of a request before its body; one that comes in one piece may have a little more
+
+
+class HeadTooLarge(RequestError):
+    """431: the request line and the headers are over the limit."""
+
+    status = 431
 
 
 class Protocol(HttpToolsProtocol):
     """For `uvicorn.Config(http=Protocol, ws="none")`."""
 
-    def _read(self, received: bytes) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head: int | None = 0  # bytes so far of a head, or of trailers, without an end; None in a body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A connection has as long to send its first head as it has between two requests."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """However it was lost."""
+        super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def _read(self, received: bytes) -> None:
+        if self._head is not None:
+            self._head += len(received)
         try:
             self.parser.feed_data(received)
         except httptools.HttpParserUpgrade as offered:
             self._decline(received[offered.args[0] :])
         except httptools.HttpParserError:
             self.logger.info("not HTTP/1.1")
-            self.send_400_response("the request is not valid HTTP/1.1")
+            self._hang_up(RequestError("the request is not valid HTTP/1.1", code="invalid_http"))
+        else:
+            if self._head is not None and self._head > MAX_HEAD:
+                self._hang_up(HeadTooLarge(f"the headers are larger than {MAX_HEAD >> 10} KiB", code="head_too_large"))
 
     data_received = _read  # type: ignore[assignment]  # asyncio's name for it; its argument has another
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless it offers an upgrade: then it is read again first."""
+        self._head = None
         if not self.parser.should_upgrade():
+            self._unset_keepalive_if_required()  # a part of a head is no sign of life: one may come for ever
             super().on_headers_complete()
             if self.parser.get_http_version() == "1.0":
                 cycle: Any = self.cycle  # its task has not begun, and takes `send` when it does
                 cycle.send = _without_chunks(self.cycle)
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
+            self.headers = []  # what still comes are trailers, which are no headers of the request
+
+    def on_chunk_header(self) -> None:
+        """After the last chunk's come the trailers."""
+        self._head = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._head = None
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End the request's body."""
+        self._head = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -54,7 +94,7 @@ class Protocol(HttpToolsProtocol):
         """Read the head again without the offer, and then what follows it."""
         method = self.parser.get_method()
         if method == b"CONNECT":
-            self.send_400_response("CONNECT is for proxies")
+            self._hang_up(RequestError("CONNECT is for proxies", code="invalid_http"))
             return
         lines = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         lines += [name + b": " + value for name, value in self.headers if name not in OFFER]
@@ -62,11 +102,11 @@ class Protocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._read(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP, and hang up."""
-        body = errors.body(RequestError(msg, code="invalid_http"))
+    def _hang_up(self, error: RequestError) -> None:
+        """Refuse what is no request."""
+        body = errors.body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
 
 

@@ -1,0 +1,130 @@
+"""What a connection may cost before it has asked for anything: time and memory of a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from tokserve.server.protocol import MAX_HEAD, Protocol
+
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+PIECE = b"a" * 1000
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Reads the body, whatever it is, and says ok."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def connected() -> Iterator[tuple[Protocol, Wire]]:
+    """A connection; in a running loop."""
+    config = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, timeout_keep_alive=75)
+    config.load()
+    connection, wire = Protocol(config, ServerState(), {}), Wire()
+    connection.connection_made(wire)
+    try:
+        yield connection, wire
+    finally:
+        connection.connection_lost(None)
+        assert connection.timeout_keep_alive_task is None
+
+
+def feed(connection: Protocol, wire: Wire, *pieces: bytes) -> int:
+    """Bytes taken until the connection was closed."""
+    taken = 0
+    for piece in pieces:
+        if wire.closed:
+            break
+        connection.data_received(piece)
+        taken += len(piece)
+    return taken
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n" + PIECE])
+def test_a_head_without_end_is_cut_off(begin: bytes) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            taken = feed(connection, wire, begin, *[PIECE] * 1000)
+            assert MAX_HEAD < taken <= MAX_HEAD + len(begin) + len(PIECE)
+            assert wire.written.startswith(b"HTTP/1.1 431 ") and b'"code":"head_too_large"' in wire.written
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("body", [b"5\r\nhello\r\n0\r\n", b"0\r\n"])
+def test_trailers_without_end_are_cut_off(body: bytes) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            taken = feed(connection, wire, HEAD + b"\r\n" + body, *[b"X: " + PIECE + b"\r\n"] * 1000)
+            assert wire.closed and taken < 2 * MAX_HEAD
+
+    asyncio.run(scene())
+
+
+def test_a_body_is_no_head() -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            feed(connection, wire, HEAD + b"\r\n", *[b"3e8\r\n" + PIECE + b"\r\n"] * 200, b"0\r\n\r\n")
+            feed(connection, wire, *[b"GET / HTTP/1.1\r\nX: " + PIECE + b"\r\n\r\n"] * 200)
+            async with asyncio.timeout(30):
+                while wire.written.count(b"HTTP/1.1 200 OK") < 201:
+                    await asyncio.sleep(0)
+            assert not wire.closed
+
+    asyncio.run(scene())
+
+
+def test_the_time_for_a_head_runs_whatever_dribbles_in() -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            timer = connection.timeout_keep_alive_task
+            assert timer is not None and timer.when() <= asyncio.get_running_loop().time() + 75
+            feed(connection, wire, b"G", b"ET / HTTP/1.1\r\n", b"Host: a\r\n", b"X")
+            assert connection.timeout_keep_alive_task is timer and not timer.cancelled()
+            feed(connection, wire, b": a\r\n\r\n")
+            assert timer.cancelled() and connection.timeout_keep_alive_task is None
+            async with asyncio.timeout(30):
+                while b"ok" not in wire.written:
+                    await asyncio.sleep(0)
+            again = connection.timeout_keep_alive_task
+            assert again is not None
+            feed(connection, wire, b"GET / HTT")
+            assert not again.cancelled()
+            connection.timeout_keep_alive_handler()
+            assert wire.closed
+
+    asyncio.run(scene())
