@@ -54,6 +54,7 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
     ("name", "value"),
     [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
      ("best_of", 2), ("suffix", "x"), ("structured_outputs", {}), ("guided_json", {}), ("use_beam_search", True),
+     ("guided_regex", "(a+)+$" * 1000), ("guided_grammar", "x"), ("regex", "a"), ("ebnf", "x"), ("json_schema", "{}"),
      ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x")],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_not_ignored(text: Api, route: str, name: str, value: Any) -> None:

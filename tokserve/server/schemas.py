@@ -24,10 +24,11 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
     "reasoning": ({},), "verbosity": ("medium",),
     "structured_outputs": (), "structural_tag": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "guided_json_object": (False,), "logits_processors": ([],),
-    "thinking_token_budget": (), "truncate_prompt_tokens": (-1,), "use_beam_search": (False,),
-    "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (),
-    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
+    "guided_grammar": (), "guided_json_object": (False,), "regex": (), "ebnf": (), "json_schema": (),
+    "logits_processors": ([],), "thinking_token_budget": (), "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,),
+    "prompt_embeds": (), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (),
+    "bad_words_ids": ([],),
 }  # fmt: skip
 # Fields that change nothing here and that everybody sends.
 ACCEPTED = frozenset({
