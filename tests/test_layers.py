@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
-ROOT_ORDER = ["errors", "log", "params", "checkpoint", "config", "messages", "plan"]
+ROOT_ORDER = ["errors", "log", "sockets", "params", "checkpoint", "config", "messages", "plan"]
 # package -> (packages and root files it may import, foreign modules it must not import anywhere)
 TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
@@ -23,10 +23,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "models": ({"layers", "ops", "plan", "checkpoint", "errors"}, {"transformers"}),
     "runner": ({"models", "layers", "ops", "device", "rl", "plan", "params", "config", "checkpoint", "errors"}, set()),
     "executor": ({"plan", "config", "runner"}, TORCH),
-    "engine": ({"messages", "plan", "params", "config", "errors", "log", "executor"}, TORCH),
+    "engine": ({"messages", "plan", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),
     "client": ({"messages", "params", "config", "text", "errors", "log", "checkpoint", "engine"}, TORCH | {"fastapi"}),
     "server": ({"client", "text", "params", "errors", "config", "log", "checkpoint"}, TORCH),
-    "cli": ({"bench", "client", "server", "config", "errors", "log"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
 }
 # modules a package may import from another only in the named file

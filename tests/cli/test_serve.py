@@ -22,6 +22,16 @@ def test_an_address_that_is_not_ours() -> None:
         listen.bind(Config.make(host="192.0.2.1", port=1))
 
 
+def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    with pytest.raises(StartError, match="cannot listen on"):
+        listen.bind(Config.make(uds=str(notes)))
+    assert notes.read_text() == "mine"
+    with pytest.raises(StartError, match="too long"):
+        listen.bind(Config.make(uds=str(tmp_path / ("x" * 200))))
+
+
 def test_sockets_of_several_processes_share_an_address_that_nobody_else_can_take() -> None:
     with listen.bind(Config.make(port=0)) as first:
         sockets = listen.spread(first, 3)

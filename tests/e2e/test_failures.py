@@ -59,14 +59,16 @@ def test_deep_health_does_not_wait_for_a_stopped_engine() -> None:
         assert server.get("/health?deep=1").status_code == 200
 
 
-def test_kill_9_of_the_server_takes_the_engine_along() -> None:
-    with Server("demo") as server:
+def test_kill_9_of_the_server_takes_the_engine_along(tmp_path: Path) -> None:
+    uds = tmp_path / "server.sock"
+    with Server("demo", "--uds", str(uds)) as server:
         engine = server.engine()
         files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
+        assert files and uds.stat().st_mode & 0o777 == 0o600 and {f.stat().st_mode & 0o777 for f in files} == {0o700}
         server.process.kill()
         server.process.wait()
         engine.wait(10)
-        assert not [f for f in files if f.exists()], "the socket directory was left behind"
+        assert not [f for f in [uds, *files] if f.exists()], "a socket was left behind"
 
 
 def test_sigterm_drains_and_exits_0() -> None:

@@ -10,6 +10,7 @@ import socket
 
 from tokserve.config import Config
 from tokserve.errors import StartError
+from tokserve.sockets import remove_stale
 
 BACKLOG = 4096  # connections not yet accepted
 
@@ -26,7 +27,7 @@ def bind(config: Config) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if server.uds:
-            _remove_stale(server.uds)
+            remove_stale(server.uds)
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens leave at once
@@ -35,21 +36,8 @@ def bind(config: Config) -> socket.socket:
             os.chmod(server.uds, 0o600)
     except OSError as error:
         sock.close()
-        raise StartError(f"cannot listen on {where}: {error.strerror}") from None
+        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from None
     return sock
-
-
-def _remove_stale(path: str) -> None:
-    """Unlink a socket file that nobody listens on; one in use is left, and bind will say so."""
-    if not os.path.exists(path):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except OSError:
-            return
 
 
 def spread(sock: socket.socket, count: int) -> list[socket.socket]:

@@ -28,9 +28,11 @@ from tokserve.engine.wire import Wire
 from tokserve.errors import StartError
 from tokserve.executor.base import Executor, make
 from tokserve.messages import Dead
+from tokserve.sockets import remove_stale
 
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 
+PARENT_ENDS = 1.0  # seconds from the end of stdin to that of the parent, if it is ending
 FIRST_HELLO = 2.0  # seconds a failed start waits for somebody to tell
 DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the socket
 
@@ -112,35 +114,37 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
     opening = msgspec.json.decode(line, type=Opening)
     server = opening.config.server
     log.setup("engine", server.log_level, server.log_format)
-    _watch(opening.address)
+    _watch(opening.address, server.uds)
     code = run(opening.address, opening.config, make_executor(opening.config))
     _leave(opening.address, code)
 
 
-def _watch(address: str) -> None:
+def _watch(address: str, uds: str | None) -> None:
     """Leave at once on SIGTERM (0) or when the parent is gone, even while a step computes: a thread waits for
     either.  SIGINT goes to the whole terminal's group and is the parent's to judge.
 
     The end of stdin may come late, when a fork of the parent lives on with the pipe's other end: so the parent
-    itself is watched too."""
+    itself is watched too.  `uds`: the parent's own socket, whose file goes as well if it cannot see to that."""
     signals, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the pipe is what counts
     signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
     stdin = sys.stdin.fileno()
-    gone = [stdin]
+    parent: list[int] = []
     with suppress(OSError):  # a parent of another namespace
-        gone.append(os.pidfd_open(os.getppid()))
+        parent.append(os.pidfd_open(os.getppid()))
 
     def wait() -> NoReturn:
         while True:
-            ready, _, _ = select.select([*gone, signals], [], [])
+            ready, _, _ = select.select([stdin, *parent, signals], [], [])
             if signals in ready and signal.SIGTERM in os.read(signals, 64):
                 logger.info("SIGTERM: leaving")
                 _leave(address, 0)
-            if set(gone[1:]) & set(ready) or (stdin in ready and not os.read(stdin, 4096)):
+            if set(parent) & set(ready) or (stdin in ready and not os.read(stdin, 4096)):
                 logger.info("the parent process is gone: leaving")
+                if uds and select.select(parent, [], [], PARENT_ENDS)[0]:
+                    remove_stale(uds)
                 _leave(address, 0)
 
     threading.Thread(target=wait, name="watch", daemon=True).start()
