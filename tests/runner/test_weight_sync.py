@@ -354,6 +354,8 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
         (tmp_path, Forbidden, "allowed-weight-dirs"),
         (bench.new.parent / "link", Forbidden, "allowed-weight-dirs"),
         (bench.new / ".." / ".." / "..", Forbidden, "allowed-weight-dirs"),
+        (bench.new.parent / "a\0b", RequestError, "no path"),
+        (bench.new.parent / "\ud800", RequestError, "no path"),
     ):
         runner.background("begin_update", {"have_weights": True})
         with pytest.raises(kind, match=message):
@@ -363,9 +365,10 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"segment": "absent-segment"}, {"segment": "../etc"}, {"offsets": [0, 0]}, {"offsets": [1]},
-     {"offsets": None}, {"shapes": []},
-     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []}, {"is_checkpoint_format": False}],
+    [{"segment": "absent-segment"}, {"segment": "../etc"}, {"segment": "a\0b"}, {"segment": "\ud800"},
+     {"offsets": [0, 0]}, {"offsets": [1]}, {"offsets": None}, {"shapes": []},
+     {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []},
+     {"is_checkpoint_format": False}],
     ids=str,
 )  # fmt: skip
 def test_announcements_are_checked(bench: Bench, change: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Whether an engine that is there still turns: it is asked for a sign of life, now and ever again.
 
 That it hangs an engine cannot say itself, and its process looks well; it answers between two steps, so silence means
-a step that does not end, or a process that is stopped.  What is asked, and what comes of silence, is the owner's affair.
+a step that does not end, or a process that is stopped.  What comes of silence is the owner's affair.
 """
 
 from __future__ import annotations

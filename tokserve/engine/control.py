@@ -377,7 +377,8 @@ class Control:
         self._check_open(update)
         error = future.exception()
         if error is not None:
-            self._fail(update, str(error))
+            known = isinstance(error, RequestError)
+            self._fail(update, str(error) if known else f"{type(error).__name__} in the engine; its log says more")
             yield from self._background("abort_update")
         return future.result()
 

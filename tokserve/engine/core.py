@@ -378,7 +378,7 @@ class EngineCore:
             reply = Reply(call_id, error=_sendable(error.message), status=error.status, field=error.field)
         else:
             logger.error("a verb failed", exc_info=error)
-            reply = Reply(call_id, error=_sendable(f"{type(error).__name__}: {error}"))
+            reply = Reply(call_id, error=f"{type(error).__name__} in the engine; its log says more")
         self._emit(identity, reply)
 
     def _go_on(self, task: _Task) -> None:

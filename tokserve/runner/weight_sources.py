@@ -77,7 +77,10 @@ def announcement(source: dict[str, Any]) -> Announcement:
 
 def allowed_directory(name: str, allowed: Sequence[str] | None) -> Path:
     """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
-    path = Path(os.path.realpath(os.path.expanduser(name)))
+    try:
+        path = Path(os.path.realpath(os.path.expanduser(name)))
+    except ValueError:  # a zero byte, or what no file system can say
+        raise RequestError("weight_dir is no path", field="weight_dir") from None
     if allowed is not None and not any(path.is_relative_to(os.path.realpath(parent)) for parent in allowed):
         raise Forbidden(f"{name} is not within --allowed-weight-dirs", field="weight_dir")
     if not path.is_dir():
@@ -91,7 +94,7 @@ def shared_memory(asked: Announcement, declared: Sequence[Declared]) -> Iterator
     if segment is None or offsets is None or len(offsets) != len(declared):
         raise RequestError("ipc needs a segment, and an offset for every name", field="update_info.segment")
     name = segment.removeprefix("/")
-    if not name or "/" in name or name in (".", ".."):
+    if not name.isprintable() or "/" in name or name in ("", ".", ".."):
         raise RequestError(f"{segment!r} is no name of a shared memory segment", field="update_info.segment")
     try:
         descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)

@@ -150,8 +150,9 @@ class WeightSync:
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
             for name, tensor in weights.stream(found):
                 staging.put(name, tensor)
-        except (StartError, OSError, SafetensorError) as error:
-            raise RequestError(str(error), field="weight_dir") from None
+        except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
+            said = str(error).replace(str(directory), source["weight_dir"])
+            raise RequestError(said, field="weight_dir") from None
 
     def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
         asked = sources.announcement(self._packing | source)
