@@ -517,6 +517,16 @@ def test_call(play: Callable[..., None]) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("value", [10**30, "\ud800", object()], ids=["integer", "surrogate", "object"])
+def test_a_call_with_what_no_message_holds(play: Callable[..., None], value: Any) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        with pytest.raises(RequestError, match="sleep: "):
+            await llm.sleep(level=value)
+        assert await llm.call("ping") == {}
+
+    play(scene)
+
+
 def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         waiting = [llm.generate([1], PLAIN, request_id=f"{i}") for i in range(3)]

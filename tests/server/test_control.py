@@ -90,6 +90,8 @@ BAD = [
     ("/update_weight_version", {}, "new_version"), ("/weight_checker", {"action": "reset"}, "action"),
     ("/weight_checker", {"action": "compare"}, "baseline"), ("/collective_rpc", {}, "method"),
     ("/pause", [1], None), ("/areal_update_weights", {"weight_dir": "/w"}, "weight_dir"),
+    ("/collective_rpc", {"method": "f", "timeout": 0}, "timeout"),
+    ("/collective_rpc", {"method": "f", "timeout": 1e300}, "timeout"),
 ]  # fmt: skip
 
 

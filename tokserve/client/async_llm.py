@@ -238,8 +238,8 @@ class AsyncLLM:
     # --- the engine's verbs ---
 
     async def call(self, method: str, /, **args: Any) -> Any:
-        """Call an admin verb of the engine.  Raises what `errors.BY_STATUS` names, with the engine's message, or
-        EngineDead."""
+        """Call an admin verb of the engine.  Raises what `errors.BY_STATUS` names, with the engine's message,
+        RequestError for arguments that no message can hold, or EngineDead."""
         return await self._connection.call(method, args)
 
     async def refresh(self, seconds: float) -> None:

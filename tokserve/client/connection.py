@@ -167,6 +167,8 @@ class Connection:
         try:
             self.send(Call(call_id, method, args))
             return await answer
+        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # what only JSON and Python can say
+            raise RequestError(f"{method}: {error}") from None
         finally:
             self._calls.pop(call_id, None)
 

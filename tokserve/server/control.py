@@ -26,6 +26,7 @@ from tokserve.server.serving import Serving
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
+LONGEST_RPC = 1e6  # seconds that a caller may say it waits
 UNDER_WAY = 8  # pieces sent and not yet acknowledged
 
 
@@ -326,6 +327,8 @@ async def get_world_size(serving: Serving, request: Request) -> Response:
 async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc"""
     asked = await read(serving, request, RpcBody)
+    if asked.timeout is not None and not 0 < asked.timeout <= LONGEST_RPC:
+        raise RequestError(f"timeout must be above 0 and at most {LONGEST_RPC:g} seconds", field="timeout")
     try:
         results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
     except TimeoutError:
