@@ -1,31 +1,56 @@
-"""`python -m tests.chaos.plot CSV PICTURE`: the curves of a scene.  Needs matplotlib."""
+"""`python -m tests.chaos.plot CSV PICTURE`: the curves of a scene or of a soak.  Needs matplotlib."""
 
 from __future__ import annotations
 
 import csv
 import sys
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+WHO = ("server", "engine")
+MIB = 1 << 20
+Row = dict[str, float]
 
 
 def main(source: str, target: str) -> None:
-    """RSS and open files of both processes, and the requests so far, over time."""
+    """Memory and files of both processes over time, and what became of requests."""
     with open(source) as lines:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
-    seconds = [row["seconds"] for row in rows]
     figure = Figure(figsize=(9, 6), layout="constrained")
-    memory, files, requests = figure.subplots(3, 1, sharex=True)
-    for who in ("server", "engine"):
-        there = [row for row in rows if row[f"{who}_rss"]]  # there is no engine while another starts
-        when = [row["seconds"] for row in there]
-        memory.plot(when, [row[f"{who}_rss"] / (1 << 20) for row in there], ".", markersize=3, label=who)
-        files.plot(when, [row[f"{who}_files"] for row in there], ".", markersize=3, label=who)
-    requests.plot(seconds, [row["requests"] for row in rows])
-    memory.set(ylabel="RSS, MiB", ylim=(0, None))
-    memory.legend()
-    files.set(ylabel="open files", ylim=(0, None))
-    requests.set(ylabel="requests ended", xlabel="seconds")
+    axes = figure.subplots(3, 1, sharex=True)
+    (soak if "first_p50" in rows[0] else scene)(rows, *axes)
+    axes[0].legend()
+    for each in axes[:2]:
+        each.set(ylim=(0, None))
     figure.savefig(target)
+
+
+def scene(rows: list[Row], memory: Axes, files: Axes, requests: Axes) -> None:
+    """A row per second; there is no engine while another starts."""
+    for who in WHO:
+        there = [row for row in rows if row[f"{who}_rss"]]
+        when = [row["seconds"] for row in there]
+        memory.plot(when, [row[f"{who}_rss"] / MIB for row in there], ".", markersize=3, label=who)
+        files.plot(when, [row[f"{who}_files"] for row in there], ".", markersize=3, label=who)
+    requests.plot([row["seconds"] for row in rows], [row["requests"] for row in rows])
+    memory.set(ylabel="RSS, MiB")
+    files.set(ylabel="open files")
+    requests.set(ylabel="requests ended", xlabel="seconds")
+
+
+def soak(rows: list[Row], memory: Axes, files: Axes, latency: Axes) -> None:
+    """A row per half a minute."""
+    minutes = [row["begin"] / 60 for row in rows]
+    for who in WHO:
+        memory.plot(minutes, [row[who] / MIB for row in rows], label=who)
+        files.plot(minutes, [row[f"{who}_files"] for row in rows], label=who)
+    for name, label in (("first_p50", "p50"), ("first_p99", "p99")):
+        latency.semilogy(minutes, [row[name] for row in rows], label=label)
+    latency.legend()
+    memory.set(ylabel="RSS, MiB")
+    files.set(ylabel="open files")
+    latency.set(ylabel="first token, ms", xlabel="minutes")
 
 
 if __name__ == "__main__":
