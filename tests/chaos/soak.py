@@ -28,7 +28,9 @@ from tests.e2e.server import Server
 GENERATE = "/inference/v1/generate"
 BLOCK = 30.0  # seconds that are summed up in a row
 ROWS = 10  # of the table
-WARM = 0.4  # the share of the time before the slope is taken: allocators and caches fill
+WORKERS = 20
+WARM = 0.2  # the share of the time before the slope is taken: allocators and caches fill
+TINY = 10_100  # requests before the load: the engine remembers the ids of the last 10,000 that ended
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,19 @@ class Soak:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         async with httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=limits) as client:
             solo = [(await self._ask(client, i))[0] for i in range(POOL)]
+            await asyncio.gather(*[self._fill(client, TINY // WORKERS) for _ in range(WORKERS)])
             self._began = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch())
                 while (wait := self._rng.expovariate(self._rate)) + self._now() < self._seconds:
                     await asyncio.sleep(wait)
                     tasks.create_task(self._one(client, self._rng.randrange(POOL), solo))
+
+    async def _fill(self, client: httpx.AsyncClient, count: int) -> None:
+        """Requests that cost nothing but their ids."""
+        for _ in range(count):
+            answer = await client.post(GENERATE, json={"token_ids": [5], "sampling_params": {"max_tokens": 1}})
+            assert answer.status_code == 200, answer.text
 
     def _now(self) -> float:
         return time.monotonic() - self._began
