@@ -232,6 +232,27 @@ def test_a_process_that_is_told_to_stop_by_itself_hurts_no_other() -> None:
         assert server.stop() == 0
 
 
+def others(server: Server, known: set[int]) -> list[psutil.Process]:
+    try:
+        return [process for process in server.api_processes() if process.pid not in known]
+    except psutil.Error:  # one went while it was looked at
+        return []
+
+
+@pytest.mark.slow
+def test_an_api_process_that_is_killed_while_it_starts_is_replaced_too() -> None:
+    with Server("demo", *FLAGS) as server:
+        first, second = server.api_processes()
+        first.kill()
+        until(lambda: bool(others(server, {first.pid, second.pid})))
+        (third,) = others(server, {first.pid, second.pid})
+        third.kill()
+        until(lambda: bool(others(server, {first.pid, second.pid, third.pid})))
+        for index in (0, 1):
+            assert reasons(send(server, index, body("r", n=1, max_tokens=3))) == {"length"}
+        assert server.stop() == 0
+
+
 @pytest.mark.slow
 def test_kill_9_of_the_engine_is_told_by_all_and_ends_the_server() -> None:
     with Server("demo", *FLAGS) as server:

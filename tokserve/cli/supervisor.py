@@ -28,6 +28,7 @@ from tokserve.server.counters import Place, share
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16
+TRIES = 3  # starts of an API process, with one engine, before it counts as one that cannot start
 
 
 class ApiProcess(ChildProcess):
@@ -154,16 +155,19 @@ class Supervisor:
             logger.error("%s; another takes its place", describe_exit(code, f"API process {index}"))
             aborted = 0
             error: str | None = ""
-            joined = None
-            while error is not None:  # again if the engine went meanwhile
+            joined, tries = self.llm.engine, 0
+            while error is not None:  # again if it, or the engine, went meanwhile
                 aborted += await self._drop(self._processes[index].name)
                 if self._stopping or self.llm.dead:
                     return
-                if joined == self.llm.engine:
+                tries = tries + 1 if joined == self.llm.engine else 1
+                if tries > TRIES:
                     raise StartError(f"API process {index} cannot be replaced: {error}")
                 joined = self.llm.engine
                 self._launch(index)
                 error = await self._processes[index].ready
+                if error is not None:
+                    logger.error("API process %d has not started: %s", index, error)
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
 
     async def _drop(self, name: str) -> int:

@@ -1,6 +1,6 @@
-"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, that the head
-of a request is bounded in size and in time, and that HTTP/1.0 (which nginx speaks to servers, if nothing is said) is not
-answered in chunks.
+"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, that a
+request's head is bounded in size and in time, and that HTTP/1.0 (which nginx speaks to servers, if nothing is said) is
+not answered in chunks.
 
 Java's HTTP client, for one, offers h2c with every request in clear; the parser takes such a request's body for the
 other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is read again without it.
