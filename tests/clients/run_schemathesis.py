@@ -12,7 +12,7 @@ from pathlib import Path
 
 from report import Report
 
-CONTROL = r"abort|pause|resume|sleep|wake|reset|update|weight|lora|profile|init_|collective|world_size|admin|drain"
+CONTROL = r"abort|pause|resume|sleep|wake|reset|update|weight|init_|collective|world_size|release|continue"
 EXAMPLES = 40
 
 

@@ -85,7 +85,8 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         assert len(left) == 2 and not [each for each in left if each.exists()]
         after = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
         assert after["choices"] == before["choices"]  # with the version that was pushed
-        assert server.get("/inference/v1/state").json()["epoch"] == 1 and server.get("/health?deep=1").status_code == 200
+        assert server.get("/inference/v1/state").json()["epoch"] == 1
+        assert server.get("/health?deep=1").status_code == 200
         third.suspend()  # two were all
         try:
             until(lambda: server.get("/health").status_code == 503, server.log)
