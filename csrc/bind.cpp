@@ -59,6 +59,7 @@ NB_MODULE(_C, m) {
   m.def("threads", [] { return pool().threads(); });
   bind_elementwise(m);
   bind_linear(m);
+  bind_lora(m);
   bind_quant(m);
   bind_attention(m);
   bind_sampling(m);

@@ -42,6 +42,7 @@ void advise_huge_pages(void* memory, int64_t bytes);
 
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
+void bind_lora(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);

@@ -126,9 +126,10 @@ void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor&
   else unpack_rows<uint32_t>(ids, packed, out, 1);
 }
 
-Gate gate_of(const std::string& activation) {
-  require(activation == "silu" || activation == "gelu_tanh", "gated_linear", "activation must be silu or gelu_tanh");
-  return activation == "silu" ? Gate::silu : Gate::gelu;
+Gate gate_of(const std::optional<std::string>& activation) {
+  if (!activation) return Gate::both;
+  require(*activation == "silu" || *activation == "gelu_tanh", "gated_linear", "activation must be silu or gelu_tanh");
+  return *activation == "silu" ? Gate::silu : Gate::gelu;
 }
 
 void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out, Gate gate) {
@@ -138,7 +139,9 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
   require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), panels = panels_of(n, gated), sums = gated ? 2 * n : n;
+  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
+  const int64_t m = x.size(0), k = x.size(1), n = gate == Gate::both ? out.size(1) / 2 : out.size(1);
+  const int64_t panels = panels_of(n, gated), sums = gated ? 2 * n : n;
   require(packed, x.kind(), {packed_size(panels, k, dtype == DType::bf16)}, op, "the weight was packed for another shape or dtype");
   if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
   const LinearArgs a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
@@ -174,9 +177,9 @@ void bind_linear(nb::module_& m) {
   m.def("linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
     linear(x, packed, bias, out, Gate::none);
   }, nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("gated_linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const std::string& activation,
-                           const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
-        nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation"), nb::arg("out"));
+  m.def("gated_linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                           const std::optional<std::string>& activation, const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
+        nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

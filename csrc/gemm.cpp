@@ -86,6 +86,25 @@ void write_gated(const LinearArgs& a, const float* sums, int64_t row0, int64_t r
   }
 }
 
+// A panel's sums [rows][gate | up] go where the gate's outputs and, behind all of them, what they gate lie.
+template <class T>
+void write_both(const LinearArgs& a, const float* sums, int64_t row0, int64_t rows, int64_t column0) {
+  const int64_t columns = least(kGatedPanel, a.n - column0);
+  for (int64_t half = 0; half < 2; half++) {
+    const int64_t first = half * a.n + column0;
+    const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      const int64_t n = least(kLanes, columns - c);
+      const F shift = bias ? load_part(bias + c, n) : fzero();
+      T* out = static_cast<T*>(a.out) + row0 * 2 * a.n + first + c;
+      for (int64_t r = 0; r < rows; r++) {
+        const F value = load(sums + r * kPanel + half * kGatedPanel + c);
+        store_part(out + r * 2 * a.n, bias ? value + shift : value, n);
+      }
+    }
+  }
+}
+
 template <class Format, class T>
 void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
   const int64_t rows = least(kRowBlock, a.m - row0), padded = rounded_up(a.k, Format::kDepth);
@@ -99,6 +118,7 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
     multiply_panel<Format>(ready, stride, rows, w, padded, sums);
     if (a.gate == Gate::silu) write_gated<T, Silu>(a, sums, row0, rows, panel * kGatedPanel);
     else if (a.gate == Gate::gelu) write_gated<T, Gelu>(a, sums, row0, rows, panel * kGatedPanel);
+    else if (a.gate == Gate::both) write_both<T>(a, sums, row0, rows, panel * kGatedPanel);
     else if (a.out_dtype == DType::f32) write_out<T, float>(a, sums, row0, rows, panel * kPanel);
     else write_out<T, T>(a, sums, row0, rows, panel * kPanel);
   }

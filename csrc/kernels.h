@@ -78,16 +78,29 @@ struct StoreArgs {
   int64_t k_stride, v_stride, heads, page, dim;
 };
 
-enum class Gate : int { none, silu, gelu };
+enum class Gate : int { none, both, silu, gelu };
 
 struct LinearArgs {
   DType dtype, out_dtype;
-  Gate gate;           // not none: the weight is gated, n counts outputs, bias is [2 * N]
+  Gate gate;           // not none: the weight is gated, n counts outputs, bias is [2 * N]; both: out is [M, 2 * N]
   const void* x;       // [M, K], rows x_stride elements apart
   const void* packed;  // [panels][K][64], bf16: [panels][ceil(K / 2)][64][2]
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
+};
+
+// What an adapter adds to a projection: out += scale * (x down^T) up, for each row by the adapter in its slot.
+struct LoraArgs {
+  DType dtype;
+  const void* x;            // [T, K], rows x_stride elements apart
+  const int32_t* adapters;  // [T]: slot, or negative: none
+  const void* down;         // [S, R, K]
+  const void* up;           // [S, R, N]
+  const int32_t* ranks;     // [S]: rows of down and up in use, 0: nothing is added
+  const float* scales;      // [S]
+  void* out;                // [T, N], rows out_stride elements apart
+  int64_t k, n, r, x_stride, out_stride;
 };
 
 struct QuantizeArgs {
@@ -192,6 +205,9 @@ struct Kernels {
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
   int64_t (*linear_scratch)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
+  // Rows [begin, end); scratch holds lora_scratch(args) bytes.
+  int64_t (*lora_scratch)(const LoraArgs&);
+  void (*add_lora)(const LoraArgs&, int64_t begin, int64_t end, char* scratch);
   void (*quantize_rows)(const QuantizeArgs&, int64_t begin, int64_t end);
   // First rows [begin, end) of x into args.rows, for all; then panels as linear does.
   int64_t (*int8_rows_size)(const Int8Args&);

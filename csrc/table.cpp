@@ -17,6 +17,8 @@ const Kernels table = {
     norm_rope_store,
     linear_scratch,
     linear,
+    lora_scratch,
+    add_lora,
     quantize_rows,
     int8_rows_size,
     int8_rows,

@@ -15,6 +15,8 @@ void store_kv(const StoreArgs&, int64_t begin, int64_t end);
 void norm_rope_store(const QkvArgs&, int64_t begin, int64_t end, char* scratch);
 int64_t linear_scratch(const LinearArgs&);
 void linear(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
+int64_t lora_scratch(const LoraArgs&);
+void add_lora(const LoraArgs&, int64_t begin, int64_t end, char* scratch);
 void quantize_rows(const QuantizeArgs&, int64_t begin, int64_t end);
 int64_t int8_rows_size(const Int8Args&);
 void int8_rows(const Int8Args&, int64_t begin, int64_t end);

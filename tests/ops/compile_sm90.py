@@ -89,6 +89,8 @@ def calls() -> None:
     quantized = ops.PackedFloat8(hidden, hidden, torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), norm.float())
     for tokens in (16, 128, 512):
         call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), quantized, None)
+    down, up = torch.empty(8, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
+    call["add_lora"](x.clone(), x, lens, down, up, lens[:8], torch.empty(8))
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["draw"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)

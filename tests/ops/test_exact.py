@@ -150,6 +150,36 @@ def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner
     packed = packing("pack_gated", name, call)(randn(dtype, 2, 2 * inner, columns))
     rows_stand_alone(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
     rows_stand_alone(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
+    rows_stand_alone(lambda rows: call(x[rows], packed, bias, None), trials=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "outputs_", "rank"), [(1, 1, 1), (33, 17, 5), (192, 96, 8), (64, 200, 18)])
+@every("add_lora")
+def test_rows_of_adapters_stand_alone(
+    name: str, call: Any, columns: int, outputs_: int, rank: int, dtype: torch.dtype
+) -> None:
+    slots = 5
+    x, base = randn(dtype, 1, MOST, columns), randn(dtype, 2, MOST, outputs_)
+    down, up = randn(dtype, 3, slots, rank, columns), randn(dtype, 4, slots, rank, outputs_)
+    ranks, scales = torch.tensor([rank, 1, rank, 0, (rank + 1) // 2], dtype=torch.int32), torch.rand(slots)
+    adapters = (torch.arange(MOST) // 3 % (slots + 1) - 1).int()  # runs, as prompts make them
+
+    def added(rows: Tensor, which: Tensor = adapters) -> Tensor:
+        out = base[rows]
+        call(out, x[rows], which[rows], down, up, ranks, scales)
+        return out
+
+    rows_stand_alone(added, trials=6)
+    alone = (adapters < 0) | (adapters == 3)
+    assert torch.equal(added(torch.arange(MOST))[alone], base[alone])
+    for slot in (0, 4):  # all rows of one adapter, as the only one there is
+        rows = (adapters == slot).nonzero().flatten()
+        out = base[rows]
+        only = torch.tensor([slot])
+        zeros = torch.zeros(len(rows), dtype=torch.int32)
+        call(out, x[rows], zeros, *(each.index_select(0, only) for each in (down, up, ranks, scales)))
+        assert torch.equal(out, added(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

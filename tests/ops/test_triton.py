@@ -183,6 +183,26 @@ def test_float8_rows_stand_alone(name: str) -> None:
         assert torch.equal(call(x[rows].to(home), packed, None).cpu(), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_adapters_stand_alone(dtype: torch.dtype) -> None:
+    count, columns, outputs_, rank = 20, 600, 70, 5  # two stretches of K, two tiles of rows and of outputs
+    x, base = randn(dtype, 1, count, columns), randn(dtype, 2, count, outputs_)
+    down, up = randn(dtype, 3, 3, rank, columns), randn(dtype, 4, 3, rank, outputs_)
+    ranks, scales = torch.tensor([rank, 0, 2], dtype=torch.int32), torch.tensor([0.5, 1.0, 1.7])
+    adapters = (torch.arange(count) % 4 - 1).int()
+    call = OPS["add_lora"].implementations["triton"].call
+
+    def added(rows: Tensor) -> Tensor:
+        out = there(base[rows])
+        call(out, *(there(each) for each in (x[rows], adapters[rows], down, up, ranks, scales)))
+        return out.cpu()
+
+    rows_stand_alone(added, count)
+    untouched = (adapters < 0) | (adapters == 1)
+    whole = added(torch.arange(count))
+    assert torch.equal(whole[untouched], base[untouched]) and not torch.equal(whole, base)
+
+
 SHAPES = [  # query heads, KV heads, head dim, page, window, dtype
     (3, 1, 80, 16, 0, torch.float16),
     (5, 1, 64, 7, 70, torch.float16),

@@ -29,6 +29,7 @@ from tokserve.ops.linear import gated_linear as _gated_linear
 from tokserve.ops.linear import linear as _linear
 from tokserve.ops.linear import pack_gated as _pack_gated
 from tokserve.ops.linear import pack_linear as _pack_linear
+from tokserve.ops.lora import add_lora as _add_lora
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.quant import linear_int8 as _linear_int8
 from tokserve.ops.quant import pack_linear_int8 as _pack_linear_int8
@@ -43,7 +44,7 @@ from tokserve.ops.step import edit_rows as _edit_rows
 from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
-    "PackedFloat8", "PackedInt8", "PackedWeight", "add_rms_norm", "bind", "draw", "edit_rows", "embedding",
+    "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw", "edit_rows", "embedding",
     "filter_logits", "gated_linear", "gelu_mul", "linear", "linear_float8", "linear_int8", "logprobs",
     "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_float8", "pack_linear_int8", "paged_attention",
     "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
@@ -63,6 +64,7 @@ linear = _linear.reference
 pack_gated = _pack_gated.reference
 gated_linear = _gated_linear.reference
 embedding = _embedding.reference
+add_lora = _add_lora.reference
 quantize_rows = _quantize_rows.reference
 pack_linear_int8 = _pack_linear_int8.reference
 linear_int8 = _linear_int8.reference

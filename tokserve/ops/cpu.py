@@ -21,6 +21,7 @@ from tokserve.ops.linear import gated_linear as gated_linear_op
 from tokserve.ops.linear import linear as linear_op
 from tokserve.ops.linear import pack_gated as pack_gated_op
 from tokserve.ops.linear import pack_linear as pack_linear_op
+from tokserve.ops.lora import add_lora as add_lora_op
 from tokserve.ops.quant import PackedInt8
 
 if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
@@ -103,13 +104,18 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 
 @gated_linear_op.implement("cpp", device="cpu")
-def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"gated_linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
-    out = x.new_empty(x.shape[0], packed.rows // 2)
+    out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
     _C.gated_linear(x, packed.packed, bias, activation, out)
     return out
+
+
+@add_lora_op.implement("cpp", device="cpu")
+def add_lora(out: Tensor, x: Tensor, adapters: Tensor, down: Tensor, up: Tensor, ranks: Tensor, scales: Tensor) -> None:
+    _C.add_lora(out, x, adapters, down, up, ranks, scales)
 
 
 @embedding_op.implement("cpp", device="cpu")

@@ -121,14 +121,17 @@ def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for number, (x, weight, bias, out_dtype) in enumerate(_linear_samples(dtype)):
         if out_dtype is None and len(weight) % 2 == 0:
             yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
+            yield x, weight, bias, None
 
 
 @op(samples=_gated_samples, tolerance=TOLERANCE)
-def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(gate) * up for x [T,K] times a gated weight's transpose plus bias [2I] (gate, then up): [T,I].
 
     `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
-    `silu_mul` or `gelu_mul` of `linear` is.
+    `silu_mul` or `gelu_mul` of `linear` is.  None: the product itself, [T,2I], bit for bit that of `linear`.
     """
     both = linear.reference(x, packed, bias)
+    if activation is None:
+        return both
     return (elementwise.silu_mul if activation == "silu" else elementwise.gelu_mul).reference(both)

@@ -110,9 +110,10 @@ def product(
 
 
 @gated_linear_op.implement("triton", device="cuda")
-def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As the reference."""
-    return elementwise.gated(linear(x, packed, bias), activation == "gelu_tanh")
+    both = linear(x, packed, bias)
+    return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
 
 
 @linear_op.implement("cublas", device="cuda")
@@ -127,6 +128,7 @@ def linear_by_cublas(
 
 
 @gated_linear_op.implement("cublas", device="cuda")
-def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str) -> Tensor:
+def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As `linear_by_cublas`, gated."""
-    return elementwise.gated(linear_by_cublas(x, packed, bias), activation == "gelu_tanh")
+    both = linear_by_cublas(x, packed, bias)
+    return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")

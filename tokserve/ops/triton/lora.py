@@ -1,0 +1,105 @@
+"""What low-rank adapters add, on the GPU: two products for tiles of rows, adapter by adapter of those in the tile.
+
+The inner product is taken over fixed stretches of K, which are summed in ascending order by the outer one; both have
+one tile shape for all numbers of rows, so what else is in the tile changes no row's chain.  This file must not know
+what a projection is for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokserve.ops.lora import add_lora as add_lora_op
+from tokserve.ops.triton.launch import EXACT
+
+BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64  # rows and outputs of a tile, inputs of a step
+MOST_R = 64  # of the rank at once
+SPLIT = 512  # inputs of one partial sum; part of the arithmetic, like BLOCK_K
+
+
+@triton.jit
+def lora_down_kernel(
+    x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, x_stride,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """x down^T over one stretch of K, for a tile of rows and a part of the rank."""
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    begin = tl.program_id(1) * SPLIT
+    first = tl.program_id(2) * BLOCK_R
+    r = first + tl.arange(0, BLOCK_R)
+    step = tl.arange(0, BLOCK_K)
+    mine = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
+    for slot in range(slots):
+        here = mine == slot
+        if tl.sum(here.to(tl.int32), 0) > 0:
+            used = tl.load(ranks_ptr + slot)
+            if first < used:
+                sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+                for start in range(begin, tl.minimum(begin + SPLIT, inputs), BLOCK_K):
+                    k = start + step
+                    x = tl.load(
+                        x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :],
+                        mask=here[:, None] & (k < inputs)[None, :], other=0.0,
+                    )  # fmt: skip
+                    weight = tl.load(
+                        down_ptr + (slot * rank + r).to(tl.int64)[:, None] * inputs + k[None, :],
+                        mask=(r < used)[:, None] & (k < inputs)[None, :], other=0.0,
+                    )  # fmt: skip
+                    sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
+                place = (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
+                tl.store(partial_ptr + place, sums, mask=here[:, None] & (r < used)[None, :])
+
+
+@triton.jit
+def lora_up_kernel(
+    partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, splits, out_stride,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out += scale * (the stretches' sum) up, for a tile of rows and outputs."""
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mine = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
+    for slot in range(slots):
+        here = mine == slot
+        if tl.sum(here.to(tl.int32), 0) > 0:
+            used = tl.load(ranks_ptr + slot)
+            scale = tl.load(scales_ptr + slot)
+            sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+            for first in range(0, used, BLOCK_R):
+                r = first + tl.arange(0, BLOCK_R)
+                inner = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+                for split in range(splits):
+                    place = (split * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
+                    inner += tl.load(partial_ptr + place, mask=here[:, None] & (r < used)[None, :], other=0.0)
+                weight = tl.load(
+                    up_ptr + (slot * rank + r).to(tl.int64)[:, None] * outputs + output[None, :],
+                    mask=(r < used)[:, None] & (output < outputs)[None, :], other=0.0,
+                )  # fmt: skip
+                sums = tl.dot(inner * scale, weight.to(tl.float32), sums, input_precision="ieee")
+            if used > 0:
+                target = out_ptr + row.to(tl.int64)[:, None] * out_stride + output[None, :]
+                there = here[:, None] & (output < outputs)[None, :]
+                before = tl.load(target, mask=there, other=0.0).to(tl.float32)
+                tl.store(target, (before + sums).to(out_ptr.dtype.element_ty), mask=there)
+
+
+@add_lora_op.implement("triton", device="cuda")
+def add_lora(out: Tensor, x: Tensor, adapters: Tensor, down: Tensor, up: Tensor, ranks: Tensor, scales: Tensor) -> None:
+    """As the reference."""
+    rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[1]
+    slots, rank, _ = down.shape
+    if rows == 0:
+        return
+    tiles, splits = triton.cdiv(rows, BLOCK_T), triton.cdiv(inputs, SPLIT)
+    block_r = max(16, min(MOST_R, triton.next_power_of_2(rank)))
+    partial = x.new_empty((splits, rows, rank), dtype=scales.dtype)
+    lora_down_kernel[(tiles, splits, triton.cdiv(rank, block_r))](
+        x, adapters, down, ranks, partial, rows, inputs, rank, slots, x.stride(0),
+        BLOCK_T, BLOCK_K, block_r, SPLIT, num_warps=4, **EXACT,
+    )  # fmt: skip
+    lora_up_kernel[(tiles, triton.cdiv(outputs, BLOCK_N))](
+        partial, adapters, up, ranks, scales, out, rows, outputs, rank, slots, splits, out.stride(0),
+        BLOCK_T, BLOCK_N, block_r, num_warps=4, **EXACT,
+    )  # fmt: skip
