@@ -57,7 +57,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise StartError(f"{path.name} of the model cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise StartError(f"{path.name} of the model is not a JSON object")

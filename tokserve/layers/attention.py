@@ -67,8 +67,8 @@ class Attention:
     ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `ends`
         keys, values = batch.kv[layer]
         q = ops.norm_rope_store(
-            self.qkv(x), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps, table,
-            batch.positions, keys, values, batch.slot_mapping,
+            self.qkv(x, adapters=batch.adapters), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
+            table, batch.positions, keys, values, batch.slot_mapping,
         )  # [T, heads, dim]  # fmt: skip
         rows: Ends | ForwardBatch = batch
         if ends is not None:
@@ -76,7 +76,7 @@ class Attention:
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale, self.window
         )  # [T or n, heads, dim]
-        return self.out(mixed.view(q.shape[0], self.heads * self.dim))
+        return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:

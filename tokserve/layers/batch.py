@@ -19,6 +19,7 @@ class Ends:
     query_start: Tensor  # [n + 1] int32: a query each
     seq_lens: Tensor  # [n] int32
     block_tables: Tensor  # [n, max_blocks] int32
+    adapters: Tensor | None = None  # [n] int32
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class ForwardBatch:
     layer's cache holds its positions i*P .. i*P + P - 1 (P tokens in a page); entries past its length
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
     `ends`: the tokens whose hidden states are wanted; of the others the last layer computes keys and values only.
-    None: all.
+    None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
     """
 
     input_ids: Tensor  # [T] int64
@@ -40,3 +41,4 @@ class ForwardBatch:
     slot_mapping: Tensor  # [T] int64
     kv: list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]
     ends: Ends | None = None
+    adapters: Tensor | None = None  # [T] int32

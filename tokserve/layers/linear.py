@@ -2,7 +2,8 @@
 
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
 ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
-the last one is there, and keeps only the packed form.  It must not know file formats or what its shards mean.
+the last one is there, and keeps only the packed form; adapters add to the output of a shard.  It must not know file
+formats or what its shards mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.lora import LoraSlots
 from tokserve.layers.parameter import Parameter
 from tokserve.layers.quant import UNQUANTIZED, Packed, QuantMethod
 
@@ -41,6 +43,7 @@ class Linear:
         self.dtype = dtype
         self.quant = quant
         self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
+        self.lora: dict[str, LoraSlots] = {}  # by shard; none where no adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
 
@@ -89,15 +92,32 @@ class Linear:
             self.packed = self.pack(self._weight)
             self._weight = None
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:  # [T, inputs] -> [T, outputs]
-        return self.quant.linear(x, self.packed, self.bias, out_dtype)
+    def __call__(
+        self, x: Tensor, out_dtype: torch.dtype | None = None, *, adapters: Tensor | None = None
+    ) -> Tensor:  # [T, inputs] -> [T, outputs]
+        """`adapters` [T] int32: the slot of each row's adapter, negative for none; None: no row has one."""
+        out = self.quant.linear(x, self.packed, self.bias, out_dtype)
+        if adapters is not None:
+            self._adapt(out, x, adapters)
+        return out
 
-    def _rows(self, tensor: Tensor, shard: str) -> Tensor:
+    def _adapt(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
+        """Add to each shard of out [T, outputs] what the rows' adapters add."""
+        for shard, slots in self.lora.items():
+            start, end = self._range(shard)
+            slots.add(out[:, start:end], x, adapters)
+
+    def _range(self, shard: str) -> tuple[int, int]:
+        """The shard's outputs: first, and behind the last."""
         if shard not in self.shards:
             raise ValueError(f"no shard {shard!r}; there are: {', '.join(self.shards)}")
         names = list(self.shards)
         start = sum(self.shards[name] for name in names[: names.index(shard)])
-        return tensor[start : start + self.shards[shard]]
+        return start, start + self.shards[shard]
+
+    def _rows(self, tensor: Tensor, shard: str) -> Tensor:
+        start, end = self._range(shard)
+        return tensor[start:end]
 
 
 class GatedLinear(Linear):
@@ -120,8 +140,15 @@ class GatedLinear(Linear):
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack_gated(weight)
 
-    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]  # [T, inputs] -> [T, outputs / 2] of x's dtype
-        return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
+    def __call__(  # type: ignore[override]
+        self, x: Tensor, *, adapters: Tensor | None = None
+    ) -> Tensor:  # [T, inputs] -> [T, outputs / 2] of x's dtype
+        """Adapters add to the product before the activation; the bits of rows without one are the same either way."""
+        if adapters is None or not self.lora:
+            return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
+        both = self.quant.gated_linear(x, self.packed, self.bias, None)
+        self._adapt(both, x, adapters)
+        return ops.silu_mul(both) if self.activation == "silu" else ops.gelu_mul(both)
 
 
 def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:

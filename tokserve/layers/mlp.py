@@ -31,5 +31,6 @@ class GatedMLP:
         """Of `gate_proj`, `up_proj` and `down_proj`."""
         return self.gate_up.parameters() | self.down.parameters()
 
-    def __call__(self, x: Tensor) -> Tensor:  # [T, hidden] -> [T, hidden]
-        return self.down(self.gate_up(x))
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them."""
+        return self.down(self.gate_up(x, adapters=adapters), adapters=adapters)

@@ -35,8 +35,8 @@ class QuantMethod(Protocol):
     def pack_gated(self, weight: Tensor) -> Packed:
         """Likewise, of a gate and what it gates."""
 
-    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
-        """[T, outputs / 2] in x's dtype."""
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+        """[T, outputs / 2] in x's dtype; activation None: the product itself, [T, outputs]."""
 
 
 class Unquantized:
@@ -58,7 +58,7 @@ class Unquantized:
         """In the layout of `ops.gated_linear`."""
         return ops.pack_gated(weight)
 
-    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
         return ops.gated_linear(x, packed, bias, activation)
 
@@ -82,7 +82,7 @@ class Int8:
         """As any other."""
         return self.pack(weight)
 
-    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """Two ops: the product, then the gate."""
         return _gated(self.linear(x, packed, bias, None), activation)
 
@@ -106,12 +106,14 @@ class Float8:
         """As any other."""
         return self.pack(weight)
 
-    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """Two ops: the product, then the gate."""
         return _gated(self.linear(x, packed, bias, None), activation)
 
 
-def _gated(both: Tensor, activation: str) -> Tensor:
+def _gated(both: Tensor, activation: str | None) -> Tensor:
+    if activation is None:
+        return both
     return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
 
 

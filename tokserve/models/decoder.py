@@ -13,6 +13,7 @@ from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
@@ -88,6 +89,19 @@ class Decoder:
         found |= under("model.norm", self.norm.parameters())
         return found if self.spec.tied else found | self.head.parameters()
 
+    def projections(self) -> dict[str, tuple[Linear, str]]:
+        """The linear layers of the blocks, each with the shard it is: what an adapter can add to, by its name in
+        Hugging Face models."""
+        found: dict[str, tuple[Linear, str]] = {}
+        for number, block in enumerate(self.blocks):
+            for prefix, linears in (
+                ("self_attn", (block.attention.qkv, block.attention.out)),
+                ("mlp", (block.mlp.gate_up, block.mlp.down)),
+            ):
+                for linear in linears:
+                    found |= {f"model.layers.{number}.{prefix}.{shard}": (linear, shard) for shard in linear.shards}
+        return found
+
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.ends`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual = self.embedding(batch.input_ids)
@@ -98,7 +112,7 @@ class Decoder:
             if ends is not None:
                 residual = residual.index_select(0, ends.tokens)
             x, residual = block.mlp_norm.add(x, residual)
-            x = block.mlp(x)
+            x = block.mlp(x, batch.adapters if ends is None else ends.adapters)
             following = self.blocks[layer + 1].attention_norm if layer + 1 < len(self.blocks) else self.norm
             x, residual = following.add(x, residual)
         return x

@@ -45,7 +45,7 @@ class Entry:
 def catalogue(directory: Path) -> dict[str, Entry]:
     """Name -> entry for every tensor of the checkpoint; reads headers only."""
     if (directory / SINGLE).is_file():
-        return _headers(directory / SINGLE)
+        return headers(directory / SINGLE)
     index = checkpoint.read_json(directory, INDEX)
     if index is None:
         others = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
@@ -60,14 +60,15 @@ def catalogue(directory: Path) -> dict[str, Entry]:
         raise StartError(f"{INDEX} names {len(absent)} files that are not there: {_listed(absent)}")
     found: dict[str, Entry] = {}
     for name in files:
-        found |= _headers(directory / name)
+        found |= headers(directory / name)
     lost = [name for name, place in places.items() if name not in found or found[name].file.name != place]
     if lost:
         raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
     return found
 
 
-def _headers(file: Path) -> dict[str, Entry]:
+def headers(file: Path) -> dict[str, Entry]:
+    """Name -> entry for every tensor of one file."""
     try:
         with safe_open(file, framework="pt") as opened:
             found = {}
