@@ -197,6 +197,32 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
 
 
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters beside the model."""
+
+    enable_lora: Annotated[
+        bool, about("Serve LoRA adapters: requests name one as their model, control routes load and unload them.")
+    ] = False
+    max_loras: Annotated[
+        int,
+        about("Most adapters that are loaded at once; memory for all of them is taken at the start.", ge=1, le=1024),
+    ] = 4
+    max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
+    lora_modules: Annotated[
+        list[str] | None,
+        about("Adapter to load at the start, as NAME=DIRECTORY (several may follow one flag; repeatable).",
+              extra={"several": True}),
+    ] = None  # fmt: skip
+
+    def modules(self) -> list[tuple[str, str]]:
+        """(name, directory) of each of `lora_modules`.  Raises StartError."""
+        pairs = [module.partition("=") for module in self.lora_modules or []]
+        for module, (name, equals, path) in zip(self.lora_modules or [], pairs, strict=True):
+            if not (name and equals and path):
+                raise StartError(f"option lora_modules: expected NAME=DIRECTORY, got {module!r}")
+        return [(name, path) for name, _, path in pairs]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP front end."""
 
@@ -271,6 +297,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     weights: WeightsConfig = WeightsConfig()
+    lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
 
     @classmethod
@@ -379,6 +406,8 @@ def _check(config: Config) -> None:
         raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
     if model.max_model_len is not None and model.max_model_len < 2:
         raise StartError("option max_model_len: must be at least 2, for a token of prompt and one of output")
+    if config.lora.modules() and not config.lora.enable_lora:
+        raise StartError("lora_modules needs enable_lora")
     server = config.server
     if not all(server.served_model_name or []):
         raise StartError("option served_model_name: must not be empty")

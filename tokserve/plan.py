@@ -64,7 +64,7 @@ class NewRow:
 
     `tokens`: prompt and the output so far.  `prompt_len` tells them apart, for penalties.
     `stop_ids`: ids that `min_tokens` keeps from being drawn (EOS unless ignored, and stop_token_ids).
-    `seed`: never None; the request's own or one drawn by the front end.
+    `seed`: never None; the request's own or one drawn by the front end.  `adapter`: the slot of its adapter, -1: none.
     """
 
     slot: int
@@ -74,6 +74,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,16 @@ def test_bad_value_is_refused_with_the_options_name(option: dict[str, object]) -
         Config.make(**option)
 
 
+def test_adapters_of_the_start(checkpoint: Path) -> None:
+    made = Config.make(model=str(checkpoint), enable_lora=True, lora_modules=["a=/x", "b=/y=z"])
+    assert resolve(made).lora.modules() == [("a", "/x"), ("b", "/y=z")]
+    for module in ("a", "a=", "=/x"):
+        with pytest.raises(StartError, match="lora_modules: expected NAME=DIRECTORY"):
+            resolve(Config.make(model=str(checkpoint), enable_lora=True, lora_modules=[module]))
+    with pytest.raises(StartError, match="lora_modules needs enable_lora"):
+        resolve(Config.make(model=str(checkpoint), lora_modules=["a=/x"]))
+
+
 def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
     config = resolve(Config.make(model=str(checkpoint)))
     assert config.model.dtype == "bfloat16"

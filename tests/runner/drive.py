@@ -27,7 +27,7 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "block_size": 16, "cpu_threads": 1, "dtype": "float32", "max_logprobs": -1,
     }  # fmt: skip
     config = Config.make(**(defaults | options))
-    runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
+    runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora)
     return runner, runner.load()
 
 
@@ -39,6 +39,7 @@ class Job:
     params: SamplingParams
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    adapter: int = -1
     output: list[int] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Job:
 
     def fresh(self) -> Job:
         """The same request, not run."""
-        return Job(self.prompt, self.params, self.seed, self.stop_ids)
+        return Job(self.prompt, self.params, self.seed, self.stop_ids, self.adapter)
 
     def finished(self) -> bool:
         return len(self.output) >= (self.params.max_tokens or 1)
@@ -104,7 +105,9 @@ class Driver:
             if job.slot is None:
                 job.slot = self.slots.pop(0)
                 array = np.array(tokens, np.int32)
-                new.append(NewRow(job.slot, "", array, len(job.prompt), job.params, job.seed, job.stop_ids))
+                new.append(
+                    NewRow(job.slot, "", array, len(job.prompt), job.params, job.seed, job.stop_ids, job.adapter)
+                )
             count = min(chunk, len(tokens) - job.computed)
             missing = -(-(job.computed + count) // self.block_size) - len(job.blocks)
             if missing > 0:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters import write_adapter
 from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.test_lora import jobs as adapter_jobs
+from tests.runner.test_lora import load
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.runner.test_staging import LateDriver
 from tokserve.models.dummy import tiny_config, write_checkpoint
@@ -69,6 +72,24 @@ def test_scoring_gives_the_logprobs_of_decoding(tmp_path: Path) -> None:
     scoring = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=21)
     scored = Driver(runner, facts, seed=1).run([Job(made.prompt + made.output, scoring)], chunk=17)[0].prompt_rows
     assert [scored[21 + i] for i in range(90)] == made.rows
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_in_one_batch_change_no_bit(tmp_path: Path, dtype: str, eager: bool) -> None:
+    hf = tiny_config("qwen3") | BIG
+    base = write_checkpoint(tmp_path / "base", hf)
+    runner, facts = gpu(
+        base, hf, dtype=dtype, enforce_eager=eager, load_format="auto", enable_lora=True, max_loras=3
+    )  # fmt: skip
+    for slot, rank in enumerate((4, 7, 16)):
+        load(runner, slot, write_adapter(tmp_path / str(slot), base, rank=rank, seed=slot))
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in adapter_jobs()])
+    for chunk, seed in ((1 << 30, 0), (7, 1)):
+        assert outcomes(Driver(runner, facts, seed=seed).run(adapter_jobs(), chunk=chunk)) == alone
+    plain, plain_facts = gpu(base, hf, dtype=dtype, enforce_eager=eager, load_format="auto")
+    without = outcomes([Driver(plain, plain_facts).run([job])[0] for job in adapter_jobs(adapters=False)])
+    assert [without[i] for i in (0, 4)] == [alone[i] for i in (0, 4)]
 
 
 def distances(path: Path, hf: dict[str, Any], dtype: str) -> list[list[float]]:

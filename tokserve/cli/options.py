@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) ->
 
 
 def _add(group: Any, name: str, hint: Any) -> None:
-    base, text = _unwrap(hint)
+    base, text, several = _unwrap(hint)
     flag = "--" + name.replace("_", "-")
     default = _default(name)
     if default not in (None, [], ""):
@@ -41,6 +41,8 @@ def _add(group: Any, name: str, hint: Any) -> None:
     elif get_origin(base) is Literal:
         choices = get_args(base)
         group.add_argument(flag, type=type(choices[0]), choices=choices, **common)
+    elif base == list[str] and several:
+        group.add_argument(flag, action="extend", nargs="+", metavar="TEXT", **common)
     elif base == list[str]:
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif get_origin(base) in (dict, list):
@@ -51,17 +53,19 @@ def _add(group: Any, name: str, hint: Any) -> None:
         group.add_argument(flag, type=base, metavar=base.__name__.upper(), **common)
 
 
-def _unwrap(hint: Any) -> tuple[Any, str]:
-    """The plain type (without None and ranges) and the sentence of an annotated field."""
-    text = ""
+def _unwrap(hint: Any) -> tuple[Any, str, bool]:
+    """Of an annotated field: the plain type (without None and ranges), the sentence, whether its flag takes several
+    values."""
+    text, several = "", False
     while True:
         if get_origin(hint) is Annotated:
             hint, *metas = get_args(hint)
+            several = several or any(isinstance(m, msgspec.Meta) and bool(m.extra) for m in metas)
             text = next((m.description for m in metas if isinstance(m, msgspec.Meta) and m.description), text)
         elif get_origin(hint) in (Union, types.UnionType):
             hint = next(arm for arm in get_args(hint) if arm is not type(None))
         else:
-            return hint, text
+            return hint, text, several
 
 
 def _default(name: str) -> Any:

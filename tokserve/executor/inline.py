@@ -51,7 +51,7 @@ class InlineExecutor:
         from tokserve.runner.runner import Runner  # brings torch
 
         config = self._config
-        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
+        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora)
         return self._runner.load()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:

@@ -47,24 +47,30 @@ class Graph:
 
 
 class Graphs:
-    """One graph per bucket, recorded at start-up, the largest first: the others fit into its memory."""
+    """One graph per bucket, recorded at start-up, the largest first: the others fit into its memory.
+
+    `adapters`: as many again for steps in which a row has an adapter, so that the others do not pay for it.
+    """
 
     def __init__(
-        self, device: Device, slots: StagedSlots, kv: Pages, most: int, step: Callable[[ForwardBatch], Tensor]
-    ) -> None:
+        self, device: Device, slots: StagedSlots, kv: Pages, most: int, step: Callable[[ForwardBatch], Tensor],
+        *, adapters: bool = False,
+    ) -> None:  # fmt: skip
         self.sizes = buckets(most)
-        self._graphs: dict[int, Graph] = {}
+        self._slots = slots
+        self._graphs: dict[tuple[int, bool], Graph] = {}
         pool = device.pool()
         for size in reversed(self.sizes):
-            batch = slots.blank(size, kv)
-            self._graphs[size] = Graph(batch, device.capture(_bound(step, batch), pool))
+            for adapted in (True, False) if adapters else (False,):
+                batch = slots.blank(size, kv, adapters=adapted)
+                self._graphs[size, adapted] = Graph(batch, device.capture(_bound(step, batch), pool))
 
     def fitting(self, plan: StepPlan) -> Graph | None:
         """The graph for this plan, if it is a decode step of all its rows."""
         rows = len(plan.slots)
         if rows > self.sizes[-1] or not plan.samples.all() or np.any(plan.num_tokens != 1):
             return None
-        return self._graphs[self.sizes[bisect_left(self.sizes, rows)]]
+        return self._graphs[self.sizes[bisect_left(self.sizes, rows)], self._slots.has_adapters(plan)]
 
 
 def _bound(step: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Callable[[], Tensor]:

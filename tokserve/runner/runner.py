@@ -22,12 +22,13 @@ from tokserve import checkpoint, device, ops
 from tokserve.config import (
     DEFAULT_BLOCK_SIZE,
     CacheConfig,
+    LoraConfig,
     ModelConfig,
     RuntimeConfig,
     SchedulerConfig,
     WeightsConfig,
 )
-from tokserve.errors import NotFound, StartError
+from tokserve.errors import NotFound, RequestError, StartError
 from tokserve.layers.batch import ForwardBatch
 from tokserve.models import load
 from tokserve.models.checksums import checksums
@@ -38,6 +39,7 @@ from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs, spare_rows
 from tokserve.runner.logits import Rows
+from tokserve.runner.lora import LoraTables
 from tokserve.runner.sampler import Drawing, Sampler, join
 from tokserve.runner.slots import Int64, Slots
 from tokserve.runner.staging import StagedSlots
@@ -70,6 +72,7 @@ class Runner:
         scheduler: SchedulerConfig,
         runtime: RuntimeConfig,
         weights: WeightsConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._config = model
         self._cache_config = cache
@@ -77,6 +80,8 @@ class Runner:
         self._runtime_config = runtime
         self._weight_version = "0"
         self._weights_config = weights or WeightsConfig()
+        self._lora_config = lora or LoraConfig()
+        self._lora: LoraTables | None = None
         self._no_autograd = torch.inference_mode()
         self._graphs: Graphs | None = None
         self._has_weights = True
@@ -106,6 +111,9 @@ class Runner:
             load_format=config.load_format, seed=config.seed, max_model_len=config.max_model_len,
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
         )  # fmt: skip
+        if self._lora_config.enable_lora:
+            self._lora = LoraTables(self._lora_config, self._model, self._weights_config.allowed_weight_dirs)
+            self._lora.attach(self._model)
         loaded = time.perf_counter()
         self._sync = WeightSync(
             self._weights_config, self._blank, lambda: self._memory()["weight_bytes"], self._device.free_memory
@@ -114,6 +122,8 @@ class Runner:
         self._allocate()
         with self._no_autograd:
             self._warm_up()
+            if self._lora is not None:
+                self._warm_up(adapter=0)
             exact = self._is_exact()
             self._record()
         device.give_back_memory()  # loading and warming up leave holes
@@ -189,8 +199,9 @@ class Runner:
         """Graphs of the decode steps, where the device has them and they are wanted."""
         if self._device.staged and not self._runtime_config.enforce_eager:
             most = self._scheduler_config.max_num_seqs
+            step, adapted = self._decode_logits, self._lora is not None
             try:
-                self._graphs = Graphs(self._device, self._staged, self._kv, most, self._decode_logits)
+                self._graphs = Graphs(self._device, self._staged, self._kv, most, step, adapters=adapted)
             except torch.OutOfMemoryError as error:
                 raise StartError(
                     f"no memory is left to record graphs of up to {most} rows; lower --gpu-memory-utilization or "
@@ -211,15 +222,15 @@ class Runner:
     def _decode_logits(self, batch: ForwardBatch) -> Tensor:
         return self._model.logits(self._model.forward(batch))
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, adapter: int = -1) -> None:
         """A prompt and a token through every path, so that the first request is not slower than others."""
         for asked in WARM_UPS if self._device.staged else WARM_UPS[:1]:
-            self._try_out(SamplingParams(**asked))
+            self._try_out(SamplingParams(**asked), adapter)
 
-    def _try_out(self, params: SamplingParams) -> None:
+    def _try_out(self, params: SamplingParams, adapter: int) -> None:
         layout = self._layout
         length = max(1, min(layout.block_size + 1, len(self._slots.tokens[0]) - 2))
-        row = NewRow(0, "warm-up", np.zeros(length, np.int32), length, params, 0, ())
+        row = NewRow(0, "warm-up", np.zeros(length, np.int32), length, params, 0, (), adapter)
         blocks = list(range(-(-(length + 1) // layout.block_size)))[: layout.num_blocks]
         column = np.ones(1, np.int32)
         sample = np.ones(1, np.bool_)
@@ -319,6 +330,7 @@ class Runner:
         verbs: dict[str, Callable[..., Any]] = {
             "memory": self._memory,
             "release": self._release,
+            "place_adapter": lambda slot: self._adapters.place(slot),
             "restore": self._restore,
             "commit_update": self._commit,
             "collective_rpc": self._collective_rpc,
@@ -340,6 +352,7 @@ class Runner:
             "abort_update": self._sync.abort,
             "forget_weights": self._sync.forget,
             "checksums": lambda: checksums(self._model),
+            "read_adapter": lambda **args: self._adapters.read(**args),
         }
         return verbs[method](**args)
 
@@ -352,13 +365,22 @@ class Runner:
         """The model with the weights that serve."""
         return self._model
 
+    @property
+    def _adapters(self) -> LoraTables:
+        if self._lora is None:
+            raise RequestError("this server runs without --enable-lora")
+        return self._lora
+
     def _blank(self) -> Decoder:
-        """A model like the one that serves, without weights."""
+        """A model like the one that serves, with its adapters, without weights."""
         config = self._config
-        return load.build(
+        blank = load.build(
             self._model.spec, dtype=config.dtype, head_dtype=config.head_dtype, max_model_len=config.max_model_len,
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
         )  # fmt: skip
+        if self._lora is not None:
+            self._lora.attach(blank)
+        return blank
 
     def _commit(self) -> None:
         self._model = self._sync.take(self._model)
@@ -397,4 +419,5 @@ class Runner:
         """Bytes by use."""
         kept = self._model.parameters_by_name().values()
         weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in kept)
-        return {"weight_bytes": weights, "kv_bytes": self._layout.bytes()}
+        found = {"weight_bytes": weights, "kv_bytes": self._layout.bytes()}
+        return found if self._lora is None else found | {"lora_bytes": self._lora.num_bytes()}

@@ -49,6 +49,7 @@ class Slots:
         self.seeds: Int64 = np.zeros(max_num_seqs, np.int64)
         self.greedy: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
+        self.adapters: Int32 = np.full(max_num_seqs, -1, np.int32)
         self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was entered
         self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
 
@@ -58,6 +59,7 @@ class Slots:
         self._generation[slot] += 1
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.prompt_lens[slot] = row.prompt_len
+        self.adapters[slot] = row.adapter
         self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self.greedy[slot] = row.params.temperature == 0.0
         self.temperature[slot] = 1.0 if self.greedy[slot] else max(row.params.temperature, COLDEST)
@@ -86,8 +88,10 @@ class Slots:
         rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
         query_start = torch.from_numpy(self._count[: len(rows) + 1].copy())
         return Ends(
-            self.last(plan), query_start, batch.seq_lens.index_select(0, rows), batch.block_tables.index_select(0, rows)
-        )
+            self.last(plan), query_start, batch.seq_lens.index_select(0, rows),
+            batch.block_tables.index_select(0, rows),
+            None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots[plan.samples]]),
+        )  # fmt: skip
 
     def columns(self, slots: Int32, lengths: Int64) -> Columns:
         """What drawing for the step's rows reads."""
@@ -122,4 +126,9 @@ class Slots:
             block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
             slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
             kv=kv,
+            adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
         )
+
+    def has_adapters(self, plan: StepPlan) -> bool:
+        """Whether a row of the plan has an adapter."""
+        return bool((self.adapters[plan.slots] >= 0).any())

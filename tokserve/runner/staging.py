@@ -46,8 +46,8 @@ class StagedSlots(Slots):
         super().extend(slot, first, blocks)
         self._block_edits.append((slot, first, np.array(blocks, np.int32)))
 
-    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
-        """A batch of `rows` decode rows for `build` to fill again and again."""
+    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]], *, adapters: bool = False) -> ForwardBatch:
+        """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
         home = self._device.home
         return ForwardBatch(
             input_ids=torch.zeros(rows, dtype=torch.int64, device=home),
@@ -57,6 +57,7 @@ class StagedSlots(Slots):
             block_tables=self._device_blocks[self._padding].repeat(rows, 1),
             slot_mapping=torch.full((rows,), self._padding_place(), dtype=torch.int64, device=home),
             kv=kv,
+            adapters=torch.full((rows,), -1, dtype=torch.int32, device=home) if adapters else None,
         )
 
     def _padding_place(self) -> int:
@@ -72,15 +73,19 @@ class StagedSlots(Slots):
         query_start = np.zeros(count + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         drawn = plan.slots[plan.samples]
+        adapters = np.full(query_start[-1] if self.has_adapters(plan) else 0, -1, np.int32)
+        if len(adapters):
+            own = np.repeat(self.adapters[plan.slots], plan.num_tokens)
+            adapters[: len(own)] = own
         lengths = (plan.num_computed + plan.num_tokens)[plan.samples].astype(np.int64)
         (
             slots_there, computed_there, starts, drawn_there, lengths_there, seeds, greedy, temperature, self._last,
-            token_edits, tokens, block_edits, blocks,
+            token_edits, tokens, block_edits, blocks, adapters_there,
         ) = self._device.put(
             [
                 slots, computed, query_start, drawn.astype(np.int64), lengths, self.seeds[drawn], self.greedy[drawn],
                 self.temperature[drawn], last_tokens(plan), *_as_edits(self._token_edits),
-                *_as_edits(self._block_edits),
+                *_as_edits(self._block_edits), adapters,
             ]
         )  # fmt: skip
         self._token_edits, self._block_edits = [], []
@@ -94,6 +99,10 @@ class StagedSlots(Slots):
             self._device_tokens, self._device_blocks, slots_there, computed_there, starts, self.block_size,
             batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables,
         )  # fmt: skip
+        if into is None:
+            batch.adapters = adapters_there if len(adapters) else None
+        elif into.adapters is not None:
+            into.adapters.copy_(adapters_there)
         return batch
 
     def _empty(

@@ -75,17 +75,28 @@ def announcement(source: dict[str, Any]) -> Announcement:
         raise RequestError(f"update_info: {error}", field="update_info") from None
 
 
-def allowed_directory(name: str, allowed: Sequence[str] | None) -> Path:
+def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "weight_dir") -> Path:
     """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
     try:
         path = Path(os.path.realpath(os.path.expanduser(name)))
     except ValueError:  # a zero byte, or what no file system can say
-        raise RequestError("weight_dir is no path", field="weight_dir") from None
-    if allowed is not None and not any(path.is_relative_to(os.path.realpath(parent)) for parent in allowed):
-        raise Forbidden(f"{name} is not within --allowed-weight-dirs", field="weight_dir")
+        raise RequestError(f"{field} is no path", field=field) from None
+    if not _is_within(path, allowed):
+        raise Forbidden(f"{name} is not within --allowed-weight-dirs", field=field)
     if not path.is_dir():
-        raise RequestError(f"no directory {name}", field="weight_dir")
+        raise RequestError(f"no directory {name}", field=field)
     return path
+
+
+def check_files(directory: Path, names: Sequence[str], allowed: Sequence[str] | None, field: str) -> None:
+    """Forbidden if one of the directory's files is a link to somewhere else than below one of `allowed`."""
+    for name in names:
+        if not _is_within(Path(os.path.realpath(directory / name)), allowed):
+            raise Forbidden(f"{name} of {directory} is a link out of --allowed-weight-dirs", field=field)
+
+
+def _is_within(path: Path, allowed: Sequence[str] | None) -> bool:
+    return allowed is None or any(path.is_relative_to(os.path.realpath(parent)) for parent in allowed)
 
 
 def shared_memory(asked: Announcement, declared: Sequence[Declared]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,57 @@
+"""The adapters' slots of a running model: reads an adapter beside the steps, and puts it into its slot between two.
+
+The memory of all slots is taken at the start and never moves.  Which adapter has which slot is the engine's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokserve.config import LoraConfig
+from tokserve.layers.lora import LoraSlots, LowRank
+from tokserve.models import adapters
+from tokserve.models.decoder import Decoder
+from tokserve.runner import weight_sources as sources
+
+
+class LoraTables:
+    """Slots for every projection of `model`; `allowed`: the directories that adapters may come from, None: any."""
+
+    def __init__(self, config: LoraConfig, model: Decoder, allowed: Sequence[str] | None) -> None:
+        self._max_rank = config.max_lora_rank
+        self._allowed = allowed
+        self._renames = model.spec.renames
+        self._slots = {
+            name: LoraSlots(linear.inputs, linear.shards[shard], config.max_loras, config.max_lora_rank, linear.dtype)
+            for name, (linear, shard) in model.projections().items()
+        }
+        self._read: dict[str, LowRank] | None = None  # not in a slot yet
+
+    def attach(self, model: Decoder) -> None:
+        """Have a model's projections use these slots."""
+        for name, (linear, shard) in model.projections().items():
+            linear.lora[shard] = self._slots[name]
+
+    def read(self, lora_path: str, *, anywhere: bool = False) -> None:
+        """Read an adapter into host memory, in place of one that was not placed.  Raises RequestError.
+
+        `anywhere`: from a directory that need not be among the allowed ones.
+        """
+        self._read = None
+        allowed = None if anywhere else self._allowed
+        directory = sources.allowed_directory(lora_path, allowed, adapters.FIELD)
+        sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
+        sizes = {name: (slots.inputs, slots.outputs) for name, slots in self._slots.items()}
+        self._read = adapters.read(directory, sizes, self._renames, self._max_rank)
+
+    def place(self, slot: int) -> None:
+        """Put the adapter that was read last into a slot, in place of what is there; once."""
+        weights, self._read = self._read, None
+        if weights is None:
+            raise RuntimeError("no adapter has been read")
+        for name, slots in self._slots.items():
+            slots.place(slot, weights.get(name))
+
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(slots.num_bytes() for slots in self._slots.values())
