@@ -128,7 +128,7 @@ _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailab
 BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # what crosses a process boundary
 
 REFUSALS = (  # the engine's words
-    "duplicate_id", "queue_full", "draining", "paused", "quarantined", "invalid", "internal",
+    "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
 )  # fmt: skip
 
 
@@ -140,6 +140,8 @@ def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
         return QueueFull(message, retry_after=retry_after, code=refusal)
     if refusal in ("draining", "paused"):
         return Overloaded(message, retry_after=retry_after, code=refusal)
+    if refusal == "model_not_found":
+        return NotFound(message, field="model", code=refusal)
     if refusal == "quarantined":
         return Unavailable(message, code=refusal)
     return RequestFailed(message) if refusal == "internal" else RequestError(message)

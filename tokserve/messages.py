@@ -30,7 +30,7 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A new request.  `hold`: send one Output at the end instead of one per step."""
+    """A new request.  `hold`: send one Output at the end instead of one per step.  `adapter`: its name, "" for none."""
 
     rid: str
     prompt: bytes
@@ -42,6 +42,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
     arrival: float = 0.0
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
+    adapter: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -146,7 +147,8 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row of a step has seldom.  With a request's first output: `prompt_logprobs` (rows for prompt tokens
     start.. in order, the very first token of a prompt has none) and `cached`, its prompt tokens found in the cache.
-    With its last: `finish`, and `spans`, (weight version, start, end) of output positions.
+    With its last: `finish`, and `spans`, (weight version, start, end) of output positions, the version with what
+    `Adapter.label` adds to it.
     """
 
     row: int
@@ -228,12 +230,20 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     field: str | None = None
 
 
+class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that requests may name.  `generation` rises with every load of any adapter."""
+
+    name: str
+    path: str
+    generation: int
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Told to every front end when it changes, and before the reply of the call that changed it.
 
     state: running | pausing | paused | updating | sleeping | quarantined.  `quarantine`: why nothing can be served
     until a weight update succeeds.  `failure`: why the last update failed.  `source`: the directory that the weights
-    came from since the start, if it was one.
+    came from since the start, if it was one.  `adapters`: in the order of their names.
     """
 
     state: str = "running"
@@ -244,6 +254,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     quarantine: str | None = None
     failure: str | None = None
     source: str | None = None
+    adapters: list[LoadedAdapter] = []
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

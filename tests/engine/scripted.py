@@ -199,6 +199,7 @@ class ScriptedExecutor:
         self.scheduler = config.scheduler
         self.context = min(config.model.max_model_len or 10**9, num_blocks * block_size)
         self.size = block_size
+        self.max_loras = config.lora.max_loras
         spec = KVSpec(1, 1, "float32")
         self.facts = DeviceFacts(KVLayout((spec,), num_blocks, block_size), VOCAB, "v1", {"scripted": True})
         self.slots: dict[int, Slot] = {}
@@ -216,6 +217,8 @@ class ScriptedExecutor:
         self.has_kv = True
         self.kv_weights: dict[tuple[int, int], str] = {}
         self.staged: str | None = None
+        self.adapters: dict[int, str] = {}  # slot -> what was put there
+        self.adapter_read: str | None = None
         self.beside = True  # whether there is room for two sets of weights
         self.interrupted = 0
         self.slow: deque[tuple[Future[Any], Callable[[], Any]]] | None = None  # if set, what `background` puts off
@@ -238,6 +241,10 @@ class ScriptedExecutor:
         elif method == "commit_update":
             demand(self.staged, "nothing is staged")
             self.weights, self.staged = self.staged, None
+        elif method == "place_adapter":
+            demand(self.adapter_read is not None, "no adapter was read")
+            demand(0 <= args["slot"] < self.max_loras, "no such adapter slot")
+            self.adapters[args["slot"]], self.adapter_read = str(self.adapter_read), None
         elif method == "collective_rpc":
             return f"{args['method']}{args['args']}{args['kwargs']}"
         else:
@@ -277,6 +284,11 @@ class ScriptedExecutor:
             raise RequestError("no tensor came")
         elif method == "abort_update":
             self.staged = None
+        elif method == "read_adapter":
+            demand(self.adapter_read is None, "two loads at once")
+            if args["lora_path"].startswith("bad"):
+                raise RequestError("no adapter", field="lora_path")
+            self.adapter_read = args["lora_path"]
         elif method == "checksums":
             return {"all": str(self.weights)}
         return None
@@ -362,7 +374,13 @@ class ScriptedExecutor:
                 demand(content == slot.prefixes[position + 1], f"{slot.row.rid}: a wrong prefix hit at {position}")
                 demand(step <= self.collected, f"{slot.row.rid}: a prefix hit on a step in flight")
                 weights = self.kv_weights[self._place(slot, position)]
-                demand(weights == self.weights, f"{slot.row.rid}: a prefix hit on KV of other weights")
+                demand(weights == self._weights(slot), f"{slot.row.rid}: a prefix hit on KV of other weights")
+
+    def _weights(self, slot: Slot) -> str:
+        """What computes a row: the weights, and its adapter."""
+        adapter = slot.row.adapter
+        demand(adapter < 0 or adapter in self.adapters, f"{slot.row.rid}: its adapter's slot is empty")
+        return str(self.weights) + ("" if adapter < 0 else f"+{self.adapters[adapter]}")
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.blocks[position // self.size], position % self.size
@@ -375,7 +393,7 @@ class ScriptedExecutor:
             same = old[0] == content  # the last token after a full hit: written again, to the same bits
             demand(place[0] not in shared or same, f"{slot.row.rid} writes into the shared block {place[0]}")
             self.kv[place] = (content, min(step, old[1]) if same else step)
-            self.kv_weights[place] = str(self.weights)
+            self.kv_weights[place] = self._weights(slot)
         slot.computed = end
         self.computed[slot.row.rid] = self.computed.get(slot.row.rid, 0) + end - start
 
@@ -399,7 +417,7 @@ class ScriptedExecutor:
                     prompt_rows[i] = rows_of(scored, width, padding=2)
             if plan.samples[i]:
                 banned = row.stop_ids if end - row.prompt_len < params.min_tokens else ()
-                token = draw(slot.prefixes[-1], row.seed, end, banned, weights=str(self.weights))
+                token = draw(slot.prefixes[-1], row.seed, end, banned, weights=self._weights(slot))
                 width = logprob_width(params)
                 rows.append(logprob_row(slot.prefixes[-1], token, width, params.logprob_token_ids or ()))
                 tokens.append(token)
@@ -466,12 +484,15 @@ class Engine:
         self.owners: dict[str, bytes] = {}
         self.verdicts: list[Verdict] = []
         self.weights_of = {"v1": ""}  # by version
+        self.loads: dict[int, str] = {}  # generation -> path of the adapter
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         message = decode_from_engine(encode(message))
         self.messages.append((identity, message))
         if isinstance(message, Verdict):
             self.verdicts.append(message)
+        if isinstance(message, Reply) and isinstance(message.result, dict) and "generation" in message.result:
+            self.loads[message.result["generation"]] = message.result["lora_path"]
         if isinstance(message, Step):
             for output in unpack(message):
                 assert self.owners[output.rid] == identity, "sent to somebody else"
@@ -537,7 +558,7 @@ class Engine:
         add = self.requests[rid]
         eos = self.config.model.eos_token_ids or ()
         spans = self.received[rid].outputs[-1].spans if rid in self.received else []
-        made_by = {index: self.weights_of[version] for version, start, end in spans for index in range(start, end)}
+        made_by = {index: self.weights_behind(label) for label, start, end in spans for index in range(start, end)}
         context = self.core.limits.context
         return solo(
             unpack_ids(add.prompt),
@@ -547,6 +568,11 @@ class Engine:
             eos,
             lambda i: made_by.get(i, self.weights_of["v1"]),
         )
+
+    def weights_behind(self, label: str) -> str:
+        """What a span's version stands for."""
+        version, plus, adapter = label.partition("+")
+        return self.weights_of[version] + (f"+{self.loads[int(adapter.rpartition('@')[2])]}" if plus else "")
 
     def tokens(self, rid: str) -> list[int]:
         return self.received[rid].tokens
@@ -569,7 +595,7 @@ class Engine:
             assert start == place < end
             place = end
         assert place == len(self.tokens(rid))
-        if set(self.weights_of) == {"v1"}:
+        if set(self.weights_of) == {"v1"} and not self.loads:
             assert len(spans) <= 1
 
     def check_empty(self) -> None:

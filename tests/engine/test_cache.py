@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from tokserve.engine.adapter import Adapter
 from tokserve.engine.blocks import CacheBroken
 from tokserve.engine.cache import Cache, Table
 
@@ -18,9 +19,9 @@ def tokens(count: int, start: int = 0) -> array[int]:
     return array("i", range(start, start + count))
 
 
-def run(cache: Cache, ids: array[int], salt: str = "") -> Table:
+def run(cache: Cache, ids: array[int], salt: str = "", adapter: Adapter | None = None) -> Table:
     """A request that computes all its tokens, taking what it can from the cache; it stays."""
-    table = Table(salt)
+    table = Table(salt, adapter)
     hits = cache.find(table, ids, len(ids) // 4)
     assert hits is not None
     assert cache.admit(table, ids, hits, spare=0)
@@ -77,16 +78,39 @@ def test_salts_do_not_share() -> None:
 
 
 def test_the_root_of_the_chain_names_model_version_salt_and_process() -> None:
-    def digest(cache: Cache, salt: str = "") -> bytes:
-        table = Table(salt)
+    def digest(cache: Cache, salt: str = "", adapter: Adapter | None = None) -> bytes:
+        table = Table(salt, adapter)
         cache.find(table, tokens(4), 1)
         return table.digests[0]
 
     caches = [make(), make(model="other"), make(epoch=2)]
     for cache in caches:
         cache._key = bytes(32)
-    digests = [digest(cache) for cache in caches] + [digest(caches[0], "salt"), digest(make()), digest(make())]
+    adapters = [Adapter("a", "", 0, 1), Adapter("b", "", 0, 1), Adapter("a", "", 0, 2)]
+    digests = [digest(cache) for cache in caches] + [digest(caches[0], adapter=adapter) for adapter in adapters]
+    digests += [digest(caches[0], "salt"), digest(make()), digest(make())]
     assert len(set(digests)) == len(digests)  # the last two differ by their keys
+
+
+def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() -> None:
+    cache = make()
+    mine, other = Adapter("mine", "", 0, 1), Adapter("other", "", 1, 2)
+    for adapter in (mine, other, None):
+        run(cache, tokens(8), adapter=adapter)
+    running, waiting = Table("", mine), Table("", mine)
+    assert cache.admit(running, tokens(12), 0, spare=0)
+    assert cache.find(waiting, tokens(12), 2) == 2
+    assert cache.find(waiting, tokens(12), 3) is None  # the third block is promised
+    mine.generation = 3
+    cache.replaced(mine)
+    assert not cache.must_wait(waiting) and cache.find(waiting, tokens(12), 3) == 0
+    cache.settle(running, tokens(12), 12)  # made by the old weights, in part: nobody may find it
+    assert cache.find(Table("", mine), tokens(12), 3) == 0
+    assert cache.find(Table("", other), tokens(8), 2) == cache.find(Table(""), tokens(8), 2) == 2
+    cache.free(running)
+    run(cache, tokens(8), adapter=mine)
+    assert cache.find(Table("", mine), tokens(8), 2) == 2
+    cache.check()
 
 
 def test_names_cannot_be_shifted_into_each_other() -> None:

@@ -1,4 +1,4 @@
-"""Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep and wake, in any order.
+"""Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep, wake, adapters, in any order.
 
 The scripted executor checks every plan (no step without weights or memory, no prefix hit on KV of other weights); here
 it is checked that nothing is lost, hung or misattributed, and that what is made after a commit is what the new weights
@@ -27,7 +27,7 @@ class Life:
         blocks, size = rng.choice([(40, 4), (14, 4), (100, 2)])
         self.engine = Engine(
             num_blocks=blocks, block_size=size, context=40, depth=rng.choice([1, 2]), max_num_seqs=rng.choice([2, 8]),
-            max_num_batched_tokens=rng.choice([5, 64]),
+            max_num_batched_tokens=rng.choice([5, 64]), enable_lora=True, max_loras=2,
         )  # fmt: skip
         self.engine.executor.slow = deque()
         self.engine.executor.beside = rng.random() < 0.7
@@ -48,6 +48,7 @@ class Life:
             self.add, self.add, self.add, self.abort, self.pause, self.resume, self.resume, self.start, self.stage,
             self.stage, self.finish, self.one_call, self.cancel, self.sleep, self.wake, self.wake, self.label,
             self.release, self.reset, self.leave,
+            self.load, self.load, self.unload,
         ]  # fmt: skip
         rng.choice(choices)()
         for _ in range(rng.choice([0, 1, 1, 3, 9])):
@@ -67,10 +68,12 @@ class Life:
         self.num += 1
         fields: dict[str, Any] = {"seed": self.rng.randrange(3), "ignore_eos": True, "hold": self.rng.random() < 0.5}
         fields["max_tokens"] = self.rng.choice([1, 5, 20])
+        fields["adapter"] = self.rng.choice(["", "one", "two", "three"])
         rid = f"r{self.num}"
         verdict = self.engine.submit(rid, self.engine.make(rid, prompt, **fields))
         if verdict.refusal:
-            assert verdict.refusal == "quarantined"
+            unknown = fields["adapter"] and self.engine.core.adapters.find(fields["adapter"]) is None
+            assert verdict.refusal == "quarantined" or (unknown and verdict.refusal == "model_not_found")
             del self.engine.requests[rid]
 
     def abort(self) -> None:
@@ -121,6 +124,13 @@ class Life:
     def label(self) -> None:
         self.call("update_weight_version", new_version=f"l{self.num}")
 
+    def load(self) -> None:
+        path = self.rng.choice(["a", "b", "bad"]) + str(self.num)
+        self.call("load_lora_adapter", lora_name=self.rng.choice(["one", "two", "three"]), lora_path=path)
+
+    def unload(self) -> None:
+        self.call("unload_lora_adapter", lora_name=self.rng.choice(["one", "two", "three"]))
+
     def settle(self) -> None:
         """Bring it back to life whatever was done: abort what is open, push weights, wake, resume, run to the end."""
         for _ in range(3):
@@ -151,7 +161,7 @@ class Life:
         engine = self.engine
         answered = {reply.call_id for reply in engine.replies}
         assert answered == set(self.calls), {i: self.calls[i] for i in set(self.calls) - answered}
-        assert all(reply.status in (400, 409) for reply in engine.replies if reply.error)
+        assert all(reply.status in (400, 404, 409) for reply in engine.replies if reply.error)
         for rid in engine.requests:
             finish = engine.received[rid].finish
             assert finish is not None, f"{rid} has not ended"

@@ -54,7 +54,7 @@ def test_blocks_published_before_they_are_computed(monkeypatch: pytest.MonkeyPat
 
 def test_a_hash_that_forgets_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def shallow(self: Cache, table: Table, tokens: array[int], count: int) -> None:
-        table.generation = self._generation
+        table.origin = self._origin(table)
         table.digests = [tokens[i * 4 : i * 4 + 4].tobytes() for i in range(count)]
 
     monkeypatch.setattr(Cache, "_extend", shallow)

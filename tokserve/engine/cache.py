@@ -14,6 +14,7 @@ from array import array
 
 import msgspec
 
+from tokserve.engine.adapter import Adapter
 from tokserve.engine.blocks import BlockPool, CacheBroken
 
 
@@ -25,14 +26,15 @@ class Table:
     was last looked at.
     """
 
-    __slots__ = ("blocks", "digests", "generation", "salt", "settled", "waits_for")
+    __slots__ = ("adapter", "blocks", "digests", "origin", "salt", "settled", "waits_for")
 
-    def __init__(self, salt: str) -> None:
+    def __init__(self, salt: str, adapter: Adapter | None = None) -> None:
         self.salt = salt
+        self.adapter = adapter
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
         self.settled = 0
-        self.generation = -1
+        self.origin = (-1, 0)  # generations of the cache and of the adapter that the digests belong to
         self.waits_for: bytes | None = None
 
 
@@ -43,7 +45,7 @@ class Cache:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self._enabled = enabled
-        self._origin = (model, epoch, "")  # the last is the adapter
+        self._model, self._epoch = model, epoch
         self._key = secrets.token_bytes(32)
         self._generation = 0
         self._tables: set[Table] = set()
@@ -125,7 +127,7 @@ class Cache:
         full = num_computed // self.block_size
         if full <= table.settled:
             return
-        if self._enabled and table.generation == self._generation:
+        if self._enabled and table.origin == self._origin(table):
             self._extend(table, tokens, full)
             for index in range(table.settled, full):
                 self.pool.publish(table.blocks[index], table.digests[index])
@@ -148,9 +150,12 @@ class Cache:
 
     def renew(self, epoch: int) -> None:
         """From here on other weights compute: what there is belongs to an earlier epoch and is never found."""
-        model, _, adapter = self._origin
-        self._origin = (model, epoch, adapter)
+        self._epoch = epoch
         self.reset()
+
+    def replaced(self, adapter: Adapter) -> None:
+        """The adapter has a new generation: what running requests have begun with the old one is never found."""
+        self._promises = {digest: table for digest, table in self._promises.items() if table.adapter is not adapter}
 
     def check(self) -> None:
         """Raise `CacheBroken` if blocks were lost, given twice, or promised by nobody."""
@@ -168,17 +173,22 @@ class Cache:
             del self._promises[digest]
 
     def _extend(self, table: Table, tokens: array[int], count: int) -> None:
-        """Bring the chain of digests to `count` blocks; begin anew if the cache was reset since."""
-        if table.generation != self._generation:
-            table.generation = self._generation
+        """Bring the chain of digests to `count` blocks; begin anew if the cache was reset, or the adapter replaced."""
+        origin = self._origin(table)
+        if table.origin != origin:
+            table.origin = origin
             table.digests = []
         digests, size = table.digests, self.block_size
-        last = digests[-1] if digests else self._root(table.salt)
+        last = digests[-1] if digests else self._root(table.salt, table.adapter)
         for index in range(len(digests), count):
             content = tokens[index * size : (index + 1) * size].tobytes()
             last = hashlib.blake2b(last + content, digest_size=32, key=self._key).digest()
             digests.append(last)
 
-    def _root(self, salt: str) -> bytes:
-        origin = msgspec.msgpack.encode((*self._origin, salt, self._generation))
+    def _origin(self, table: Table) -> tuple[int, int]:
+        return self._generation, 0 if table.adapter is None else table.adapter.generation
+
+    def _root(self, salt: str, adapter: Adapter | None = None) -> bytes:
+        which = ("", 0) if adapter is None else (adapter.name, adapter.generation)
+        origin = msgspec.msgpack.encode((self._model, self._epoch, *which, salt, self._generation))
         return hashlib.blake2b(origin, digest_size=32, key=self._key).digest()

@@ -17,8 +17,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tokserve.config import Config
 from tokserve.engine import listing
+from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import StepColumns
 from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
@@ -27,7 +30,7 @@ from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import RequestError
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Call, FromEngine, Ready, Reply, StepStats, Submit, ToEngine, Verdict
+from tokserve.messages import Abort, Call, FromEngine, Ready, Reply, Status, StepStats, Submit, ToEngine, Verdict
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -94,6 +97,7 @@ class EngineCore:
         )  # fmt: skip
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version)
         self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
+        self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.stopped = False
         self._facts = facts
         self._executor = executor
@@ -107,7 +111,7 @@ class EngineCore:
         self._reject_while_paused = config.server.reject_while_paused
         self.num_received = 0
         self._tasks: list[_Task] = []
-        self._status = self.control.status()
+        self._status = self._state_now()
         self._deadlines: list[tuple[float, int, str, Request]] = []  # a heap
         self._acknowledgements: list[_Acknowledgement] = []
         self._front_ends: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
@@ -252,7 +256,9 @@ class EngineCore:
         if verdict is None:
             try:
                 requests = [
-                    Request(add, identity, self.num_received + i, received, self.limits)
+                    Request(
+                        add, identity, self.num_received + i, received, self.limits, self.adapters.find(add.adapter)
+                    )
                     for i, add in enumerate(submit.adds)
                 ]
             except RequestError as error:
@@ -274,6 +280,9 @@ class EngineCore:
             return Verdict(submit.call_id, "quarantined", status.quarantine)
         if self._reject_while_paused and (status.paused or status.sleeping or status.state == "pausing"):
             return Verdict(submit.call_id, "paused", f"the engine is {status.state} (--reject-while-paused)")
+        unknown = next((add.adapter for add in submit.adds if add.adapter and not self.adapters.find(add.adapter)), "")
+        if unknown:
+            return Verdict(submit.call_id, "model_not_found", f"no adapter {unknown[:MAX_NAME]!r} is loaded")
         if self._registry.in_use(submit.key, (add.rid for add in submit.adds)):
             message = f"request_id {submit.key!r} is in use by a request in flight"
             return Verdict(submit.call_id, "duplicate_id", message)
@@ -359,7 +368,7 @@ class EngineCore:
     # --- verbs: called with (identity, call id) and the caller's arguments, each answers by itself ---
 
     def _call(self, identity: bytes, call: Call) -> None:
-        begin = self.control.verbs.get(call.method)
+        begin = self.control.verbs.get(call.method) or self.adapters.verbs.get(call.method)
         verb = self._verbs.get(call.method)
         if verb is None and begin is None:
             return self._emit(identity, Reply(call.call_id, error=f"the engine has no verb {call.method!r}"))
@@ -403,8 +412,11 @@ class EngineCore:
             return not self._flights
         return wait.done() if isinstance(wait, Future) else wait()
 
+    def _state_now(self) -> Status:
+        return msgspec.structs.replace(self.control.status(), adapters=self.adapters.listed())
+
     def _tell_status(self) -> None:
-        status = self.control.status()
+        status = self._state_now()
         if status != self._status:
             self._status = status
             for identity in self._front_ends:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tokserve.engine.adapter import Adapter
 from tokserve.engine.cache import Table
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.engine.repetition import Repetition
@@ -58,7 +59,9 @@ class Request:
     cached: int | None = None  # prompt tokens found in the cache at the first admission
     admitted: float | None = None
 
-    def __init__(self, add: Add, owner: bytes, number: int, received: float, limits: Limits) -> None:
+    def __init__(
+        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None
+    ) -> None:
         """Raises RequestError for a request that cannot be served.  `received`: the engine's clock."""
         params = add.sampling
         self.rid = add.rid
@@ -73,7 +76,8 @@ class Request:
         self.tokens = _prompt(add.prompt, limits)
         self.prompt_len = len(self.tokens)
         self.limit = min(limits.context, self.prompt_len + (params.max_tokens or limits.context))
-        self.table = Table(add.salt)
+        self.adapter = adapter
+        self.table = Table(add.salt, adapter)
         self._eos = frozenset(() if params.ignore_eos else limits.eos)
         self._stops = frozenset(params.stop_token_ids)
         self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
@@ -86,7 +90,8 @@ class Request:
         self._next_to_send = self.prompt_len  # position
         self._told = False  # anything has been sent
         self._version: str | None = None  # of the weights that made the newest token
-        self._versions: list[tuple[str, int]] = []  # with the output position that each begins at
+        self._generation = 0  # of the adapter that did
+        self._versions: list[tuple[str, str, int]] = []  # with the adapter's label and where in the output each begins
         mode = params.logprobs_mode or limits.logprobs_mode
         named = len(params.logprob_token_ids or ())
         asked = params.logprobs is not None or named > 0
@@ -134,15 +139,19 @@ class Request:
         return self.state is State.ENDED and self.slot < 0
 
     @property
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(weight version, start, end) of output positions so far."""
-        bounds = [start for _, start in self._versions] + [self.num_output]
-        return [(version, *span) for (version, _), span in zip(self._versions, pairwise(bounds), strict=True)]
+    def spans(self) -> list[tuple[str, str, int, int]]:
+        """(weight version, adapter's label or "", start, end) of output positions so far."""
+        bounds = [start for *_, start in self._versions] + [self.num_output]
+        return [
+            (version, label, *span)
+            for (version, label, _), span in zip(self._versions, pairwise(bounds), strict=True)
+        ]
 
     def new_row(self) -> NewRow:
         """What the device must know when the request enters its slot."""
         tokens = np.array(self.tokens, dtype=np.int32)
-        return NewRow(self.slot, self.rid, tokens, self.prompt_len, self.params, self.seed, self.stop_ids)
+        adapter = -1 if self.adapter is None else self.adapter.slot
+        return NewRow(self.slot, self.rid, tokens, self.prompt_len, self.params, self.seed, self.stop_ids, adapter)
 
     def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
         """Keep the logprobs that a chunk from position `start` brought; those known from before a preemption
@@ -164,9 +173,12 @@ class Request:
             self._first_token = now
         if self._logprobs is not None and rows is not None:
             self._logprobs.append(rows, row)
-        if version != self._version:
+        if version != self._version or (self.adapter is not None and self.adapter.generation != self._generation):
             self._version = version
-            self._versions.append((version, self.num_output - 1))
+            label = ""
+            if self.adapter is not None:
+                self._generation, label = self.adapter.generation, self.adapter.label
+            self._versions.append((version, label, self.num_output - 1))
         if token in self._enders or len(self.tokens) >= self.limit or self._repetition is not None:
             self._stop(token, now)
 
@@ -211,8 +223,11 @@ class Request:
             if self._next_prompt_row < self.prompt_len:  # it ended within its prompt: all of them or none
                 scores = None
             cached = 0 if self._told else self.cached or 0
-            step.describe(self.finish, scores, cached, self.spans if self.finish is not None else None)
+            step.describe(self.finish, scores, cached, None if self.finish is None else self._told_spans())
             self._told = True
+
+    def _told_spans(self) -> list[tuple[str, int, int]]:
+        return [(f"{version}+{label}" if label else version, start, end) for version, label, start, end in self.spans]
 
 
 def _width(asked: int, limits: Limits) -> int:

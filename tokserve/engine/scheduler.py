@@ -135,7 +135,7 @@ class Scheduler:
 
     def count_ages(self, request: Request) -> None:
         """An ended request's tokens, by how many epochs ago the weights that made them were replaced."""
-        for version, start, end in request.spans:
+        for version, _, start, end in request.spans:
             age = self._epoch - self._epochs.get(version, 0)
             self.counters.tokens_by_age[min(age, AGES - 1)] += end - start
 

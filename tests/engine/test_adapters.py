@@ -1,0 +1,220 @@
+"""Loading, replacing and unloading adapters over the scripted executor, which checks every plan against the slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tests.engine.test_control import DEPTHS, PROMPT, answers, ask, update
+from tokserve.engine.adapters import MAX_NAME
+from tokserve.errors import StartError
+from tokserve.messages import Reply, Status
+
+
+def make(**options: Any) -> Engine:
+    return Engine(context=80, num_blocks=100, **{"enable_lora": True, "max_loras": 2} | options)
+
+
+def load(engine: Engine, name: str, path: str = "p", **args: Any) -> Reply:
+    call_id = 1000 + len(engine.messages)
+    return ask(engine, "load_lora_adapter", call_id=call_id, lora_name=name, lora_path=path, **args)
+
+
+def spans(engine: Engine, rid: str) -> list[tuple[str, int, int]]:
+    return engine.received[rid].outputs[-1].spans
+
+
+def statuses(engine: Engine) -> list[list[tuple[str, int]]]:
+    told = [message for _, message in engine.messages if isinstance(message, Status)]
+    return [[(adapter.name, adapter.generation) for adapter in status.adapters] for status in told]
+
+
+@DEPTHS
+def test_requests_of_several_adapters_and_none_run_together(depth: int) -> None:
+    engine = make(depth=depth)
+    for name in ("a", "b"):
+        assert load(engine, name, f"/{name}").error is None
+    for number, adapter in enumerate(["", "a", "b", "a", ""]):
+        engine.add(f"r{number}", PROMPT, adapter=adapter, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
+    engine.run()
+    for number in range(5):
+        engine.check_complete(f"r{number}")
+    assert [spans(engine, f"r{n}")[0][0] for n in range(4)] == ["v1", "v1+a@1", "v1+b@2", "v1+a@1"]
+    assert engine.tokens("r1") == engine.tokens("r3") != engine.tokens("r2")
+    assert engine.received["r3"].cached and not engine.received["r2"].cached  # never another's blocks
+    assert statuses(engine) == [[("a", 1)], [("a", 1), ("b", 2)]]
+    engine.check_empty()
+
+
+@DEPTHS
+def test_the_same_name_replaces_the_weights_of_requests_in_flight(depth: int) -> None:
+    engine = make(depth=depth)
+    load(engine, "a", "/old")
+    engine.add("r", PROMPT, adapter="a", max_tokens=30, ignore_eos=True)
+    engine.add("plain", PROMPT, max_tokens=30, ignore_eos=True)
+    engine.steps(8)
+    reply = load(engine, "a", "/new")
+    assert reply.result == {"lora_name": "a", "lora_path": "/new", "generation": 2}
+    engine.add("later", PROMPT, adapter="a", max_tokens=5, ignore_eos=True)
+    engine.run()
+    for rid in ("r", "plain", "later"):
+        engine.check_complete(rid)
+    assert [label for label, _, _ in spans(engine, "r")] == ["v1+a@1", "v1+a@2"]
+    assert [label for label, _, _ in spans(engine, "later")] == ["v1+a@2"]
+    assert engine.received["later"].cached == 0  # although r has the same prompt
+    assert len(spans(engine, "plain")) == 1
+    assert statuses(engine)[-1] == [("a", 2)]
+    engine.check_empty()
+
+
+def test_a_failed_load_leaves_all_as_it_was() -> None:
+    engine = make()
+    load(engine, "a", "/good")
+    told = len(statuses(engine))
+    for name in ("a", "b"):
+        reply = load(engine, name, "bad")
+        assert (reply.error, reply.status, reply.field) == ("no adapter", 400, "lora_path")
+    assert len(statuses(engine)) == told
+    engine.add("r", PROMPT, adapter="a", max_tokens=5)
+    engine.run()
+    engine.check_complete("r")
+    assert load(engine, "b").error is None
+
+
+def test_more_than_there_are_slots_for_are_refused() -> None:
+    engine = make()
+    load(engine, "a"), load(engine, "b")
+    reply = load(engine, "c")
+    assert reply.status == 409 and reply.field == "lora_name" and "--max-loras" in str(reply.error)
+    assert ask(engine, "unload_lora_adapter", lora_name="a", call_id=71).result == {"lora_name": "a"}
+    assert load(engine, "c").error is None
+    assert statuses(engine)[-1] == [("b", 2), ("c", 3)]
+
+
+def test_loading_what_is_there_with_load_inplace_false_is_refused() -> None:
+    engine = make()
+    assert load(engine, "a", load_inplace=False).error is None
+    assert load(engine, "a", load_inplace=False).status == 409
+    assert load(engine, "a", load_inplace=True).error is None
+
+
+@DEPTHS
+def test_unload_hides_the_name_and_lets_requests_end(depth: int) -> None:
+    engine = make(depth=depth, max_loras=1)
+    load(engine, "a", "/one")
+    engine.add("r", PROMPT, adapter="a", max_tokens=20, ignore_eos=True)
+    engine.steps(4)
+    engine.call("unload_lora_adapter", lora_name="a", call_id=71)
+    engine.steps(2)
+    assert not answers(engine, 71) and statuses(engine)[-1] == []
+    verdict = engine.submit("late", engine.make("late", PROMPT, adapter="a"))
+    assert verdict.refusal == "model_not_found"
+    assert load(engine, "b").status == 409  # the slot is in use
+    engine.run()
+    engine.check_complete("r")
+    assert answers(engine, 71)[0].error is None
+    assert load(engine, "a", "/two").error is None
+    engine.add("new", PROMPT, adapter="a", max_tokens=4, ignore_eos=True)
+    engine.run()
+    engine.check_complete("new")
+    assert engine.received["new"].cached == 0
+
+
+def test_unloading_what_is_not_there_is_a_404() -> None:
+    reply = ask(make(), "unload_lora_adapter", lora_name="nobody")
+    assert reply.status == 404 and reply.field == "lora_name"
+
+
+def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each() -> None:
+    engine = make(max_loras=1)
+    load(engine, "a", "/one")
+    engine.executor.slow = deque()
+    engine.call("load_lora_adapter", lora_name="a", lora_path="/two", call_id=80)
+    engine.call("unload_lora_adapter", lora_name="a", call_id=81)
+    engine.executor.settle()
+    engine.run()
+    assert answers(engine, 81)[0].error is None and answers(engine, 80)[0].error is None
+    assert [(each.name, each.path) for each in engine.core.adapters.listed()] == [("a", "/two")]
+    assert load_slow(engine, "b").status == 409
+
+
+def load_slow(engine: Engine, name: str) -> Reply:
+    engine.executor.slow = None
+    return load(engine, name)
+
+
+def test_loads_at_once_come_one_after_the_other() -> None:
+    engine = make()
+    engine.executor.slow = deque()
+    for number in range(4):
+        engine.call("load_lora_adapter", lora_name="ab"[number % 2], lora_path=f"/{number}", call_id=80 + number)
+    for _ in range(10):
+        engine.executor.settle(1)
+        engine.step()
+    assert [answers(engine, 80 + n)[0].result["generation"] for n in range(4)] == [1, 2, 3, 4]
+    assert [each.path for each in engine.core.adapters.listed()] == ["/2", "/3"]
+
+
+@DEPTHS
+def test_a_weight_update_changes_the_requests_of_adapters_too(depth: int) -> None:
+    engine = make(depth=depth)
+    load(engine, "a")
+    engine.add("r", PROMPT, adapter="a", max_tokens=30, ignore_eos=True)
+    engine.steps(6)
+    update(engine, "w2")
+    engine.add("new", PROMPT, adapter="a", max_tokens=5, ignore_eos=True)
+    engine.run()
+    for rid in ("r", "new"):
+        engine.check_complete(rid)
+    assert [label for label, _, _ in spans(engine, "r")] == ["v1+a@1", "1+a@1"]
+    assert engine.received["new"].cached == 0
+    old = spans(engine, "r")[0][2]
+    assert engine.stats.tokens_by_age == [35 - old, old, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_NAME + 1), "a\nb", "a\x00"])
+def test_names_that_are_none(name: str) -> None:
+    reply = load(make(), name)
+    assert (reply.status, reply.field) == (400, "lora_name")
+
+
+def test_the_models_own_name_is_taken_and_a_path_must_be_there() -> None:
+    engine = make(served_model_name=["mine", "alias"])
+    assert load(engine, "alias").status == 409
+    assert (load(engine, "a", "").status, load(engine, "a", "").field) == (400, "lora_path")
+
+
+def test_a_server_without_adapters_says_so() -> None:
+    engine = Engine()
+    for reply in (load(engine, "a"), ask(engine, "unload_lora_adapter", lora_name="a", call_id=71)):
+        assert reply.status == 400 and "--enable-lora" in str(reply.error)
+
+
+def test_adapters_of_the_start_are_there_before_the_first_request() -> None:
+    engine = make(lora_modules=["a=/one", "b=/two=2"])
+    assert [each.generation for each in engine.core.adapters.listed()] == [1, 2]
+    engine.loads = {1: "/one", 2: "/two=2"}
+    engine.add("r", PROMPT, adapter="b", max_tokens=5)
+    engine.run()
+    engine.check_complete("r")
+    with pytest.raises(StartError, match=r"lora_modules: a: no adapter"):
+        make(lora_modules=["a=bad"])
+    with pytest.raises(StartError, match="max-loras"):
+        make(lora_modules=["a=1", "b=2", "c=3"])
+
+
+@DEPTHS
+def test_frozen_requests_of_a_replaced_adapter_go_on_with_the_new_weights(depth: int) -> None:
+    engine = make(depth=depth)
+    load(engine, "a", "/old")
+    engine.add("r", PROMPT, adapter="a", max_tokens=20, ignore_eos=True)
+    engine.steps(6)
+    ask(engine, "sleep", level=1, mode="keep")  # its KV goes: all of it is computed again by the new weights
+    load(engine, "a", "/new")
+    ask(engine, "wake_up", call_id=72)
+    engine.run()
+    engine.check_complete("r")
+    assert [label for label, _, _ in spans(engine, "r")] == ["v1+a@1", "v1+a@2"]

@@ -1,0 +1,23 @@
+"""A LoRA adapter as the engine sees it: a name, a slot on the device, and a number that tells its weights from others.
+
+Knows no weights and no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """`generation` is another one each time weights are put into the slot; no two loads of a server share one."""
+
+    name: str
+    path: str
+    slot: int
+    generation: int
+
+    @property
+    def label(self) -> str:
+        """What stands behind a weight version to say which adapter made a token."""
+        return f"{self.name}@{self.generation}"

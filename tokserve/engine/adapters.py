@@ -1,0 +1,137 @@
+"""Which LoRA adapters are loaded, and the verbs that load and unload them while requests run.
+
+The one authority on adapters for all front ends.  A load reads beside the steps and takes effect between two; an
+unload lets the adapter's requests end first.  Knows no weights: the executor puts them into the slot it is told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any
+
+from tokserve.config import LoraConfig
+from tokserve.engine.adapter import Adapter
+from tokserve.engine.cache import Cache
+from tokserve.engine.control import STEP_BOUNDARY, Requests, Verb, Wait
+from tokserve.errors import Conflict, NotFound, RequestError, StartError
+from tokserve.executor.base import Executor
+from tokserve.messages import LoadedAdapter
+
+MAX_NAME = 256
+NAME = re.compile(r"[^\x00-\x1f\x7f]+")
+
+
+class Adapters:
+    """The table of adapters by name; those of the configuration are loaded at once.  Raises StartError.
+
+    `taken`: names that requests use for something else.
+    """
+
+    def __init__(
+        self, config: LoraConfig, requests: Requests, cache: Cache, executor: Executor, taken: list[str]
+    ) -> None:
+        self._config = config
+        self._requests = requests
+        self._cache = cache
+        self._executor = executor
+        self._taken = taken
+        self._by_name: dict[str, Adapter] = {}
+        self._free = list(range(config.max_loras - 1, -1, -1))  # slots, a stack
+        self._loading = False
+        self._generation = 0
+        self.verbs: dict[str, Callable[..., Verb]] = {
+            "load_lora_adapter": self.load,
+            "unload_lora_adapter": self.unload,
+        }
+        self._load_at_start()
+
+    def find(self, name: str) -> Adapter | None:
+        """The adapter of this name."""
+        return self._by_name.get(name)
+
+    def listed(self) -> list[LoadedAdapter]:
+        """All adapters that requests may name."""
+        return [LoadedAdapter(each.name, each.path, each.generation) for _, each in sorted(self._by_name.items())]
+
+    def _load_at_start(self) -> None:
+        """Load the configured ones, from wherever they are."""
+        for name, path in self._config.modules():
+            try:
+                self._check(name)
+                for wait in self._load(name, path, None, anywhere=True):
+                    if isinstance(wait, Future):
+                        wait.exception()  # is there: the verb goes on
+            except RequestError as error:
+                raise StartError(f"option lora_modules: {name}: {error.message}") from None
+
+    def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Verb:
+        """Load a PEFT directory under a name, in place of what has that name (`load_inplace` False: if none has).
+
+        Requests in flight go on with the new weights, and keep the KV that the old ones made.
+        """
+        self._check(lora_name)
+        if not lora_path:
+            raise RequestError("lora_path must not be empty", field="lora_path")
+        yield lambda: not self._loading  # one after the other
+        self._loading = True
+        try:
+            return (yield from self._load(lora_name, lora_path, load_inplace, anywhere=False))
+        finally:
+            self._loading = False
+
+    def _load(
+        self, name: str, path: str, load_inplace: bool | None, *, anywhere: bool
+    ) -> Generator[Wait, None, dict[str, Any]]:
+        """`anywhere`: the operator says where from, so `allowed_weight_dirs` means nothing."""
+        self._slot(name)
+        if load_inplace is False and name in self._by_name:
+            raise Conflict(f"the adapter {name!r} is loaded already; load_inplace replaces it", field="lora_name")
+        read = self._executor.background("read_adapter", {"lora_path": path, "anywhere": anywhere})
+        yield read
+        read.result()
+        yield STEP_BOUNDARY
+        slot = self._slot(name)
+        self._executor.call("place_adapter", {"slot": slot})
+        adapter = self._by_name.get(name)
+        self._generation += 1
+        if adapter is None:
+            self._free.remove(slot)
+            adapter = self._by_name[name] = Adapter(name, path, slot, self._generation)
+        else:
+            adapter.path, adapter.generation = path, self._generation
+            self._cache.replaced(adapter)
+        return {"lora_name": name, "lora_path": path, "generation": adapter.generation}
+
+    def _slot(self, name: str) -> int:
+        """The slot that an adapter of this name has or would get."""
+        if name in self._by_name:
+            return self._by_name[name].slot
+        if not self._free:
+            raise Conflict(
+                f"there are {self._config.max_loras} adapters loaded (--max-loras): unload one first", field="lora_name"
+            )
+        return self._free[-1]
+
+    def unload(self, lora_name: str) -> Verb:
+        """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
+        self._check_enabled()
+        adapter = self._by_name.pop(lora_name, None)
+        if adapter is None:
+            raise NotFound(f"no adapter {lora_name[:MAX_NAME]!r} is loaded", field="lora_name", code="model_not_found")
+        yield lambda: all(request.adapter is not adapter for request in self._requests.live)
+        yield STEP_BOUNDARY
+        self._free.append(adapter.slot)
+        return {"lora_name": lora_name}
+
+    def _check(self, name: str) -> None:
+        self._check_enabled()
+        if not 0 < len(name) <= MAX_NAME or not NAME.fullmatch(name):
+            raise RequestError(f"lora_name must have 1 to {MAX_NAME} printable characters", field="lora_name")
+        if name in self._taken:
+            raise Conflict(f"{name!r} is a name of the model itself", field="lora_name")
+
+    def _check_enabled(self) -> None:
+        if not self._config.enable_lora:
+            raise RequestError("this server serves no adapters: start it with --enable-lora", field="lora_name")
