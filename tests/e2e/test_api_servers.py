@@ -16,11 +16,22 @@ import httpx
 import psutil
 import pytest
 
+from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tests.e2e.test_failures import run
+from tokserve.checkpoint import DEMO_DIR
 
 GENERATE = "/inference/v1/generate"
-FLAGS = ("--api-server-count", "2", "--tokens-only", "--max-num-seqs", "4", "--max-queued-requests", "600")
+FLAGS = (
+    "--api-server-count",
+    "2",
+    "--tokens-only",
+    "--max-num-seqs",
+    "4",
+    "--max-queued-requests",
+    "600",
+    "--enable-lora",
+)
 PATIENCE = 60.0
 LAG = "tokserve:event_loop_lag_seconds"  # is measured all the time: no two scrapes show the same
 
@@ -29,6 +40,21 @@ LAG = "tokserve:event_loop_lag_seconds"  # is measured all the time: no two scra
 def two() -> Iterator[Server]:
     with Server("demo", *FLAGS) as server:
         yield server
+
+
+def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, tmp_path: Path) -> None:
+    adapter = {"lora_name": "mine", "lora_path": str(write_adapter(tmp_path, DEMO_DIR, rank=4))}
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
+    with via(two, 0) as one, via(two, 1) as other:
+        for _ in range(3):
+            assert one.post("/v1/load_lora_adapter", json=adapter).status_code == 200
+            answer = other.post(GENERATE, json=asked | {"model": "mine"})
+            assert answer.status_code == 200 and answer.json()["model"] == "mine"
+            assert "mine" in [model["id"] for model in other.get("/v1/models").json()["data"]]
+            assert other.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
+            gone = one.post(GENERATE, json=asked | {"model": "mine"})
+            assert gone.status_code == 404 and gone.json()["error"]["code"] == "model_not_found"
+        assert one.post(GENERATE, json=asked).json()["model"] == "demo"
 
 
 def body(rid: str, n: int = 400, max_tokens: int = 1900, **fields: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 EOS = 0
 NOWHERE = 7  # a token whose logprob is -inf
-OPTIONS = ("stream", "text", "priority", "cache_salt", "deadline_ms", "queue_timeout_ms")
+OPTIONS = ("stream", "text", "priority", "cache_salt", "deadline_ms", "queue_timeout_ms", "adapter")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}:{% endif %}"
@@ -295,6 +295,7 @@ class FakeLLM:
         self.tokenizer = None if self.config.server.tokens_only else TOKENIZER
         self.inputs = Inputs(self.config, self.ready, lambda: self.tokenizer)
         self.refreshed = 0
+        self.news: list[Status] = []  # what a refresh brings
         self._orders: dict[str, Order] = {}
 
     @property
@@ -353,6 +354,8 @@ class FakeLLM:
 
     async def refresh(self, seconds: float) -> None:
         self.refreshed += 1
+        if self.news:
+            self.status = self.news.pop(0)
 
     async def call(self, method: str, /, **args: Any) -> Any:
         if self.dead:
@@ -380,7 +383,7 @@ CONTROLS = (
     "pause_generation", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
     "reset_prefix_cache", "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
     "update_weights", "feed_weights", "finish_weight_update", "abort_weight_update", "update_weight_version",
-    "weight_checksums", "collective_rpc", "fresh_status",
+    "weight_checksums", "collective_rpc", "fresh_status", "load_lora_adapter", "unload_lora_adapter",
 )  # fmt: skip
 for _name in CONTROLS:  # the real ones: all they need is `call`
     setattr(FakeLLM, _name, getattr(AsyncLLM, _name))

@@ -17,7 +17,7 @@ from typing import Any
 from tokserve import checkpoint
 from tokserve.client import control
 from tokserve.client.connection import Connection
-from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
+from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id
 from tokserve.client.outputs import Completion, Delivery, Ready, Status, StepStats
 from tokserve.client.requests import Requests
 from tokserve.client.stream import Stream, collect
@@ -166,14 +166,19 @@ class AsyncLLM:
         self, prompt_ids: Sequence[int] | bytes, params: SamplingParams, *, request_id: str | None = None,
         stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
         deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
+        lora_request: LoRARequest | str | None = None,
     ) -> Stream:  # fmt: skip
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, Unavailable for
         an engine without usable weights, EngineDead.
 
         `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
-        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  See `Stream.accepted` for the engine's part.
+        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  `lora_request`: an adapter that is loaded, or
+        its name.  See `Stream.accepted` for the engine's part.
         """
-        order = Order(prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms)
+        order = Order(
+            prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms,
+            adapter=adapter_name(lora_request),
+        )  # fmt: skip
         return self.submit([self.prepare(order)], group_id)[0]
 
     def prepare(self, order: Order) -> Prepared:
@@ -264,6 +269,10 @@ class AsyncLLM:
     abort_weight_update = control.abort_weight_update
     update_weight_version = control.update_weight_version
     get_weight_version = control.get_weight_version
+    load_lora_adapter = control.load_lora_adapter
+    unload_lora_adapter = control.unload_lora_adapter
+    add_lora = control.add_lora
+    list_loras = control.list_loras
     weight_checksums = control.weight_checksums
     collective_rpc = control.collective_rpc
     apply_model = control.apply_model

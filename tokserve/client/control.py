@@ -1,4 +1,4 @@
-"""The control verbs: pausing, weights, sleep, worker calls.
+"""The control verbs: pausing, weights, adapters, sleep, worker calls.
 
 Functions of anything that can call the engine; `AsyncLLM` has them as methods.  Names and meanings are vLLM's, and
 docs/rl.md tells the semantics, which the engine alone knows: nothing here remembers anything between two calls.
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tokserve.client.inputs import LoRARequest
 from tokserve.errors import RequestError
 from tokserve.messages import Status
 
@@ -136,6 +137,35 @@ async def weight_checksums(engine: Engine) -> dict[str, str]:
     """SHA-256 of the weights as they lie in memory, by place."""
     found: dict[str, str] = await engine.call("weight_checksums")
     return found
+
+
+async def load_lora_adapter(
+    engine: Engine, lora_name: str, lora_path: str, load_inplace: bool | None = None
+) -> dict[str, Any]:
+    """Load a PEFT directory under a name, in place of what has it: {"lora_name", "lora_path", "generation"}."""
+    done: dict[str, Any] = await engine.call(
+        "load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path), load_inplace=load_inplace
+    )
+    return done
+
+
+async def unload_lora_adapter(engine: Engine, lora_name: str) -> None:
+    """Forget an adapter; returns when its last request has ended.  Raises NotFound."""
+    await engine.call("unload_lora_adapter", lora_name=lora_name)
+
+
+async def add_lora(engine: Engine, lora_request: LoRARequest) -> bool:
+    """Load what is not loaded from that path already; whether it had to be."""
+    loaded = await list_loras(engine)
+    if loaded.get(lora_request.lora_name) == str(lora_request.lora_path) and not lora_request.load_inplace:
+        return False
+    await load_lora_adapter(engine, lora_request.lora_name, lora_request.lora_path)
+    return True
+
+
+async def list_loras(engine: Engine) -> dict[str, str]:
+    """Path by name of the adapters that are loaded."""
+    return {adapter.name: adapter.path for adapter in (await fresh_status(engine)).adapters}
 
 
 async def collective_rpc(

@@ -35,10 +35,29 @@ NO_TOKENIZER = "this server runs with --tokens-only and has no tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Which adapter a request is for, in vLLM's words.  `lora_int_id` means nothing here: names tell adapters apart.
+
+    `load_inplace`: load it again although it is there.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+def adapter_name(lora_request: LoRARequest | str | None) -> str:
+    """The name, "" for none."""
+    return lora_request.lora_name if isinstance(lora_request, LoRARequest) else lora_request or ""
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """A request as it was given: one prompt, n choices, and terms.
 
     Several prompts may be one request; `first_choice` is then the number of choices of the prompts before it.
+    `adapter`: the name of a loaded one, "" for none.
     """
 
     prompt: Sequence[int] | bytes
@@ -51,6 +70,7 @@ class Order:
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
     first_choice: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +114,7 @@ class Inputs:
             Add(
                 f"{key}#{order.first_choice + i}", prompt, sampling, _wrap(seed + i), not order.stream and not stops,
                 order.priority, order.cache_salt, time.monotonic(), order.deadline_ms, order.queue_timeout_ms,
+                order.adapter,
             )
             for i in range(params.n)
         ]  # fmt: skip

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tokserve.client.async_llm import AsyncLLM, Stream
-from tokserve.client.inputs import generation_defaults, typed
+from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import Completion, Logprobs, merge
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
@@ -34,6 +34,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | str | None | Sequence[LoRARequest | str | None]
 Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
 
 
@@ -128,20 +129,26 @@ class LLM:
                 self.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True,
+        lora_request: Adapters = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Outputs in the order of the prompts: texts, or lists of token ids.  One `params` for all, or one each.
 
         Without `params` the model's own recommendations hold.  If a request is refused, none is served.
+        `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` is loaded if need be, a
+        name must be that of a loaded one.
         """
         several = _as_list(prompts)
-        return self._generate(several, [p if isinstance(p, str) else None for p in several], params, use_tqdm)
+        texts = [p if isinstance(p, str) else None for p in several]
+        return self._generate(several, texts, params, use_tqdm, lora_request)
 
-    def enqueue(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str]:
+    def enqueue(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora_request: Adapters = None
+    ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` brings their outputs."""
         several = _as_list(prompts)
-        chosen = self._params(params, len(several))
-        streams = self._wait(self._open([self._encode(prompt) for prompt in several], chosen))
+        chosen, adapters = self._params(params, len(several)), self._adapters(lora_request, len(several))
+        streams = self._wait(self._open([self._encode(prompt) for prompt in several], chosen, adapters))
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
         self._queued += zip(streams, texts, chosen, strict=True)
         return [stream.request_id for stream in streams]
@@ -163,6 +170,7 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """As `generate`, for a conversation or a list of conversations, rendered by the chat template."""
         talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
@@ -174,7 +182,7 @@ class LLM:
             for talk in talks
         ]  # fmt: skip
         texts = [None if self.tokenizer is None else self.tokenizer.decode(ids, False) for ids in prompts]
-        return self._generate(prompts, texts, params, use_tqdm)
+        return self._generate(prompts, texts, params, use_tqdm, lora_request)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -272,6 +280,18 @@ class LLM:
         """The version of the weights that serve."""
         return self._wait(self._llm.get_weight_version())
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:
+        """Load a PEFT directory under a name, in place of what has it."""
+        return self._wait(self._llm.load_lora_adapter(lora_name, lora_path))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter."""
+        self._wait(self._llm.unload_lora_adapter(lora_name))
+
+    def list_loras(self) -> dict[str, str]:
+        """Path by name of the adapters that are loaded."""
+        return self._wait(self._llm.list_loras())
+
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -297,12 +317,24 @@ class LLM:
         return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
 
     def _generate(
-        self, prompts: Sequence[Prompt], texts: Sequence[str | None], params: Params, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        chosen = self._params(params, len(prompts))
+        self, prompts: Sequence[Prompt], texts: Sequence[str | None], params: Params, use_tqdm: bool,
+        lora_request: Adapters,
+    ) -> list[RequestOutput]:  # fmt: skip
+        chosen, adapters = self._params(params, len(prompts)), self._adapters(lora_request, len(prompts))
         ids = [self._encode(prompt) for prompt in prompts]
         with tqdm(total=len(ids), disable=not use_tqdm, desc="requests", unit="req") as bar:
-            return self._wait(self._serve(ids, texts, chosen, bar))
+            return self._wait(self._serve(ids, texts, chosen, adapters, bar))
+
+    def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
+        """The adapters' names, "" for none; those with a path are loaded."""
+        one = lora_request is None or isinstance(lora_request, LoRARequest | str)
+        asked: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
+        if len(asked) != count:
+            raise RequestError(f"there are {count} prompts and {len(asked)} lora requests", field="lora_request")
+        for each in dict.fromkeys(asked):
+            if isinstance(each, LoRARequest) and each.lora_path:
+                self._wait(self._llm.add_lora(each))
+        return [adapter_name(each) for each in asked]
 
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -319,18 +351,21 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     async def _serve(
-        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], params: Sequence[SamplingParams], bar: Any
-    ) -> list[RequestOutput]:
-        streams = await self._open(prompts, params)
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], params: Sequence[SamplingParams],
+        adapters: Sequence[str], bar: Any,
+    ) -> list[RequestOutput]:  # fmt: skip
+        streams = await self._open(prompts, params, adapters)
         return await _gather(list(zip(streams, texts, params, strict=True)), bar)
 
-    async def _open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Stream]:
+    async def _open(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapters: Sequence[str]
+    ) -> list[Stream]:
         """Start them all, or none."""
         text = self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
-            for prompt, each in zip(prompts, params, strict=True):
-                stream = self._llm.generate(prompt, each, stream=False, text=text)
+            for prompt, each, adapter in zip(prompts, params, adapters, strict=True):
+                stream = self._llm.generate(prompt, each, stream=False, text=text, lora_request=adapter)
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
         return streams

@@ -30,7 +30,7 @@ class Model(msgspec.Struct):
     created: int
     root: str
     max_model_len: int
-    parent: None = None
+    parent: str | None = None
     owned_by: str = "tokserve"
     object: str = "model"
 
@@ -93,8 +93,11 @@ async def version(serving: Serving, request: Request) -> Response:
 
 
 async def models(serving: Serving, request: Request) -> Response:
-    """GET /v1/models"""
-    return body.reply(request, ModelList([_model(serving, name) for name in serving.names]))
+    """GET /v1/models: the names of the model, then the adapters"""
+    if serving.config.lora.enable_lora:
+        await serving.llm.refresh(FRESH_SECONDS)
+    names = [*serving.names, *(adapter.name for adapter in serving.llm.status.adapters)]
+    return body.reply(request, ModelList([_model(serving, name) for name in names]))
 
 
 async def model(serving: Serving, request: Request) -> Response:
@@ -102,12 +105,16 @@ async def model(serving: Serving, request: Request) -> Response:
     name: str = request.path_params["id"]
     if not name or name.endswith("/"):
         return RedirectResponse(request.url.replace(path=request.url.path.rstrip("/")))
-    serving.check_model(name)
+    await serving.find_model(name)
     return body.reply(request, _model(serving, name))
 
 
 def _model(serving: Serving, name: str) -> Model:
-    return Model(name, serving.place.created, serving.name, serving.llm.ready.max_model_len)
+    created, length = serving.place.created, serving.llm.ready.max_model_len
+    if name in serving.names:
+        return Model(name, created, serving.name, length)
+    path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
+    return Model(name, created, path, length, parent=serving.name)
 
 
 async def load(serving: Serving, request: Request) -> Response:
@@ -139,6 +146,7 @@ async def about(serving: Serving, request: Request) -> Response:
             **theirs,
             "api_server": serving.place.index,
             "facts": serving.llm.ready.facts,
+            "adapters": {adapter.name: adapter.generation for adapter in serving.llm.status.adapters},
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS},
             "versions": {
                 "tokserve": tokserve.__version__, "python": platform.python_version(),

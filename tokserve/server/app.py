@@ -99,6 +99,10 @@ ENDPOINTS = (
             ("/abort_weight_update", control.abort_weight_update, None),
             ("/update_weight_version", control.update_weight_version, control.VersionBody),
             ("/weight_checker", control.weight_checker, control.CheckerBody),
+            ("/v1/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterBody),
+            ("/load_lora_adapter", control.load_lora_adapter, control.LoadAdapterBody),
+            ("/v1/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterBody),
+            ("/unload_lora_adapter", control.unload_lora_adapter, control.UnloadAdapterBody),
             ("/collective_rpc", control.collective_rpc, control.RpcBody),
             ("/areal_pause_generation", areal.pause, None),
             ("/areal_continue_generation", areal.resume, None),
@@ -117,7 +121,9 @@ class Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The schema of all routes."""
         if self.openapi_schema is None:
-            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, self.state.serving.names)
+            serving = self.state.serving
+            names = None if serving.config.lora.enable_lora else serving.names
+            self.openapi_schema = openapi.schema(ENDPOINTS, tokserve.__version__, names)
         return self.openapi_schema
 
 

@@ -131,7 +131,7 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     packed = body.is_msgpack(request)
     raw = await body.read(request, serving.max_body)
     asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    serving.check_model(asked.model)
+    await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = sampling_params(serving, asked)
     terms = serving.terms(request, asked)
@@ -189,7 +189,7 @@ class Render:
     def __init__(self, serving: Serving, flight: Answered, asked: ChatBody, params: SamplingParams) -> None:
         self._id = ID_PREFIX + flight.key
         self._created = int(time.time())
-        self._model = serving.name
+        self._model = serving.answers_as(asked.model)
         self._flight = flight
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token

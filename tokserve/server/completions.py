@@ -88,7 +88,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     packed = body.is_msgpack(request)
     raw = await body.read(request, serving.max_body)
     asked, ignored = schemas.parse(CompletionBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    serving.check_model(asked.model)
+    await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = sampling_params(serving, asked)
     terms = serving.terms(request, asked)
@@ -188,7 +188,7 @@ class Render:
     ) -> None:  # fmt: skip
         self._id = ID_PREFIX + flight.key
         self._created = int(time.time())
-        self._model = serving.name
+        self._model = serving.answers_as(asked.model)
         self._flight = flight
         self._prompts = prompts
         self._tokenizer = serving.tokenizer

@@ -1,4 +1,4 @@
-"""Control routes: pause, sleep, weight updates and worker calls, under vLLM's names.
+"""Control routes: pause, sleep, weight updates, adapters and worker calls, under vLLM's names.
 
 A body (JSON or msgpack) and the query say the same things; the body wins.  Each route is one call of the engine,
 which is the authority on what is allowed now, so it does not matter which front end was asked.  Who may call is
@@ -100,6 +100,21 @@ class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
 
     action: str
     baseline: dict[str, str] | None = None
+
+
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A PEFT directory and the name that requests are to use; `load_inplace` false: no adapter may have it yet."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which adapter; `lora_int_id` is vLLM's, and means nothing."""
+
+    lora_name: str
+    lora_int_id: int | None = None
 
 
 class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -295,6 +310,22 @@ async def update_weight_version(serving: Serving, request: Request) -> Response:
     asked = await read(serving, request, VersionBody)
     await serving.llm.update_weight_version(asked.new_version)
     return body.reply(request, {"success": True, "new_version": asked.new_version})
+
+
+async def load_lora_adapter(serving: Serving, request: Request) -> Response:
+    """POST /v1/load_lora_adapter"""
+    asked = await _asked(serving, request, LoadAdapterBody)
+    loaded = await serving.llm.load_lora_adapter(asked.lora_name, asked.lora_path, asked.load_inplace)
+    message = f"Success: LoRA adapter '{asked.lora_name}' loaded"
+    return body.reply(request, {"success": True, "message": message} | loaded)
+
+
+async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
+    """POST /v1/unload_lora_adapter"""
+    asked = await _asked(serving, request, UnloadAdapterBody)
+    await serving.llm.unload_lora_adapter(asked.lora_name)
+    message = f"Success: LoRA adapter '{asked.lora_name}' unloaded"
+    return body.reply(request, {"success": True, "message": message, "lora_name": asked.lora_name})
 
 
 async def weights(serving: Serving, request: Request) -> Response:

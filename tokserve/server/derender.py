@@ -317,7 +317,7 @@ async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[tupl
     packed = body.is_msgpack(request)
     raw = await body.read(request, serving.max_body)
     shown, ignored = schemas.parse(kind, body.decode(raw, packed), strict=serving.config.server.strict)
-    serving.check_model(shown.model)
+    await serving.find_model(shown.model)
     if shown.stream:
         raise RequestError("stream must be false: only whole replies are taken", field="stream")
     return (shown, ignored), len(raw)

@@ -70,8 +70,8 @@ class Endpoint:
     control: bool = False
 
 
-def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str]) -> dict[str, Any]:
-    """The OpenAPI document of a server that answers to the names `models`."""
+def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | None) -> dict[str, Any]:
+    """The OpenAPI document of a server that answers to the names `models`; None: they come and go."""
     endpoints = list(endpoints)
     types = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
     paths: dict[str, dict[str, Any]] = {}
@@ -115,7 +115,7 @@ def _content(body: type[Any]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}
 
 
-def _components(types: Iterable[type[Any]], models: Sequence[str]) -> dict[str, Any]:
+def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dict[str, Any]:
     types = list(types)
     structs = [kind for kind in types if issubclass(kind, msgspec.Struct)]
     _, components = msgspec.json.schema_components([*structs, SamplingParams, ErrorBody], ref_template=_REF)
@@ -143,10 +143,10 @@ def _components(types: Iterable[type[Any]], models: Sequence[str]) -> dict[str, 
     return components
 
 
-def _narrow(component: Described, models: Sequence[str]) -> None:
+def _narrow(component: Described, models: Sequence[str] | None) -> None:
     """Add what is checked beyond types."""
     for name, field in component["properties"].items():
-        if name == "model":
+        if name == "model" and models is not None:
             component["properties"][name] = {"enum": [*models, None], "default": None}
         elif name in ONLY_NULL:
             component["properties"][name] = {"type": "null", "default": None}

@@ -34,6 +34,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 MAX_SALT = 128
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
+SHOWN = 20  # adapters that an error lists
 _INT32, _INT64 = 1 << 31, 1 << 63
 _COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
@@ -51,6 +52,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
     group_id: str | None = None
+    adapter: str = ""
 
 
 class Fields(msgspec.Struct, frozen=True):
@@ -114,12 +116,31 @@ class Serving:
         return ChatTemplate(self.tokenizer, self.config.server.chat_template)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `NotFound` unless `name` is absent or one this server answers to."""
-        if name is not None and name not in self.names:
+        """Raise `NotFound` unless `name` is absent or one this server answers to, or that of an adapter."""
+        if name is not None and not self._knows(name):
+            served = ", ".join([*self.names, *(adapter.name for adapter in self.llm.status.adapters[:SHOWN])])
             raise NotFound(
-                f"the model {name[:200]!r} does not exist; this server serves {', '.join(self.names)}",
+                f"the model {name[:200]!r} does not exist; this server serves {served}",
                 field="model", code="model_not_found",
             )  # fmt: skip
+
+    async def find_model(self, name: str | None) -> None:
+        """As `check_model`, but what is not known here is first asked of the engine: another front end may have just
+        loaded it."""
+        if name is not None and self.config.lora.enable_lora and not self._knows(name):
+            await self.llm.refresh(self.config.server.liveness_timeout)
+        self.check_model(name)
+
+    def _knows(self, name: str) -> bool:
+        return name in self.names or any(adapter.name == name for adapter in self.llm.status.adapters)
+
+    def adapter(self, model: str | None) -> str:
+        """The adapter that a request with this `model` is for, "" if it is for the model itself."""
+        return "" if model is None or model in self.names else model
+
+    def answers_as(self, model: str | None) -> str:
+        """The name that the reply to a request with this `model` carries."""
+        return self.adapter(model) or self.name
 
     def terms(self, request: Request, asked: Any) -> Terms:
         """The terms in a body of any generating route."""
@@ -142,7 +163,7 @@ class Serving:
         return Terms(
             request_id=request_id,
             cache_salt=salt, priority=priority, deadline_ms=asked.deadline_ms,
-            queue_timeout_ms=asked.queue_timeout_ms, group_id=group,
+            queue_timeout_ms=asked.queue_timeout_ms, group_id=group, adapter=self.adapter(asked.model),
         )  # fmt: skip
 
     async def start(
@@ -201,7 +222,7 @@ class Serving:
             for place, prompt in enumerate(prompts):
                 order = Order(
                     prompt, params, terms.request_id, stream, text, terms.priority, terms.cache_salt or "",
-                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n,
+                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n, terms.adapter,
                 )  # fmt: skip
                 prepared.append(self.llm.prepare(order))
         except RequestError as error:

@@ -33,7 +33,7 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     packed = body.is_msgpack(request)
     raw = await body.read(request, serving.max_body)
     asked, ignored = schemas.parse(TokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    serving.check_model(asked.model)
+    await serving.find_model(asked.model)
     ids = await off_loop(len(raw), lambda: _ids(serving, asked))
     strings = [serving.tokenizer.token(token) for token in ids] if asked.return_token_strs else None
     answer = Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
@@ -59,7 +59,7 @@ async def detokenize(serving: Serving, request: Request) -> Response:
     packed = body.is_msgpack(request)
     raw = await body.read(request, serving.max_body)
     asked, ignored = schemas.parse(DetokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    serving.check_model(asked.model)
+    await serving.find_model(asked.model)
     limit = max(serving.llm.ready.vocab_size, serving.tokenizer.vocab_size)
     for place, token in enumerate(asked.tokens):
         if not 0 <= token < limit:

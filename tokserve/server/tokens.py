@@ -235,7 +235,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     params = decode_params(asked.sampling_params, packed)
     if asked.stream and body.wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
-    serving.check_model(asked.model)
+    await serving.find_model(asked.model)
     terms = serving.terms(request, asked)
     prompt, fields = prompt_of(asked)
     text = asked.output_mode == "text"
@@ -256,6 +256,7 @@ class _Render:
     ) -> None:
         self._id = ID_PREFIX + flight.key
         self._serving = serving
+        self._model = serving.answers_as(asked.model)
         self._flight = flight
         self._params = params
         self._packed = packed
@@ -307,7 +308,7 @@ class _Render:
         if self._scores_due:
             scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
         return Reply(
-            self._id, self._id, int(time.time()), self._serving.name, [self._choice(c) for c in completions],
+            self._id, self._id, int(time.time()), self._model, [self._choice(c) for c in completions],
             flight.usage(), scores, flight.seed, self._ids(flight.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
@@ -343,7 +344,7 @@ class _Render:
             chunk.usage = self._flight.usage() if self._continuous else None
         if self._first:
             self._first = False
-            chunk.model, chunk.created, chunk.seed = self._serving.name, int(time.time()), self._flight.seed
+            chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._flight.seed
             if self._echo:
                 chunk.prompt_token_ids = self._flight.prompt_ids()
         if self._scores_due and (delta.prompt_logprobs or delta.finish_reason):

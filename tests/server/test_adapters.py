@@ -1,0 +1,108 @@
+"""`model` names an adapter on every route; /v1/models lists it; who asks for an unknown one gets a 404."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import Site, site
+from tokserve.errors import NotFound, refused
+from tokserve.messages import LoadedAdapter, Status
+
+LOADED = Status(adapters=[LoadedAdapter("sql", "/adapters/sql", 3), LoadedAdapter("tone", "/adapters/tone", 1)])
+ROUTES: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}},
+    "/v1/completions": {"prompt": "ab", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/chat/completions/tokens": {"tokens": [5, 6], "max_tokens": 2},
+}
+
+
+def with_adapters(**options: Any) -> Site:
+    made = site(enable_lora=True, **options)
+    made.llm.status = LOADED
+    return made
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_adapter_is_a_model_on_every_route(route: str) -> None:
+    s = with_adapters(served_model_name=["base", "alias"])
+    for model, adapter, shown in (("sql", "sql", "sql"), ("tone", "tone", "tone"), ("alias", "", "base")):
+        answer = s.post(route, ROUTES[route] | {"model": model})
+        assert answer.status_code == 200, answer.text
+        assert s.llm.calls[-1].options["adapter"] == adapter and answer.json()["model"] == shown
+    assert s.post(route, ROUTES[route]).json()["model"] == "base"
+    assert s.llm.calls[-1].options["adapter"] == "" and s.llm.refreshed == 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_carries_the_adapters_name(route: str) -> None:
+    s = with_adapters()
+    text = s.post(route, ROUTES[route] | {"model": "sql", "stream": True}).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert events[0]["model"] == "sql" and {event.get("model", "sql") for event in events} == {"sql"}
+
+
+@pytest.mark.parametrize("route", [*ROUTES, "/tokenize"])
+def test_an_unknown_adapter_is_asked_of_the_engine_and_then_a_404(route: str) -> None:
+    body = ROUTES.get(route, {"prompt": "a"})
+    s = with_adapters()
+    answer = s.post(route, body | {"model": "late"})
+    assert answer.status_code == 404 and s.llm.refreshed == 1
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "sql" in error["message"] and "tone" in error["message"]
+    s.llm.news = [Status(adapters=[LoadedAdapter("late", "/l", 9)])]  # another front end has just loaded it
+    assert s.post(route, body | {"model": "late"}).status_code == 200
+
+
+def test_a_server_without_adapters_asks_nobody() -> None:
+    s = site()
+    assert s.post("/inference/v1/generate", ROUTES["/inference/v1/generate"] | {"model": "sql"}).status_code == 404
+    assert s.llm.refreshed == 0
+
+
+def test_an_adapter_that_goes_before_its_request_comes_is_a_404() -> None:
+    s = with_adapters()
+    s.llm.refuse = refused("model_not_found", "no adapter 'sql' is loaded")
+    answer = s.post("/inference/v1/generate", ROUTES["/inference/v1/generate"] | {"model": "sql"})
+    assert answer.status_code == 404
+    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("model_not_found", "model")
+
+
+def test_models_lists_adapters_with_their_parent() -> None:
+    s = with_adapters(served_model_name=["base"])
+    found = {model["id"]: model for model in s.get("/v1/models").json()["data"]}
+    assert list(found) == ["base", "sql", "tone"]
+    assert (found["base"]["parent"], found["base"]["root"]) == (None, "base")
+    assert (found["sql"]["parent"], found["sql"]["root"]) == ("base", "/adapters/sql")
+    assert s.get("/v1/models/sql").json() == found["sql"]
+    assert s.get("/v1/models/none").status_code == 404
+    assert s.get("/server_info").json()["adapters"] == {"sql": 3, "tone": 1}
+
+
+def test_load_and_unload_answer_and_name_what_is_wrong() -> None:
+    s = with_adapters()
+    s.llm.answers["load_lora_adapter"] = {"lora_name": "a", "lora_path": "/p", "generation": 4}
+    answer = s.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/p"})
+    assert answer.json() == {
+        "success": True, "message": "Success: LoRA adapter 'a' loaded", "lora_name": "a", "lora_path": "/p",
+        "generation": 4,
+    }  # fmt: skip
+    assert s.post("/v1/unload_lora_adapter", {"lora_name": "a"}).json()["success"] is True
+    for body, field in (({"lora_name": "a"}, "lora_path"), ({"lora_name": 3, "lora_path": "p"}, "lora_name"),
+                        ({"lora_name": "a", "lora_path": "p", "rank": 4}, "rank")):  # fmt: skip
+        answer = s.post("/load_lora_adapter", body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    s.llm.answers["unload_lora_adapter"] = NotFound("no adapter 'b' is loaded", field="lora_name")
+    answer = s.post("/unload_lora_adapter", {"lora_name": "b"})
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "lora_name"
+
+
+def test_the_description_does_not_fix_the_names_where_adapters_come_and_go() -> None:
+    for made, fixed in ((with_adapters(), False), (site(), True)):
+        schemas = made.get("/openapi.json").json()["components"]["schemas"]
+        for kind in ("GenerateBody", "ChatBody", "CompletionBody"):
+            assert ("enum" in schemas[kind]["properties"]["model"]) is fixed
