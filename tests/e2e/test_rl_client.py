@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
 from tokserve.rl import ServerError, TokserveClient
@@ -23,7 +24,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("demo", "--dtype", "float32", "--tokens-only", "--admin-api-key", "secret") as server:
+    with Server("demo", "--dtype", "float32", "--tokens-only", "--admin-api-key", "secret", "--enable-lora") as server:
         yield server
 
 
@@ -55,6 +56,24 @@ def test_rollouts_and_a_push(server: Server) -> None:
             with pytest.raises(ServerError) as refused:
                 await client.generate([[-1]])
             assert refused.value.field == "token_ids"
+
+    asyncio.run(scene())
+
+
+def test_rollouts_of_an_adapter(server: Server, tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path, DEMO_DIR, rank=4))
+
+    async def scene() -> None:
+        async with TokserveClient(server.url, api_key="secret") as client:
+            version = (await client.state())["weight_version"]
+            first = await client.load_lora_adapter("mine", path)
+            assert await client.load_lora_adapter("mine", path) == first + 1
+            rollouts = await client.generate(PROMPTS, model="mine", seeds=[7, 8], max_tokens=5, ignore_eos=True)
+            assert [r.weight_versions for r in rollouts] == [[(f"{version}+mine@{first + 1}", 0, 5)]] * 2
+            await client.unload_lora_adapter("mine")
+            with pytest.raises(ServerError) as refused:
+                await client.generate(PROMPTS, model="mine")
+            assert (refused.value.status, refused.value.field) == (404, "model")
 
     asyncio.run(scene())
 

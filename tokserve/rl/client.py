@@ -99,25 +99,28 @@ class TokserveClient:
         seeds: Sequence[int] | None = None,
         cache_salt: str | None = None,
         group_id: str | None = None,
+        model: str | None = None,
         **sampling: Any,
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
-        Logprobs come always.  Without `seeds` (one per prompt; choice i adds i) the server draws them.
+        `model`: the name of an adapter, if it is to be one.  Logprobs come always.  Without `seeds` (one per prompt;
+        choice i adds i) the server draws them.
         """
         asked = []
+        terms = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
         for number, prompt in enumerate(prompts):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            asked.append(self._generate(number, prompt, params, cache_salt, group_id))
+            asked.append(self._generate(number, prompt, params, terms))
         found = await asyncio.gather(*asked)
         return [rollout for each in found for rollout in each]
 
     async def _generate(
-        self, number: int, prompt: Sequence[int], params: dict[str, Any], salt: str | None, group: str | None
+        self, number: int, prompt: Sequence[int], params: dict[str, Any], terms: dict[str, str | None]
     ) -> list[Rollout]:
         ids = np.asarray(prompt, "<i4")
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
-                "cache_salt": salt, "group_id": group, "request_id": secrets.token_hex(12)}  # fmt: skip
+                "request_id": secrets.token_hex(12), **terms}  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
         answer = await self._send("POST", "/inference/v1/generate", again=True, content=content, headers=headers)
@@ -152,6 +155,15 @@ class TokserveClient:
         return int((await self._control("/abort_requests", {"group_id": group_id}))["aborted"])
 
     # --- weights ---
+
+    async def load_lora_adapter(self, name: str, path: str) -> int:
+        """Load a PEFT directory of the server's machine under a name, in place of what has it: its generation."""
+        done = await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        return int(done["generation"])
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter; returns when its last request has ended."""
+        await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def join(
         self,
