@@ -50,6 +50,14 @@ def test_multi_turn_tokens(demo: Server) -> None:
         assert cached >= earlier // 16 * 16, shown
 
 
+def test_lora() -> None:
+    with Server("demo", "--tokens-only", "--enable-lora") as server:
+        shown = run(sys.executable, str(EXAMPLES / "lora.py"), server.url)
+        assert "with B of 0.0 it changes nothing: True\n" in shown
+        assert "with B of 0.5 it changes nothing: False\n" in shown and "made by 0+mine@2\n" in shown
+        assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["demo"]
+
+
 def test_examples_are_short() -> None:
     for path in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.sh")]:
         assert len(path.read_text().splitlines()) < 80, path
