@@ -31,8 +31,9 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const 
   for (int64_t t = 0; t < rows; t++) require(a.adapters[t] < slots, op, "an adapter has no slot");
   const Kernels& kernel = kernels();
   const int64_t scratch = kernel.lora_scratch(a);
-  over_rows(rows, 20.0 + 0.05 * largest * (a.k + a.n), [&](int64_t begin, int64_t end) {
-    kernel.add_lora(a, begin, end, thread_scratch(scratch));
+  constexpr int64_t together = 4;  // neighbours of one adapter share the reading of its weights: keep them with one thread
+  over_rows((rows + together - 1) / together, together * (20.0 + 0.05 * largest * (a.k + a.n)), [&](int64_t begin, int64_t end) {
+    kernel.add_lora(a, begin * together, std::min(end * together, rows), thread_scratch(scratch));
   });
 }
 

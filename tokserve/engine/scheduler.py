@@ -265,6 +265,8 @@ class Scheduler:
 
     def _plan(self, draft: _Draft) -> StepPlan:
         rows = draft.rows
+        if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
+            rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
         blocks = []
         for row in rows:
             request = row.request
