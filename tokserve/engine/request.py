@@ -143,8 +143,7 @@ class Request:
         """(weight version, adapter's label or "", start, end) of output positions so far."""
         bounds = [start for *_, start in self._versions] + [self.num_output]
         return [
-            (version, label, *span)
-            for (version, label, _), span in zip(self._versions, pairwise(bounds), strict=True)
+            (version, label, *span) for (version, label, _), span in zip(self._versions, pairwise(bounds), strict=True)
         ]
 
     def new_row(self) -> NewRow:

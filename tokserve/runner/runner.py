@@ -192,7 +192,8 @@ class Runner:
         with self._no_autograd:
             one = self._device.peak(lambda: self._model.logits(self._model.forward(prompt).index_select(0, ends)) * 1.0)
             other = self._device.peak(lambda: self._decode_logits(decode) * 1.0)
-        graphs = 0 if self._runtime_config.enforce_eager else other + 4 * spare_rows(rows) * self._vocab_size
+        kept = spare_rows(rows) if self._lora is None else 2 * spare_rows(rows) + rows  # two graphs of each size
+        graphs = 0 if self._runtime_config.enforce_eager else other + 4 * kept * self._vocab_size
         return one + other + graphs
 
     def _record(self) -> None:
