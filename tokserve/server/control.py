@@ -314,7 +314,7 @@ async def update_weight_version(serving: Serving, request: Request) -> Response:
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/load_lora_adapter"""
-    asked = await _asked(serving, request, LoadAdapterBody)
+    asked = await read(serving, request, LoadAdapterBody)
     loaded = await serving.llm.load_lora_adapter(asked.lora_name, asked.lora_path, asked.load_inplace)
     message = f"Success: LoRA adapter '{asked.lora_name}' loaded"
     return body.reply(request, {"success": True, "message": message} | loaded)
@@ -322,7 +322,7 @@ async def load_lora_adapter(serving: Serving, request: Request) -> Response:
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/unload_lora_adapter"""
-    asked = await _asked(serving, request, UnloadAdapterBody)
+    asked = await read(serving, request, UnloadAdapterBody)
     await serving.llm.unload_lora_adapter(asked.lora_name)
     message = f"Success: LoRA adapter '{asked.lora_name}' unloaded"
     return body.reply(request, {"success": True, "message": message, "lora_name": asked.lora_name})
