@@ -246,18 +246,18 @@ struct Tile {
     }
   }
 
-  const T* head_at(const void* cache, int64_t position) const {
+  const T* head_at(const void* cache, int64_t position, int64_t head) const {
     const int64_t page = tile.pages[position / a.page];
-    return static_cast<const T*>(cache) + (page * a.kv_heads + tile.kv_head) * a.page * a.dim;
+    return static_cast<const T*>(cache) + (page * a.kv_heads + head) * a.page * a.dim;
   }
 
   // The runs of a block that touch [begin, end); the others point to one that may be read.
-  void find(int64_t base, int64_t begin, int64_t end, Runs<T>& key_runs, Runs<T>& value_runs) const {
+  void find(int64_t base, int64_t begin, int64_t end, int64_t head, Runs<T>& key_runs, Runs<T>& value_runs) const {
     const int64_t first = begin / kLanes;
     for (int64_t i = 0; i < kKeyBlock / kLanes; i++) {
       const int64_t run = i < first || i * kLanes >= end ? first : i, position = base + run * kLanes;
-      key_runs.at[i] = head_at(a.k_cache, position) + layout.key_at(position % a.page);
-      value_runs.at[i] = head_at(a.v_cache, position) + layout.value_at(position % a.page);
+      key_runs.at[i] = head_at(a.k_cache, position, head) + layout.key_at(position % a.page);
+      value_runs.at[i] = head_at(a.v_cache, position, head) + layout.value_at(position % a.page);
     }
     key_runs.step = a.page * kDepth, value_runs.step = a.dim * kDepth;
   }
@@ -267,8 +267,8 @@ struct Tile {
     const PageLayout<T> block{kKeyBlock, a.dim};
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = (base + i) % a.page * a.dim;
-      block.arrange_key(keys, i, head_at(a.k_cache, base + i) + row);
-      block.arrange_value(values, i, head_at(a.v_cache, base + i) + row);
+      block.arrange_key(keys, i, head_at(a.k_cache, base + i, tile.kv_head) + row);
+      block.arrange_value(values, i, head_at(a.v_cache, base + i, tile.kv_head) + row);
     }
     for (int64_t run = 0; run < kKeyBlock / kLanes; run++) {
       key_runs.at[run] = keys + block.key_at(run * kLanes);
@@ -345,13 +345,17 @@ struct Tile {
   }
 
   void attend_block(int64_t base, const State& state) {
-    const Seen all = seen(tile.position, last, base), then = seen(tile.position, last, base + kKeyBlock);
+    const Seen all = seen(tile.position, last, base);
     if (all.begin >= all.end) return;
     Runs<T> key_runs, value_runs, next_keys, next_values;
-    if (layout.arranged()) find(base, all.begin, all.end, key_runs, value_runs);
+    if (layout.arranged()) find(base, all.begin, all.end, tile.kv_head, key_runs, value_runs);
     else gather(base, all.begin, all.end, key_runs, value_runs);
-    const bool more = layout.arranged() && then.begin < then.end;
-    if (more) find(base + kKeyBlock, then.begin, then.end, next_keys, next_values);
+    const bool is_last = base + kKeyBlock > last, more = layout.arranged() && (!is_last || tile.next_head);
+    if (more) {
+      const int64_t next = is_last ? first_key / kKeyBlock * kKeyBlock : base + kKeyBlock;
+      const Seen then = seen(tile.position, last, next);
+      find(next, then.begin, then.end, tile.kv_head + is_last, next_keys, next_values);
+    }
     over_tiles(base, [&](int64_t r, int64_t count, Seen columns) {
       score_up_to<Format>(count, queries + r * row_length, row_length, key_runs, columns.begin, columns.end, steps,
                           scores + r * kKeyBlock, r == 0 && layout.arranged() ? &value_runs : nullptr);

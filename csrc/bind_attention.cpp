@@ -44,7 +44,7 @@ double cut(const AttentionArgs& a, const Caches& c, const Tensor& tables, const 
     }
     for (int64_t q = 0; q < queries; q += most_queries) {
       const int64_t count = std::min(most_queries, queries - q), position = first + q, last = position + count - 1;
-      tiles.push_back({pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1});
+      tiles.push_back({pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false});
       cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
     }
   }
@@ -90,13 +90,21 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
     }
     return attend_by_splits(a, by_head);
   }
+  // A task takes several heads of a tile, as long as there are tasks enough to balance.
+  int64_t heads = a.kv_heads;
+  while (threaded && heads > 1 && tasks / heads < 8 * pool().threads()) heads = (heads + 1) / 2;
+  const int64_t parts = (a.kv_heads + heads - 1) / heads;
   const auto one = [&](int64_t i) {
-    AttentionTile tile = tiles[i / a.kv_heads];
-    tile.kv_head = i % a.kv_heads;
-    kernel.attend(a, tile, thread_scratch(scratch));
+    AttentionTile tile = tiles[i / parts];
+    const int64_t begin = i % parts * heads, end = std::min(begin + heads, a.kv_heads);
+    for (tile.kv_head = begin; tile.kv_head < end; tile.kv_head++) {
+      tile.next_head = tile.kv_head + 1 < end;
+      kernel.attend(a, tile, thread_scratch(scratch));
+    }
   };
-  if (threaded) return parallel(tasks, one);
-  for (int64_t i = 0; i < tasks; i++) one(i);
+  const int64_t count = static_cast<int64_t>(tiles.size()) * parts;
+  if (threaded) return parallel(count, one);
+  for (int64_t i = 0; i < count; i++) one(i);
 }
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables, const Tensor& start,

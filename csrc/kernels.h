@@ -141,6 +141,7 @@ struct AttentionTile {
   int64_t queries;         // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
   int64_t kv_head;
   int64_t split_begin, split_end;  // splits that hold keys some query of the tile sees
+  bool next_head;          // the same queries of the next head come right after: its first keys are worth fetching
 };
 
 struct LogprobArgs {
