@@ -97,7 +97,7 @@ def test_the_runner_gets_its_groups_and_the_plans_in_order(depth: int) -> None:
     executor.close()
     what = [call[:-1] for call in FakeRunner.calls]
     assert what[:2] == [
-        ("init", config.model, config.cache, config.scheduler, config.runtime, config.weights),
+        ("init", config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora),
         ("load",),
     ]
     assert what[2:] == [*(("launch", step) for step in range(5)), ("call", "weights", {"x": 1})]
