@@ -40,6 +40,7 @@ LAZY_IMPORTS = {
     "tokserve/__init__.py",
     "checkpoint.py",
     "executor/inline.py",
+    "engine/grammar.py",
     "cli/bench.py",
     "cli/main.py",
     "cli/http.py",

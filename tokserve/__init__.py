@@ -5,20 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Config", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Config", "LoRARequest", "SamplingParams", "StructuredOutputs", "__version__"]
 
 if TYPE_CHECKING:
     from tokserve.client.async_llm import AsyncLLM
     from tokserve.client.inputs import LoRARequest
     from tokserve.client.llm import LLM
     from tokserve.config import Config
-    from tokserve.params import SamplingParams
+    from tokserve.params import SamplingParams, StructuredOutputs
 
 _HOMES = {
     "LLM": "tokserve.client.llm",
     "AsyncLLM": "tokserve.client.async_llm",
     "LoRARequest": "tokserve.client.inputs",
     "SamplingParams": "tokserve.params",
+    "StructuredOutputs": "tokserve.params",
     "Config": "tokserve.config",
 }
 

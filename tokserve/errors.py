@@ -132,8 +132,8 @@ REFUSALS = (  # the engine's words
 )  # fmt: skip
 
 
-def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
-    """The error of a request that the engine did not accept."""
+def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -> RequestError:
+    """The error of a request that the engine did not accept; `field`: the sampling parameter at fault, or ""."""
     if refusal == "duplicate_id":
         return Conflict(message, field="request_id", code=refusal)
     if refusal == "queue_full":
@@ -144,7 +144,7 @@ def refused(refusal: str, message: str, retry_after: int = 1) -> RequestError:
         return NotFound(message, field="model", code=refusal)
     if refusal == "quarantined":
         return Unavailable(message, code=refusal)
-    return RequestFailed(message) if refusal == "internal" else RequestError(message)
+    return RequestFailed(message) if refusal == "internal" else RequestError(message, field=field or None)
 
 
 class StartError(Exception):

@@ -108,7 +108,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
-    reason: stop | length | repetition | abort | deadline | error.  detail: eos | stop_token | stop_sequence |
+    reason: stop | length | repetition | abort | deadline | error.  detail: eos | stop_token | stop_sequence | grammar |
     max_tokens | context | repetition | abort_user | abort_disconnect | abort_stop_string | abort_pause |
     abort_quarantine | deadline | queue_timeout | shutdown | nan | error.  `stop`: the token id or sequence that
     matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to that).
@@ -166,7 +166,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
-    prompt tokens they share with another request are being computed.
+    prompt tokens they share with another request are being computed, or their grammar is being compiled.
     """
 
     running: int = 0
@@ -281,13 +281,14 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.
 
-    `retry_after`: seconds after which the same may be accepted.
+    `retry_after`: seconds after which the same may be accepted.  `field`: the sampling parameter at fault, or "".
     """
 
     call_id: int
     refusal: str = ""
     message: str = ""
     retry_after: int = 1
+    field: str = ""
 
 
 ToEngine = Submit | Abort | Call

@@ -8,7 +8,7 @@ Checks that need the server's vocabulary or limits are made in `client/inputs`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -20,6 +20,9 @@ MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
 MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less is no float32
+MAX_WHITESPACE = 256  # bytes
+# most bytes of each form of structured outputs: what compiles within a second or so, however it is meant
+GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 14, "json_object": 1}
 _INT64 = 1 << 63
 
 
@@ -46,13 +49,80 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
             _at_least(f"{at}min_count", self.min_count, 2)
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the text of an output must be: exactly one of the first five.
+
+    `json`: JSON that a schema (an object, or its JSON text) describes.  `regex`: a match from start to end.  `choice`:
+    one of these.  `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.
+    The other two are about JSON: no white space between its tokens, or such as a regex matches.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given, of a valid one."""
+        return next(name for name in GRAMMAR_BYTES if getattr(self, name) not in (None, False))
+
+    def validate(self) -> None:
+        """Raise `RequestError` with the field's name unless one thing is asked for, and it is not too large."""
+        at = "structured_outputs"
+        given = [name for name in GRAMMAR_BYTES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = f"got {' and '.join(given)}" if given else "got none"
+            _refuse(at, f"must have exactly one of {', '.join(GRAMMAR_BYTES)}; {got}")
+        if self.json is None and self.json_object is not True:
+            for name in ("disable_any_whitespace", "whitespace_pattern"):
+                if getattr(self, name):
+                    _refuse(f"{at}.{name}", "is about json and json_object")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            _refuse(f"{at}.whitespace_pattern", "and disable_any_whitespace exclude each other")
+        if self.choice is not None and not self.choice:
+            _refuse(f"{at}.choice", "must not be empty")
+        if self.json is not None:
+            self._schema()
+        for name, most in (*GRAMMAR_BYTES.items(), ("whitespace_pattern", MAX_WHITESPACE)):
+            try:
+                size = _size(getattr(self, name))
+            except UnicodeEncodeError:
+                _refuse(f"{at}.{name}", "must be valid Unicode")
+            if size > most:
+                _refuse(f"{at}.{name}", f"must have at most {most} bytes, got {size}")
+
+    def plain(self) -> StructuredOutputs:
+        """The same with the schema as text, which every encoding can carry."""
+        return msgspec.structs.replace(self, json=self._schema()) if isinstance(self.json, dict) else self
+
+    def _schema(self) -> str:
+        """The schema as JSON text."""
+        at = "structured_outputs.json"
+        try:
+            if isinstance(self.json, dict):
+                return msgspec.json.encode(self.json).decode()
+            text = self.json or ""
+            if not isinstance(msgspec.json.decode(text), dict):
+                _refuse(at, "must be an object, or an object as JSON text")
+        except (msgspec.DecodeError, OverflowError, TypeError, UnicodeEncodeError) as error:
+            _refuse(at, f"is not JSON: {error}")
+        except RecursionError:
+            _refuse(at, "is nested too deeply")
+        return text
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to draw tokens and when to stop; vLLM's names and meanings.
 
     `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
-    `logprob_token_ids` the logprobs of given ids at every generated position.
+    `logprob_token_ids` the logprobs of given ids at every generated position.  `structured_outputs` is the form that
+    the text must have.
     """
 
     temperature: float = 1.0
@@ -78,6 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: int = 0
     logprob_token_ids: list[int] | None = None
     logprobs_mode: LogprobsMode | None = None
+    structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
 
     # for the front end
@@ -95,6 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def for_engine(self, **changes: Any) -> SamplingParams:
         """A copy without the front end's fields and with `changes` made."""
+        if self.structured_outputs is not None:
+            changes["structured_outputs"] = self.structured_outputs.plain()
         return msgspec.structs.replace(
             self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,
@@ -125,6 +198,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("n", f"must be 1 with temperature 0 (all choices would be equal), got {self.n}")
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
         self._validate_ids()
         self._validate_text()
 
@@ -149,8 +224,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("bad_words", "must not contain an empty string")
 
 
-def _refuse(field: str, rule: str) -> None:
+def _refuse(field: str, rule: str) -> NoReturn:
     raise RequestError(f"{field} {rule}", field=field)
+
+
+def _size(value: Any) -> int:
+    """Bytes of a text, of several, or of an object as JSON."""
+    if isinstance(value, dict):
+        return len(msgspec.json.encode(value))
+    texts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+    return sum(len(text.encode()) for text in texts)
 
 
 def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -16,6 +16,7 @@ from tokserve.params import SamplingParams
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+UInt32 = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,14 @@ class NewRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """What rows may draw in a step: a bit per vocabulary id, the lowest first; 1 is allowed."""
+
+    slots: Int32  # [m]
+    words: UInt32  # [m, ceil(V / 32)]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step.  Columns `slots .. samples` have a row per scheduled request, in order.
 
@@ -85,6 +94,7 @@ class StepPlan:
     last of them is the newest token, so a new token is drawn; its result is written to the slot's next
     position on the device.  `blocks`: (slot, index in the slot's block table of the first, block ids)
     appended since the last plan (all of a row's blocks when it enters).  `done`: slots freed since the last plan.
+    `masks`: of the rows with `samples` whose request has a grammar; None if there are none.
     Order of application: done, new, blocks, columns.
     """
 
@@ -96,6 +106,7 @@ class StepPlan:
     new: list[NewRow] = field(default_factory=list)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
+    masks: Masks | None = None
 
     def total_tokens(self) -> int:
         """Tokens computed in this step."""

@@ -308,6 +308,8 @@ class ScriptedExecutor:
         demand(self.weights is not None and self.has_kv, "a step without weights or KV memory")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
         demand(len(self.in_flight) < self.scheduler.depth, "too many steps in flight")
+        last = self.plans[-1] if self.in_flight else None
+        demand(last is None or last.masks is None, "planned before the last tokens were known to their grammars")
         self.plans.append(plan)
         self.in_flight.append(plan.step)
         self._enter(plan)
@@ -405,6 +407,7 @@ class ScriptedExecutor:
     def _result(self, plan: StepPlan) -> StepResult:
         tokens, finite, rows = [], [], []
         prompt_rows = {}
+        masks = dict(zip(plan.masks.slots.tolist(), plan.masks.words[:, 0].tolist(), strict=True)) if plan.masks else {}
         for i, number in enumerate(plan.slots.tolist()):
             slot = self.slots[number]
             row, params = slot.row, slot.row.params
@@ -416,7 +419,9 @@ class ScriptedExecutor:
                 if scored:
                     prompt_rows[i] = rows_of(scored, width, padding=2)
             if plan.samples[i]:
-                banned = row.stop_ids if end - row.prompt_len < params.min_tokens else ()
+                banned = set(row.stop_ids if end - row.prompt_len < params.min_tokens else ())
+                demand((number in masks) == (params.structured_outputs is not None), f"{row.rid}: mask")
+                banned |= {each for each in range(VOCAB) if not masks.get(number, ~0) >> each & 1}
                 token = draw(slot.prefixes[-1], row.seed, end, banned, weights=self._weights(slot))
                 width = logprob_width(params)
                 rows.append(logprob_row(slot.prefixes[-1], token, width, params.logprob_token_ids or ()))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tokserve import ops
-from tokserve.params import SamplingParams
-from tokserve.plan import NewRow
+from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.plan import Masks, NewRow
 from tokserve.runner.logits import Pipeline, Rows
 from tokserve.runner.slots import Slots
 
@@ -254,3 +254,31 @@ def test_a_new_request_inherits_nothing_from_its_slot() -> None:
     made.enter(row)
     logits = some_logits(1)
     assert made.run(logits, rows_of([0], [4]))[0] is logits
+
+
+def grammar_step(masks: dict[int, set[int]]) -> Masks:
+    words = [[sum(1 << token for token in allowed)] for allowed in masks.values()]
+    return Masks(np.array(list(masks), np.int32), np.array(words, np.uint32))
+
+
+def test_a_grammar_forbids_all_but_what_the_step_allows() -> None:
+    asked = {"structured_outputs": StructuredOutputs(regex="x")}
+    made, _ = pipeline(asked, {}, asked)
+    made.grammar.step = grammar_step({2: {0, 11}, 0: {3}})
+    kept, out = processed(made, rows_of([0, 1, 2], [4, 4, 4]))
+    for row, allowed in enumerate([{3}, set(range(VOCAB)), {0, 11}]):
+        for token in range(VOCAB):
+            assert out[row, token] == (kept[row, token] if token in allowed else NEVER)
+
+
+def test_a_grammar_and_min_tokens_may_leave_nothing() -> None:
+    made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x"), "min_tokens": 9, "stop_ids": (3,)}, {})
+    made.grammar.step = grammar_step({0: {3}})
+    _, drawable = made.run(some_logits(2), rows_of([0, 1], [4, 4]))
+    assert drawable is not None and drawable.tolist() == [False, True]
+
+
+def test_a_grammar_is_not_about_prompt_tokens() -> None:
+    made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x")})
+    logits = some_logits(1)
+    assert made.run(logits, rows_of([0], [2], prompt=2, drawing=False))[0] is logits

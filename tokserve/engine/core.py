@@ -25,9 +25,11 @@ from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import StepColumns
 from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
+from tokserve.engine.grammar import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.undecided import Undecided
 from tokserve.errors import RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, FromEngine, Ready, Reply, Status, StepStats, Submit, ToEngine, Verdict
@@ -71,6 +73,15 @@ def _sendable(message: str) -> str:
     return message.encode(errors="replace").decode()
 
 
+def _warn_of_little_room(context: int, config: Config) -> None:
+    if context < (config.model.max_model_len or 0):
+        logger.warning(
+            "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
+            "to that; raise kv_cache_memory_bytes or lower max_model_len",
+            context, config.model.max_model_len,
+        )  # fmt: skip
+
+
 class EngineCore:
     """One model's requests.  `receive` and `step` are called from one thread; see the module.
 
@@ -98,6 +109,8 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version)
         self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
+        self.grammars = Grammars(config, facts.vocab_size, eos)
+        self._undecided = Undecided(emit, self._withdraw, self._fail_waiting)
         self.stopped = False
         self._facts = facts
         self._executor = executor
@@ -131,18 +144,15 @@ class EngineCore:
             "reset_prefix_cache": self._reset_prefix_cache,
             "check": self._check,
         }
-        if context < (config.model.max_model_len or 0):
-            logger.warning(
-                "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
-                "to that; raise kv_cache_memory_bytes or lower max_model_len",
-                capacity, config.model.max_model_len,
-            )  # fmt: skip
+        _warn_of_little_room(context, config)
 
     # --- the loop ---
 
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
+        if self._undecided:
+            self._undecided.decide()
         for task in list(self._tasks):
             self._go_on(task)
         if len(self._flights) < self._depth and not self._held_back:
@@ -155,14 +165,17 @@ class EngineCore:
         if self._flights:
             self._collect()
             return True
-        if self.scheduler.num_waiting and not self.control.idle_is_fine:
+        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._undecided:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
         self._rest()
         return False
 
     @property
     def _held_back(self) -> bool:
-        """Nothing may be planned: by the state, or because a verb waits for the steps in flight to end."""
+        """Nothing may be planned: by the state, because a verb waits for the steps in flight to end, or because the
+        tokens of the last step say what grammars allow in the next."""
+        if self._flights and self._flights[-1][0].masks is not None:
+            return True
         return self.control.frozen or any(task.wait is STEP_BOUNDARY for task in self._tasks)
 
     def _collect(self) -> None:
@@ -267,9 +280,30 @@ class EngineCore:
                 logger.exception("a request could not be admitted", extra={"request_id": submit.key})
                 verdict = Verdict(submit.call_id, "internal", "internal error at admission")
             else:
-                verdict = Verdict(submit.call_id)
                 self._accept(submit, requests)
+                if self._compile(requests):
+                    return self._undecided.add(identity, submit.call_id, requests)
+                verdict = Verdict(submit.call_id)
         self._emit(identity, verdict)
+
+    def _compile(self, requests: list[Request]) -> bool:
+        """Begin with the grammars that these ask for; whether there are any."""
+        for request in requests:
+            if request.params.structured_outputs is not None:
+                request.grammar = self.grammars.compile(request.params.structured_outputs)
+                request.grammar.add_done_callback(lambda _: self._wake())
+        return any(request.grammar is not None for request in requests)
+
+    def _withdraw(self, request: Request) -> None:
+        """Take out a request that is refused after all; nobody is told of its end."""
+        request.end("error", "error", self._clock())
+        self.scheduler.drop(request)
+        self._forget(request)
+
+    def _fail_waiting(self, request: Request, message: str) -> None:
+        request.end("error", "error", self._clock(), message=message)
+        self._end(request)
+        self._send([request])
 
     def _refusal(self, submit: Submit) -> Verdict | None:
         """Why these requests are not accepted, if so; nothing of them is kept then."""
@@ -321,6 +355,8 @@ class EngineCore:
 
     def _end(self, request: Request) -> None:
         """A request that got its `finish` between steps."""
+        if request.grammar is not None:
+            self._undecided.ending(request)
         self.scheduler.drop(request)
         self._forget(request)
 

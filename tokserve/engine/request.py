@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ import numpy as np
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.cache import Table
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.engine.grammar import Grammar, Matcher
 from tokserve.engine.repetition import Repetition
 from tokserve.errors import RequestError
 from tokserve.messages import Add, Finish
@@ -56,6 +58,7 @@ class Request:
     pending = 0
     in_flight = 0
     blocks_sent = 0  # entries of the block table that the device has
+    grammar: Future[Grammar] | None = None  # until it is there, the request waits for it
     cached: int | None = None  # prompt tokens found in the cache at the first admission
     admitted: float | None = None
 
@@ -85,6 +88,7 @@ class Request:
         self.stop_ids = tuple(sorted(self._eos | self._stops))
         circles = params.repetition_detection
         self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
+        self.matcher: Matcher | None = None  # of a request with structured outputs, once its grammar is there
         self.finish: Finish | None = None
         self._first_token: float | None = None
         self._next_to_send = self.prompt_len  # position
@@ -180,6 +184,25 @@ class Request:
             self._versions.append((version, label, self.num_output - 1))
         if token in self._enders or len(self.tokens) >= self.limit or self._repetition is not None:
             self._stop(token, now)
+        if self.matcher is not None and self.finish is None:
+            self._follow(self.matcher, token, now)
+
+    def follow(self, grammar: Grammar) -> None:
+        """The grammar that was waited for is there."""
+        self.grammar = None
+        self.matcher = Matcher(grammar, ends=bool(self._eos))
+
+    def _follow(self, matcher: Matcher, token: int, now: float) -> None:
+        """After a token that has not ended the request: what may come next, if anything."""
+        try:
+            matcher.advance(token)
+        except RequestError as error:
+            return self.end("error", "error", now, message=f"structured_outputs cannot be followed: {error.message}")
+        if matcher.complete and not self._eos:
+            self.end("stop", "grammar", now)
+        elif matcher.complete and self.num_output < (least := self.params.min_tokens):
+            message = f"structured_outputs is complete after {self.num_output} tokens, before min_tokens {least}"
+            self.end("error", "error", now, message=message)
 
     def _stop(self, token: int, now: float) -> None:
         """The order of these lines is the order of the stop conditions."""

@@ -22,7 +22,7 @@ from tokserve.engine.policies import POLICIES, Queue
 from tokserve.engine.queue import QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.messages import AGES, StepStats
-from tokserve.plan import NewRow, StepPlan, StepResult
+from tokserve.plan import Masks, NewRow, StepPlan, StepResult
 
 EPOCHS_KEPT = 1000
 
@@ -225,7 +225,8 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
-        another, or that is behind the barrier, is passed over; one that does not fit holds up those behind it.
+        another, whose grammar is being compiled, or that is behind the barrier, is passed over; one that does not fit
+        holds up those behind it.
 
         There is budget left only when every running request has its row, so no more requests run than tokens fit
         in a step, and each gets on.
@@ -235,7 +236,7 @@ class Scheduler:
             request = self._waiting[index]
             hits = None
             behind = self.barrier is not None and request.number >= self.barrier
-            if not behind and not self._cache.must_wait(request.table):
+            if not behind and request.grammar is None and not self._cache.must_wait(request.table):
                 usable = request.reusable_blocks(self._cache.block_size)
                 hits = self._cache.find(request.table, request.tokens, usable)
             if hits is None:
@@ -268,6 +269,7 @@ class Scheduler:
         if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
             rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
         blocks = []
+        masked = []
         for row in rows:
             request = row.request
             table = request.table.blocks
@@ -277,6 +279,8 @@ class Scheduler:
             request.computed += row.count
             request.pending += row.samples
             request.in_flight += 1
+            if request.matcher is not None and row.samples:
+                masked.append(request)
         self._flights.append(Flight(self._step, rows, self.weight_version))
         plan = StepPlan(
             step=self._step,
@@ -287,6 +291,7 @@ class Scheduler:
             new=draft.new,
             blocks=blocks,
             done=self._done,
+            masks=_masks(masked),
         )
         self._step += 1
         self._done = []
@@ -350,3 +355,9 @@ class Scheduler:
         if request.state is State.LEAVING:
             request.state = State.WAITING
             self._waiting.add(request)
+
+
+def _masks(requests: Sequence[Request]) -> Masks | None:
+    """What their grammars allow these to draw."""
+    words = [request.matcher.words for request in requests if request.matcher is not None]
+    return Masks(np.array([request.slot for request in requests], np.int32), np.stack(words)) if words else None

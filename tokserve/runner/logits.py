@@ -1,6 +1,7 @@
 """What is done to logits before a token is drawn: a list of small objects whose order is the specification.
 
-bias -> allowed and bad ids -> bad sequences -> min_tokens -> penalties -> temperature -> top-k, top-p, min-p.
+bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> temperature -> top-k, top-p,
+min-p.
 Each object keeps what requests in its care asked for, by slot, and edits only the rows that need it; a
 batch in which nobody needs anything is not even copied.  What a row becomes depends on its own slot and
 history alone, never on the other rows.  Parameters that could take a logit out of float32's range mark their
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.params import SamplingParams
-from tokserve.plan import Float32, Int32, NewRow
+from tokserve.plan import Float32, Int32, Masks, NewRow
 from tokserve.runner.slots import Int64, Slots
 
 INF = float("inf")
@@ -114,11 +115,13 @@ class Pipeline:
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         temperature = Temperature(slots)
+        self.grammar = GrammarMask(vocab_size)
         self.processors: list[Processor] = [
             Bias(vocab_size),
             TokenIds(vocab_size),
             BadSequences(slots, vocab_size),
             MinTokens(slots, vocab_size),
+            self.grammar,
             Penalties(slots),
             temperature,
             Filter(slots, vocab_size),
@@ -290,6 +293,31 @@ class MinTokens(Processor):
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
         ids = [self._ids[slot] for slot in rows.slots[which].tolist()]
         work.flat().index_fill_(0, work.places(which, ids), -INF)
+
+
+class GrammarMask(Processor):
+    """structured_outputs: ids that lead to no sentence of the grammar are forbidden, as each step's plan says."""
+
+    masks = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.step: Masks | None = None  # of the step under way
+
+    def enter(self, row: NewRow) -> bool:
+        return row.params.structured_outputs is not None
+
+    def due(self, rows: Rows, which: Int64) -> Int64:
+        return which if rows.drawing else which[:0]
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        assert self.step is not None, "a row with a grammar came without its mask"
+        place = {slot: i for i, slot in enumerate(self.step.slots.tolist())}
+        words = self.step.words[[place[slot] for slot in rows.slots[which].tolist()]]
+        packed = work.tensor(words.astype("<u4", copy=False).view(np.uint8))[:, :, None]  # [n, 4 W, 1]
+        bits = packed >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1  # [n, 4 W, 8]
+        forbidden = bits.flatten(1)[:, : self._vocab_size] == 0
+        work.put(which, work.take(which).masked_fill(forbidden, -INF))
 
 
 class Penalties(Processor):

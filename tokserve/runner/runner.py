@@ -34,7 +34,7 @@ from tokserve.models import load
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs, spare_rows
@@ -268,7 +268,7 @@ class Runner:
             if self._sampler.scoring:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
-        drawing = self._draw(slots, lengths, logits)
+        drawing = self._draw(slots, lengths, logits, plan.masks)
         flight = Flight(plan, slots, lengths, drawing, prompt_logprobs, began)
         if self._device.staged:
             self._flights.append((flight, self._slots.generation(slots)))
@@ -301,11 +301,11 @@ class Runner:
             hidden = hidden.index_select(0, self._slots.last(plan))
         return self._model.logits(hidden)
 
-    def _draw(self, slots: Int32, lengths: Int64, logits: Tensor | None) -> Drawing | None:
+    def _draw(self, slots: Int32, lengths: Int64, logits: Tensor | None, masks: Masks | None) -> Drawing | None:
         """Tokens for those rows; a device that has tables of its own keeps them for the next step."""
         if logits is None:
             return None
-        drawing = self._sampler.begin(logits, Rows(slots, lengths, self._slots.prompt_lens[slots]))
+        drawing = self._sampler.begin(logits, Rows(slots, lengths, self._slots.prompt_lens[slots]), masks)
         self._slots.keep(drawing.token_ids)
         return drawing
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.device import Device, Fetched, Host
 from tokserve.params import LOGPROBS_MODES, LogprobsMode
-from tokserve.plan import Int32, LogprobRows, NewRow
+from tokserve.plan import Int32, LogprobRows, Masks, NewRow
 from tokserve.runner.logits import INF, Pipeline, Rows
 from tokserve.runner.slots import Int64, Slots
 
@@ -102,12 +102,14 @@ class Sampler:
         """Whether the tokens so far of any of these slots must be in the host's table."""
         return self._pipeline.looks_back(slots)
 
-    def draw(self, logits: Tensor, rows: Rows) -> Drawn:
+    def draw(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
         """As `begin`, and waits for the result."""
-        return self.begin(logits, rows).result()
+        return self.begin(logits, rows, masks).result()
 
-    def begin(self, logits: Tensor, rows: Rows) -> Drawing:
-        """New tokens from the model's logits [n, V] float32, which are the sampler's to change."""
+    def begin(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawing:
+        """New tokens from the model's logits [n, V] float32, which are the sampler's to change.  `masks`: of the rows
+        that have a grammar."""
+        self._pipeline.grammar.step = masks
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
         if form is not None and needs in (0, self._pipeline.scaling):
             mode = LOGPROBS_MODES[form % _KINDS]

@@ -1,0 +1,278 @@
+"""Grammars over the demo model's tokenizer: what may come next, what is refused, and what a hostile one costs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.config import Config, ModelConfig
+from tokserve.engine import grammar
+from tokserve.engine.grammar import Compiler, Grammars, Matcher
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+
+WIDTH = 300  # of the logits: more than the tokenizer has
+EOS = 287
+SPECIAL = {285, 286, 287}
+ANY = StructuredOutputs(regex=r"(.|\n)*")
+BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))  # gigabytes, minutes
+
+
+@cache
+def compiler() -> Compiler:
+    return Compiler(str(DEMO_DIR), WIDTH, [EOS])
+
+
+@cache
+def tokenizer() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
+
+
+def matcher(*, ends: bool = True, **asked: Any) -> Matcher:
+    outputs = StructuredOutputs(**asked)
+    outputs.validate()
+    return Matcher(compiler().compile(outputs.plain()), ends=ends)
+
+
+def allowed(made: Matcher) -> list[int]:
+    return np.flatnonzero(np.unpackbits(made.words.view(np.uint8), bitorder="little")).tolist()
+
+
+def written(made: Matcher, seed: int, most: int = 200) -> str | None:
+    """What a model of random weights writes; None if it does not come to an end."""
+    chance, tokens = random.Random(seed), []
+    while len(tokens) < most:
+        token = chance.choice(allowed(made))
+        if token == EOS:
+            return tokenizer().decode(tokens, skip_special_tokens=False)
+        tokens.append(token)
+        made.advance(token)
+    return None
+
+
+def spelled(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def test_the_mask_follows_the_text_and_ends_with_eos() -> None:
+    made = matcher(choice=["yes", "no"])
+    assert made.words.dtype == np.uint32 and made.words.shape == (-(-WIDTH // 32),)
+    for token in spelled("yes"):
+        assert token in allowed(made) and EOS not in allowed(made) and not made.complete
+        made.advance(token)
+    assert allowed(made) == [EOS] and made.complete
+
+
+def test_without_eos_nothing_is_left_at_the_end() -> None:
+    made = matcher(regex="a+b?", ends=False)
+    made.advance(*spelled("a"))
+    assert EOS not in allowed(made) and not made.complete
+    made.advance(*spelled("b"))
+    assert allowed(made) == [] and made.complete
+
+
+def test_special_tokens_and_rows_beyond_the_tokenizer_are_forbidden() -> None:
+    assert set(allowed(matcher(regex=r"(.|\n)*"))) & (SPECIAL | set(range(285, WIDTH))) == {EOS}
+
+
+def test_a_token_that_may_not_come_is_an_error() -> None:
+    with pytest.raises(RequestError):
+        matcher(choice=["a"]).advance(*spelled("b"))
+
+
+def test_matchers_of_one_grammar_go_their_own_ways() -> None:
+    found = compiler().compile(StructuredOutputs(choice=["ab", "ba"]))
+    one, other = Matcher(found, ends=True), Matcher(found, ends=True)
+    one.advance(*spelled("a"))
+    assert allowed(one) == spelled("b") and set(allowed(other)) >= {*spelled("a"), *spelled("b")}
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=4), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_choices(choices: list[str], seed: int) -> None:
+    assert written(matcher(choice=choices), seed) in choices
+
+
+ATOMS = st.sampled_from(["a", "b", "[a-f]", "[^a-z ]", r"\.", " ", "é", "/", '"'])
+REGEXES = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        inner.map(lambda one: f"({one})?"),
+        inner.map(lambda one: f"({one}){{1,3}}"),
+    ),
+    max_leaves=6,
+)
+
+
+@given(REGEXES, st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_regexes(regex: str, seed: int) -> None:
+    text = written(matcher(regex=regex), seed, most=2000)
+    assert text is not None and re.fullmatch(regex, text), (regex, text)
+
+
+LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.just({"type": "boolean"}), st.just({"type": "null"}),
+    st.integers(-50, 50).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 40}),
+    st.integers(0, 4).map(lambda size: {"type": "string", "maxLength": size}),
+    st.lists(st.text(max_size=4), min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words}),
+)  # fmt: skip
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(st.text(st.characters(codec="ascii"), min_size=1, max_size=3), inner, max_size=3).map(
+            lambda parts: {
+                "type": "object",
+                "properties": parts,
+                "required": list(parts),
+                "additionalProperties": False,
+            }
+        ),
+        inner.map(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 2}),
+        st.tuples(inner, inner).map(lambda pair: {"anyOf": list(pair)}),
+    ),
+    max_leaves=4,
+)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """The part of JSON Schema that these tests use."""
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema["type"]
+    if kind == "object":
+        parts = schema["properties"]
+        return isinstance(value, dict) and value.keys() == parts.keys() and all(fits(value[k], parts[k]) for k in parts)
+    if kind == "array":
+        return isinstance(value, list) and 1 <= len(value) <= 2 and all(fits(each, schema["items"]) for each in value)
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    return value is None if kind == "null" else isinstance(value, bool)
+
+
+@given(SCHEMAS, st.integers(0, 9), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_schemas(schema: dict[str, Any], seed: int, as_text: bool) -> None:
+    given = json.dumps(schema) if as_text else schema
+    text = written(matcher(json=given, disable_any_whitespace=True), seed, most=2000)
+    assert text is not None and fits(json.loads(text), schema), (schema, text)
+
+
+def test_white_space_between_json_tokens() -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    spaced, tight = "[1 , 1]", "[1,1]"
+
+    def takes(text: str, **options: Any) -> bool:
+        made = matcher(json=schema, **options)
+        try:
+            for token in spelled(text):
+                made.advance(token)
+        except RequestError:
+            return False
+        return made.complete
+
+    assert takes(tight) and takes(spaced)
+    assert takes(tight, disable_any_whitespace=True) and not takes(spaced, disable_any_whitespace=True)
+    assert takes(spaced, whitespace_pattern="[ ]{0,1}") and not takes("[1  ,1]", whitespace_pattern="[ ]{0,1}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"regex": "("}, "regex"), ({"regex": "(?=a)b"}, "regex"), ({"json": {"type": "foo"}}, "json"),
+        ({"json": {"not": {}}}, "json"), ({"json": {"$ref": "#"}}, "json"), ({"grammar": 'root ::= "a"'}, "grammar"),
+        ({"grammar": "start: start"}, "grammar"), ({"grammar": "start: " + "(" * 5000}, "grammar"),
+        ({"json_object": True, "whitespace_pattern": "("}, "json_object"), ({"regex": "(" * 5000}, "regex"),
+        ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "json"),
+    ],
+)  # fmt: skip
+def test_what_the_library_does_not_take_is_named(asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match=f"^structured_outputs.{field}") as caught:
+        matcher(**asked)
+    assert caught.value.field == f"structured_outputs.{field}" and len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "(((a{1,1000}){1,1000}){1,1000})"}, {"regex": ".*a.{2000}"}, {"regex": "(a?){700}a{700}"},
+        {"json": {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}},
+        {"json": {"type": "string", "minLength": 10**9}}, {"grammar": 'start: start start | "a"'},
+    ],
+)  # fmt: skip
+def test_large_things_are_followed_or_refused_token_by_token(asked: dict[str, Any]) -> None:
+    try:
+        made = matcher(**asked)
+        for _ in range(20):
+            made.advance(allowed(made)[0])
+    except RequestError as error:
+        assert any(word in error.message for word in ("limit", "too many", "max")), error.message
+
+
+def test_without_a_tokenizer_a_request_is_told(tmp_path: Path) -> None:
+    for directory in (None, str(tmp_path)):
+        with pytest.raises(RequestError, match="needs a tokenizer"):
+            Compiler(directory, WIDTH, [EOS]).compile(StructuredOutputs(regex="a"))
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(Config(model=ModelConfig(model=str(DEMO_DIR))), WIDTH, [EOS])
+    yield made
+    made.close()
+
+
+def test_what_has_been_compiled_is_kept_and_what_failed_is_not(grammars: Grammars) -> None:
+    asked = StructuredOutputs(regex="abc")
+    assert grammars.compile(asked).result() is grammars.compile(asked).result()
+    wrong = StructuredOutputs(regex="(")
+    first = grammars.compile(wrong)
+    with pytest.raises(RequestError, match="unclosed group"):
+        first.result()
+    assert grammars.compile(wrong) is not first
+
+
+def test_a_bomb_goes_off_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars.compile(StructuredOutputs(regex="before")).result()  # the process is there
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "SECONDS", 0.3)
+        with pytest.raises(RequestError, match="compiling it takes more than") as caught:
+            grammars.compile(StructuredOutputs(grammar=BOMB)).result()
+        assert caught.value.field == "structured_outputs.grammar"
+    assert grammars.compile(StructuredOutputs(regex="after")).result()
+
+
+def test_a_crash_happens_elsewhere(grammars: Grammars) -> None:
+    grammars.compile(StructuredOutputs(regex="one")).result()
+    grammars._trial.interrupt()
+    with pytest.raises(RequestError, match="compiling it takes more than"):
+        grammars.compile(StructuredOutputs(regex="two")).result()
+    assert grammars.compile(StructuredOutputs(regex="two")).result()
+
+
+@pytest.mark.parametrize("width", [285, 288, 320])
+def test_the_models_vocabulary_may_be_narrower_or_wider_than_the_tokenizers(width: int) -> None:
+    eos = 3  # any of the model's: what the tokenizer thinks of it does not matter
+    made = Matcher(Compiler(str(DEMO_DIR), width, [eos]).compile(StructuredOutputs(choice=["b"])), ends=True)
+    assert allowed(made) == spelled("b")
+    made.advance(*spelled("b"))
+    assert allowed(made) == [eos] and made.complete
+    assert max(allowed(Matcher(Compiler(str(DEMO_DIR), width, []).compile(ANY), ends=True))) < width

@@ -1,0 +1,213 @@
+"""Requests that wait for their grammar, and those that follow it, in an engine without a model."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tests.engine.scripted import EOS, VOCAB, Engine
+from tokserve.engine.grammar import Grammar
+from tokserve.errors import RequestError
+from tokserve.messages import Step, Submit, Verdict
+from tokserve.params import StructuredOutputs
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place
+
+
+class Machine:
+    """The library's part: a text of three tokens, then EOS.  After token 16 it fails."""
+
+    def __init__(self, tokens: tuple[int, ...] = ()) -> None:
+        self.tokens = tokens
+
+    def deep_copy(self) -> Machine:
+        return Machine(self.tokens)
+
+    def consume_token(self, token: int) -> None:
+        self.tokens += (token,)
+
+    def is_error(self) -> bool:
+        return 16 in self.tokens
+
+    def get_error(self) -> str:
+        return "too complex"
+
+    def compute_bitmask(self) -> bytes:
+        place = len(self.tokens)
+        return np.array([sum(1 << token for token in (STEPS[place] if place < 3 else EOS))], np.uint32).tobytes()
+
+
+class Grammars:
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future[Grammar]] = []
+
+    def compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def finish(self) -> None:
+        eos = np.array([1 << EOS[0]], np.uint32)
+        for future in self.futures:
+            if not future.done():
+                future.set_result(Grammar(cast(Any, Machine()), eos, eos, eos))
+
+
+def made(**options: Any) -> tuple[Engine, Grammars]:
+    engine, grammars = Engine(**options), Grammars()
+    engine.core.grammars = cast(Any, grammars)
+    return engine, grammars
+
+
+def send(engine: Engine, *rids: str, call_id: int = 9, **fields: Any) -> None:
+    fields["structured_outputs"] = StructuredOutputs(regex="x")
+    adds = [engine.make(rid, [call_id % VOCAB, 4, 5], **fields) for rid in rids]
+    engine.core.receive(b"A", Submit(call_id, rids[0], adds))
+
+
+def verdicts(engine: Engine) -> list[Verdict]:
+    return [message for _, message in engine.messages if isinstance(message, Verdict)]
+
+
+def detail(engine: Engine, rid: str) -> str:
+    finish = engine.received[rid].finish
+    assert finish is not None
+    return finish.detail
+
+
+@DEPTHS
+def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
+    engine, grammars = made(depth=depth)
+    send(engine, "g")
+    engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
+    engine.run()
+    engine.check_complete("a")
+    assert verdicts(engine) == [Verdict(7)] and "g" not in engine.received
+    assert not engine.step(), "nothing is to be done before the grammar is there"
+    grammars.finish()
+    engine.run()
+    assert verdicts(engine) == [Verdict(7), Verdict(9)]
+    first, second, *_ = engine.tokens("g")
+    assert first in STEPS[0] and second == 5
+    engine.check_empty()
+
+
+@DEPTHS
+def test_outputs_follow_their_grammars_beside_others(depth: int) -> None:
+    engine, grammars = made(depth=depth)
+    rids = [f"g{i}" for i in range(6)]
+    for i, rid in enumerate(rids):
+        send(engine, rid, seed=i, call_id=20 + i)
+        engine.add(f"a{i}", [6, 7, i], max_tokens=9, ignore_eos=True)
+    grammars.finish()
+    engine.run()
+    ends = set()
+    for rid in rids:
+        tokens = engine.tokens(rid)
+        assert all(token in may for token, may in zip(tokens, [*STEPS, set(EOS)], strict=False))
+        assert (detail(engine, rid), len(tokens)) == (("error", 3) if tokens[2] == 16 else ("eos", 4))
+        ends.add(detail(engine, rid))
+    for i in range(6):
+        engine.check_complete(f"a{i}")
+    assert ends == {"eos", "error"}, "the seeds show only one of the two ends"
+    engine.check_empty()
+
+
+@DEPTHS
+def test_a_preempted_request_keeps_its_place(depth: int) -> None:
+    def run(**options: Any) -> list[list[int]]:
+        engine, grammars = made(depth=depth, **options)
+        for i in range(4):
+            send(engine, f"g{i}", seed=i, call_id=20 + i)
+        grammars.finish()
+        engine.run()
+        seen.append(engine.stats.preemptions)
+        engine.check_empty()
+        return [engine.tokens(f"g{i}") for i in range(4)]
+
+    seen: list[int] = []
+    assert run(num_blocks=64) == run(num_blocks=8, block_size=1)
+    assert seen[0] == 0 < seen[1]
+
+
+def test_with_ignore_eos_the_grammar_ends_the_output() -> None:
+    engine, grammars = made()
+    for seed in range(6):
+        send(engine, f"g{seed}", seed=seed, ignore_eos=True, call_id=20 + seed)
+    grammars.finish()
+    engine.run()
+    ends = {(detail(engine, f"g{i}"), len(engine.tokens(f"g{i}"))) for i in range(6)}
+    assert ends <= {("grammar", 3), ("error", 3)} and ("grammar", 3) in ends
+
+
+def test_min_tokens_beyond_the_grammar_is_the_requests_own_error() -> None:
+    engine, grammars = made()
+    send(engine, "g", min_tokens=8)
+    grammars.finish()
+    engine.run()
+    finish = engine.received["g"].finish
+    assert finish is not None and finish.reason == "error" and "structured_outputs" in (finish.message or "")
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_grammar_that_cannot_be_used_is_a_refusal(known: bool) -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    error = RequestError("no such thing", field="structured_outputs.regex") if known else MemoryError("much")
+    for future in grammars.futures:
+        future.set_exception(error)
+    engine.run()
+    kind, field = ("invalid", "structured_outputs.regex") if known else ("internal", "")
+    (verdict,) = verdicts(engine)
+    assert (verdict.call_id, verdict.refusal, verdict.field) == (9, kind, field)
+    assert "g" not in engine.received and not engine.core.live
+    engine.check_empty()
+    engine.add("g", [3, 4], max_tokens=2)  # the id is free again
+    engine.run()
+
+
+def test_an_abort_while_compiling_is_accepted_first() -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    engine.abort("g", call_id=None)
+    told = [m for _, m in engine.messages if isinstance(m, Verdict) or (isinstance(m, Step) and m.rids)]
+    assert told[0] == Verdict(9) and isinstance(told[1], Step)
+    assert detail(engine, "g") == "abort_user"
+    for future in grammars.futures:
+        future.set_exception(RequestError("no such thing", field="structured_outputs.regex"))
+    engine.run()
+    assert verdicts(engine) == [Verdict(9)], "it was accepted, so what fails later fails alone"
+    finish = engine.received["h"].finish
+    assert finish is not None and (finish.reason, finish.message) == ("error", "no such thing")
+    engine.check_empty()
+
+
+def test_a_deadline_does_not_wait_for_a_grammar() -> None:
+    engine, grammars = made()
+    send(engine, "g", deadline_ms=5)
+    engine.clock.now += 1.0
+    engine.run()
+    assert verdicts(engine) == [Verdict(9)] and detail(engine, "g") == "deadline"
+    grammars.finish()
+    engine.run()
+    engine.check_empty()
+
+
+def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
+    engine, grammars = made()
+    send(engine, "g")
+    send(engine, "g", call_id=10)
+    assert [(v.call_id, v.refusal) for v in verdicts(engine)] == [(10, "duplicate_id")]
+    grammars.finish()
+    engine.run()
+    assert verdicts(engine)[-1] == Verdict(9)
+
+
+def test_vocabulary_fits_a_word() -> None:
+    assert VOCAB <= 32, "the machine above says its mask in one word"

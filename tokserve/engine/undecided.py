@@ -1,0 +1,88 @@
+"""Submissions whose verdict is still due: they are entered and queued, but a grammar of theirs is being compiled.
+
+So a grammar that cannot be used is a refusal and not a failure halfway, and all that happens to a waiting request
+(abort, deadline, a full queue) happens to these too.  Knows nothing of grammars beyond their futures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokserve.engine.request import Request
+from tokserve.errors import RequestError
+from tokserve.messages import Verdict
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    identity: bytes
+    call_id: int
+    requests: list[Request]
+    told: bool = False  # a request of it has ended, so it was accepted, whatever comes
+
+
+class Undecided:
+    """`emit` carries verdicts away; `drop` takes a request out that is refused, `fail` ends one that was accepted."""
+
+    def __init__(
+        self,
+        emit: Callable[[bytes, Verdict], None],
+        drop: Callable[[Request], None],
+        fail: Callable[[Request, str], None],
+    ) -> None:
+        self._emit, self._drop, self._fail = emit, drop, fail
+        self._submissions: list[_Submission] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._submissions)
+
+    def add(self, identity: bytes, call_id: int, requests: list[Request]) -> None:
+        """Some of these wait for their grammar."""
+        self._submissions.append(_Submission(identity, call_id, requests))
+
+    def ending(self, request: Request) -> None:
+        """A request ends before its output begins: the client hears first that it was accepted."""
+        for submission in self._submissions:
+            if request in submission.requests:
+                self._accept(submission)
+
+    def decide(self) -> None:
+        """Of those whose grammars are all there."""
+        for submission in list(self._submissions):
+            grammars = [request.grammar for request in submission.requests if request.grammar is not None]
+            if all(grammar.done() for grammar in grammars):
+                self._submissions.remove(submission)
+                error = next((each for each in (grammar.exception() for grammar in grammars) if each), None)
+                if error is None:
+                    self._begin(submission)
+                else:
+                    self._refuse(submission, error)
+
+    def _begin(self, submission: _Submission) -> None:
+        for request in submission.requests:
+            if request.grammar is not None:
+                request.follow(request.grammar.result())
+        self._accept(submission)
+
+    def _accept(self, submission: _Submission) -> None:
+        if not submission.told:
+            submission.told = True
+            self._emit(submission.identity, Verdict(submission.call_id))
+
+    def _refuse(self, submission: _Submission, error: BaseException) -> None:
+        verdict = Verdict(submission.call_id, "internal", "the grammar could not be compiled")
+        if isinstance(error, RequestError):
+            verdict = Verdict(submission.call_id, "invalid", error.message, field=error.field or "")
+        else:
+            logger.error("a grammar could not be compiled", exc_info=error)
+        for request in submission.requests:
+            if request.finish is None and submission.told:
+                self._fail(request, verdict.message)
+            elif request.finish is None:
+                self._drop(request)
+        if not submission.told:
+            self._emit(submission.identity, verdict)
