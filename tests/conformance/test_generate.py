@@ -112,10 +112,19 @@ def test_what_vllm_rendered_is_generated(api: Api) -> None:
     assert api.ok(GENERATE, RENDERED_BY_VLLM | {"token_offsets": offsets, "reasoning_ended": False})["choices"]
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding", "trace_decode_token_ids"])
+@pytest.mark.parametrize("name", ["guided_decoding", "trace_decode_token_ids"])
 def test_what_is_not_implemented_is_refused_by_name(api: Api, name: str) -> None:
     body = {"token_ids": PROMPT, "sampling_params": {name: {}}}
     assert api.refused(api.post(GENERATE, body), 400, f"sampling_params.{name}")["code"] == "unsupported"
+
+
+def test_structured_outputs_need_a_tokenizer_and_keep_to_their_form(api: Api) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "structured_outputs": {"regex": "[0-9]{3}"}}}
+    if api.config["server"]["tokens_only"]:
+        api.refused(api.post(GENERATE, body), 400, "sampling_params.structured_outputs")
+    else:
+        [choice] = api.ok(GENERATE, body | {"output_mode": "text"})["choices"]
+        assert len(choice["text"]) == 3 and choice["text"].isdigit() and choice["finish_reason"] == "stop"
 
 
 def test_null_is_absent_where_a_field_is_optional(api: Api) -> None:

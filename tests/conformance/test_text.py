@@ -52,8 +52,8 @@ def test_a_bad_field_is_refused_by_name_also_before_a_stream(text: Api, route: s
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}),
-     ("best_of", 2), ("suffix", "x"), ("structured_outputs", {}), ("guided_json", {}), ("use_beam_search", True),
+    [("tools", [{"type": "function"}]), ("tool_choice", "required"),
+     ("best_of", 2), ("suffix", "x"), ("guided_json", {}), ("use_beam_search", True),
      ("guided_regex", "(a+)+$" * 1000), ("guided_grammar", "x"), ("regex", "a"), ("ebnf", "x"), ("json_schema", "{}"),
      ("truncate_prompt_tokens", 5), ("kv_transfer_params", {}), ("prompt_embeds", "x")],
 )  # fmt: skip
@@ -61,6 +61,24 @@ def test_what_would_change_the_answer_is_refused_not_ignored(text: Api, route: s
     error = text.refused(text.post(route, BODIES[route] | {name: value}), 400, name)
     assert error["code"] == "unsupported"
     assert text.post(route, BODIES[route] | {name: None}).status_code == 200
+
+
+@pytest.mark.parametrize("form", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"json": {"enum": ["yes"]}}], ids=str)
+def test_structured_outputs_give_the_text_its_form(text: Api, route: str, form: dict[str, Any]) -> None:
+    body = BODIES[route] | {"structured_outputs": form}
+    [choice] = text.ok(route, body)["choices"]
+    assert (choice["message"]["content"] if "message" in choice else choice["text"]) in ("yes", "no", '"yes"')
+    assert choice["finish_reason"] == "stop"
+    for wrong in ({}, form | {"json_object": True}):
+        text.refused(text.post(route, body | {"structured_outputs": wrong}), 400, "structured_outputs")
+    text.refused(text.post(route, body | {"structured_outputs": {"regex": "("}}), 400, "structured_outputs.regex")
+
+
+def test_response_format_gives_the_text_its_form(text: Api, route: str) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+    [choice] = text.ok(route, BODIES[route] | {"response_format": asked})["choices"]
+    assert (choice["message"]["content"] if "message" in choice else choice["text"]) == '"yes"'
+    text.refused(text.post(route, BODIES[route] | {"response_format": {"type": "xml"}}), 400, "response_format.type")
 
 
 def test_unknown_fields_are_ignored_and_named(text: Api, route: str) -> None:

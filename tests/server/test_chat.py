@@ -284,8 +284,8 @@ def test_strict_refuses_unknown_fields() -> None:
     "field",
     [
         {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
-        {"functions": [{}]}, {"response_format": {"type": "json_object"}}, {"audio": {}}, {"modalities": ["audio"]},
-        {"web_search_options": {}}, {"structured_outputs": {"choice": ["a"]}},
+        {"functions": [{}]}, {"audio": {}}, {"modalities": ["audio"]},
+        {"web_search_options": {}}, {"guided_decoding": {"regex": "a"}},
         {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3}, {"suffix": "x"}, {"echo": True},
         {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
     ],

@@ -217,7 +217,7 @@ def test_a_refused_prompt_takes_the_others_along() -> None:
         ({"logprobs": -2}, "logprobs"), ({"logprobs": 1.5}, "logprobs"), ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"), ({"echo": "yes"}, "echo"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"), ({"echo": "yes"}, "echo"),
     ],
 )  # fmt: skip
 def test_refused_fields(fields: dict[str, Any], param: str) -> None:

@@ -116,7 +116,7 @@ def test_generate_refuses(server: Site, body: dict[str, Any], param: str, messag
         ({"topp": 0.5}, "topp", "did you mean 'top_p'"),
         ({"output_kind": 2, "topp": 0.5}, "topp", "did you mean 'top_p'"),
         ({"output_kind": 2, "top_p": "x"}, "top_p", "float"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"guided_decoding": {"json": {}}}, "guided_decoding", "not supported"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
         ({"best_of": True}, "best_of", "not supported"),

@@ -212,8 +212,11 @@ class Inputs:
         stops = params.stop_strings()
         if stops and not params.detokenize:
             _refuse("stop", "strings are found in the text, which detokenize=false turns off")
-        if not (text or stops or params.bad_words) or self._tokenizer() is not None:
+        grammar = params.structured_outputs is not None
+        if not (text or stops or params.bad_words or grammar) or self._tokenizer() is not None:
             return
+        if grammar:
+            _refuse("structured_outputs", f"are about text, and {NO_TOKENIZER}")
         if stops:
             _refuse("stop", f"strings need text, and {NO_TOKENIZER}; use stop_token_ids or stop_token_sequences")
         if params.bad_words:

@@ -54,7 +54,7 @@ class Requests:
         submission = self._submissions.pop(verdict.call_id)
         if not verdict.refusal:
             return submission.settle(None)
-        error = refused(verdict.refusal, verdict.message, verdict.retry_after)
+        error = refused(verdict.refusal, verdict.message, verdict.retry_after, verdict.field)
         for delivery in submission.deliveries:
             if self._deliveries.get(delivery.request_id) is delivery:
                 self._discard(delivery)

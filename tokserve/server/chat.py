@@ -145,6 +145,8 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
         prompt = await off_loop(len(raw), lambda: rendered(serving, asked))
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
+    if asked.structured_outputs is None:
+        others["structured_outputs"] = "response_format"
     fields = Fields("tokens" if with_tokens else "messages", others=others)
     return Call(asked, ignored, params, terms, prompt, fields)
 

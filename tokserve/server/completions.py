@@ -100,6 +100,8 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     special = asked.add_special_tokens is not False
     ids = await off_loop(len(raw), lambda: tokenized(serving, prompts, special, listed))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
+    if asked.structured_outputs is None:
+        others["structured_outputs"] = "response_format"
     fields = Fields("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
     return Call(asked, ignored, params, terms, prompts, ids, fields)
 

@@ -16,19 +16,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
-from tokserve.server import errors
+from tokserve.server import errors, structured
 
 # Fields this server does not have, with the values that ask for nothing (null always does).
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "audio": (), "modalities": (["text"],), "web_search_options": (),
     "reasoning": ({},), "verbosity": ("medium",),
-    "structured_outputs": (), "structural_tag": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "guided_json_object": (False,), "regex": (), "ebnf": (), "json_schema": (),
-    "logits_processors": ([],), "thinking_token_budget": (), "truncate_prompt_tokens": (-1,),
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,),
-    "prompt_embeds": (), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (),
-    "bad_words_ids": ([],),
+    "structural_tag": (), "logits_processors": ([],),
+    "thinking_token_budget": (), "truncate_prompt_tokens": (-1,), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
 }  # fmt: skip
 # Fields that change nothing here and that everybody sends.
 ACCEPTED = frozenset({
@@ -79,6 +77,8 @@ class TextBody(BaseModel):
     stop_token_ids: list[int] | None = None
     stop_token_sequences: list[list[int]] | None = None
     repetition_detection: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -160,9 +160,12 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         raise errors.from_pydantic(error, value) from None
     ignored = []
     for name, extra in (body.model_extra or {}).items():
+        structured.refuse_other_names(name, extra)
         if name in REFUSED:
             errors.refuse_unsupported(name, extra, REFUSED[name])
-        elif name not in ACCEPTED and not (name == "reasoning_effort" and extra in NO_REASONING):
+        elif name not in ACCEPTED | structured.OTHER_NAMES.keys() and not (
+            name == "reasoning_effort" and extra in NO_REASONING
+        ):
             ignored.append(name)
     options = body.stream_options if isinstance(body, TextBody) else None
     ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or () if name != OBFUSCATION]
@@ -206,6 +209,7 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
         values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if body.repetition_detection is not None:
         values["repetition_detection"] = _repetition(body.repetition_detection)
+    values["structured_outputs"] = structured.asked(body.structured_outputs, body.response_format)
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
     return SamplingParams(**(values | computed))

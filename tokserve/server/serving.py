@@ -184,7 +184,10 @@ class Serving:
             prepared = self._prepare(prompts, params, terms, fields, stream=stream, text=text)
             flight.streams = self.llm.submit(prepared, terms.group_id or "")
             async with Watch(request.receive):
-                await flight.streams[0].accepted()
+                try:
+                    await flight.streams[0].accepted()
+                except RequestError as error:
+                    raise fields.rename(error) from None
             accepted = True
         except RequestError as error:
             flight.refused(error)

@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
-from tokserve.params import RepetitionDetection, SamplingParams
-from tokserve.server import body, errors, logprobs, sse
+from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs
+from tokserve.server import body, errors, logprobs, sse, structured
 from tokserve.server.flights import Flight, Usage
 from tokserve.server.serving import Fields, Serving
 
@@ -38,7 +38,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 # and those whose absence is all this server can offer, with the values that ask for nothing (null always does)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "structured_outputs": (), "guided_decoding": (), "thinking_token_budget": (), "logits_processors": ([],),
+    "thinking_token_budget": (), "logits_processors": ([],),
     "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (-1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
     "early_stopping": (False,),
@@ -200,7 +200,8 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     try:
         return msgspec.convert(_without_habits(values), SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        known = SamplingParams.__struct_fields__ + RepetitionDetection.__struct_fields__
+        nested = (*RepetitionDetection.__struct_fields__, *StructuredOutputs.__struct_fields__)
+        known = (*SamplingParams.__struct_fields__, *nested)
         raise errors.from_msgspec(error, known, "sampling_params") from None
 
 
@@ -210,9 +211,17 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
     for name, value in values.items():
         if name in UNSUPPORTED:
             errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
+        if name == "structured_outputs" and isinstance(value, dict):
+            value = structured.without_habits(value, "sampling_params.structured_outputs")
+        structured.refuse_other_names(name, value, "sampling_params.")
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
-        if not (name in HARMLESS or name in UNSUPPORTED or (value is None and name in NULLABLE)):
+        if not (
+            name in HARMLESS
+            or name in UNSUPPORTED
+            or name in structured.OTHER_NAMES
+            or (value is None and name in NULLABLE)
+        ):
             kept[name] = value
     return kept
 

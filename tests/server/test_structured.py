@@ -1,0 +1,140 @@
+"""The ways to ask for structured outputs by HTTP, what becomes of them, and how errors name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import Site, says, site
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+
+GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+TEXT = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "x", "max_tokens": 4}}
+ROUTES = pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.fixture
+def server() -> Site:
+    return site(says("ok"))
+
+
+def asked(server: Site) -> StructuredOutputs | None:
+    return server.llm.calls[-1].params.structured_outputs
+
+
+def generate(value: Any) -> dict[str, Any]:
+    return {"token_ids": [5], "sampling_params": {"max_tokens": 2, "structured_outputs": value}}
+
+
+def refused(answer: Any, param: str, message: str = "") -> None:
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and message in error["message"], error
+
+
+FORMS: list[dict[str, Any]] = [
+    {"json": SCHEMA}, {"json": '{"type": "object"}'}, {"regex": "a+"}, {"choice": ["a", "b"]},
+    {"grammar": 'start: "a"'}, {"json_object": True}, {"json": SCHEMA, "disable_any_whitespace": True},
+    {"json_object": True, "whitespace_pattern": "[ ]?"},
+]  # fmt: skip
+NOTHING = {"disable_fallback": False, "disable_additional_properties": False, "structural_tag": None, "regex": None}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
+    for value in (form, NOTHING | form):
+        for path, body in [
+            (GENERATE, generate(value)),
+            *((r, b | {"structured_outputs": value}) for r, b in TEXT.items()),
+        ]:
+            assert server.post(path, body).status_code == 200, path
+            assert asked(server) == StructuredOutputs(**form)
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"type": "text"}, None), ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            StructuredOutputs(json=SCHEMA),
+        ),
+    ],
+)  # fmt: skip
+def test_response_format(server: Site, route: str, given: dict[str, Any], meant: StructuredOutputs | None) -> None:
+    assert server.post(route, TEXT[route] | {"response_format": given}).status_code == 200
+    assert asked(server) == meant
+
+
+WRONG: list[tuple[Any, str, str]] = [
+    ({}, "", "exactly one of"), ({"regex": "a", "choice": ["a"]}, "", "got regex and choice"),
+    ({"choice": []}, ".choice", "empty"), ({"json": "{"}, ".json", "JSON"), ({"json": "[]"}, ".json", "object"),
+    ({"regex": 5}, ".regex", "str"), ({"rejex": "a"}, ".rejex", "did you mean 'regex'"),
+    ({"regex": "a", "structural_tag": "x"}, ".structural_tag", "not supported"),
+    ({"json_object": False}, "", "exactly one of"), ({"regex": "a" * 20_000}, ".regex", "at most 16384 bytes"),
+    ({"regex": "a", "whitespace_pattern": "b"}, ".whitespace_pattern", "json"),
+    ({"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": "b"}, ".whitespace_pattern", "exclude"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "path", "message"), WRONG, ids=lambda each: str(each)[:30])
+def test_errors_name_the_field(server: Site, value: Any, path: str, message: str) -> None:
+    refused(server.post(GENERATE, generate(value)), f"sampling_params.structured_outputs{path}", message)
+    for route, body in TEXT.items():
+        refused(server.post(route, body | {"structured_outputs": value}), f"structured_outputs{path}", message)
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"type": "xml"}, ".type"), ({}, ".type"), ({"type": "json_schema"}, ".json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, ".json_schema.schema"), ("json", ""),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}, ".json_schema.schema"),
+    ],
+)  # fmt: skip
+def test_errors_of_response_format(server: Site, route: str, value: Any, path: str) -> None:
+    refused(server.post(route, TEXT[route] | {"response_format": value}), f"response_format{path}")
+
+
+@ROUTES
+def test_both_ways_at_once(server: Site, route: str) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    refused(server.post(route, TEXT[route] | both), "response_format", "not both")
+    assert server.post(route, TEXT[route] | both | {"response_format": {"type": "text"}}).status_code == 200
+
+
+def test_the_engines_refusal_has_the_clients_name_for_it(server: Site) -> None:
+    def post(path: str, body: dict[str, Any]) -> Any:
+        server.llm.refuse = RequestError("structured_outputs.json cannot be used: so", field="structured_outputs.json")
+        return server.post(path, body | {"stream": True})
+
+    refused(post(GENERATE, generate({"json": {}})), "sampling_params.structured_outputs.json", "sampling_params.")
+    for route, body in TEXT.items():
+        refused(post(route, body | {"structured_outputs": {"json": {}}}), "structured_outputs.json")
+        refused(
+            post(route, body | {"response_format": {"type": "json_object"}}), "response_format", "response_format c"
+        )
+
+
+def test_names_of_the_past_are_refused_with_the_present_one(server: Site) -> None:
+    for name, value in (("guided_json", {}), ("guided_regex", "a"), ("guided_json_object", True)):
+        for route, body in TEXT.items():
+            refused(server.post(route, body | {name: value}), name, "use structured_outputs")
+            assert server.post(route, body | {name: None}).status_code == 200
+    body = {"token_ids": [5], "sampling_params": {"guided_decoding": {"regex": "a"}}}
+    refused(server.post(GENERATE, body), "sampling_params.guided_decoding", "use sampling_params.structured_outputs")
+
+
+def test_without_a_tokenizer_there_are_none() -> None:
+    server = site(tokens_only=True)
+    refused(server.post(GENERATE, generate({"regex": "a"})), "sampling_params.structured_outputs", "no tokenizer")
+
+
+def test_render_carries_them(server: Site) -> None:
+    answer = server.post(f"{CHAT}/render", TEXT[CHAT] | {"response_format": {"type": "json_object"}})
+    assert answer.json()["sampling_params"]["structured_outputs"] == {"json_object": True}
