@@ -190,6 +190,7 @@ def test_white_space_between_json_tokens() -> None:
         return made.complete
 
     assert takes(tight) and takes(spaced)
+    assert takes(f"[1,{' ' * 20}1]") and not takes(f"[1,{' ' * 21}1]")
     assert takes(tight, disable_any_whitespace=True) and not takes(spaced, disable_any_whitespace=True)
     assert takes(spaced, whitespace_pattern="[ ]{0,1}") and not takes("[1  ,1]", whitespace_pattern="[ ]{0,1}")
 

@@ -42,6 +42,7 @@ MEMORY = 2 << 30  # bytes of its address space
 NICENESS = 10  # of the compiling thread and process: steps go first
 NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there is none"
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
+WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end, a weak model finds none either
 SHOWN = 300  # characters of the library's complaint
 LIMITS: dict[str, Any] = {  # what one grammar may cost, in the library's units
     "initial_lexer_fuel": 1_000_000,
@@ -261,9 +262,8 @@ def _source(asked: StructuredOutputs) -> str:
     schema = asked.json if isinstance(asked.json, str) else '{"type":"object"}'
     if asked.disable_any_whitespace:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    if asked.whitespace_pattern is not None:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": asked.whitespace_pattern})
-    return LLMatcher.grammar_from_json_schema(schema)
+    white = WHITE if asked.whitespace_pattern is None else asked.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": white})
 
 
 def _literal(text: str) -> str:
