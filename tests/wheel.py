@@ -11,6 +11,7 @@ from pathlib import Path
 import tokserve
 from tokserve import _C, LLM, SamplingParams
 
+ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "linear_float8"}  # ops of cards
 QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     print(f"tokserve {tokserve.__version__}: {', '.join(_C.instruction_sets())}")
     for options in ({}, {"quantization": "int8"}):
         with LLM("demo", **options) as llm:
-            assert set(llm.ready.facts["ops"].values()) == {"cpp"}
+            assert {name for name, used in llm.ready.facts["ops"].items() if used != "cpp"} == ELSEWHERE
             text = llm.chat(QUESTION, SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text
             assert text == "85", text
     print("the demo model answers, in its own type and in int8")
