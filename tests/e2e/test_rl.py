@@ -152,7 +152,7 @@ def test_trl(lab: Lab) -> None:
 def test_skyrl(lab: Lab) -> None:
     """Pause, sleep, wake the weights, push them, wake the cache, reset with a JSON body, resume."""
     lab.post("/pause?mode=keep")
-    lab.post("/sleep?level=2")
+    lab.post("/sleep", {"level": 2, "tags": ["weights", "kv_cache"]})
     assert lab.server.get("/is_sleeping").json() == {"is_sleeping": True} and lab.state()["state"] == "sleeping"
     assert lab.server.post("/wake_up", None).status_code == 409
     lab.post("/wake_up?tags=weights")

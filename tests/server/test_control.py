@@ -22,6 +22,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/resume", None, "resume", {}),
     ("/sleep?level=2&mode=wait", None, "sleep", {"level": 2, "mode": "wait"}),
     ("/sleep", {"level": 0}, "sleep", {"level": 0, "mode": "abort"}),
+    ("/sleep", {"level": 2, "tags": ["weights"]}, "sleep", {"level": 2, "mode": "abort"}),  # SkyRL
     ("/wake_up", None, "wake_up", {"tags": None}),
     ("/wake_up?tags=weights&tags=kv_cache", None, "wake_up", {"tags": ["weights", "kv_cache"]}),
     ("/wake_up", {"tags": ["weights"]}, "wake_up", {"tags": ["weights"]}),
@@ -89,7 +90,8 @@ def test_what_the_routes_say() -> None:
 
 BAD = [
     ("/pause?clear_cache=perhaps", None, "clear_cache"), ("/pause", {"node": "keep"}, "node"),
-    ("/sleep?level=two", None, "level"), ("/wake_up", {"tags": "weights"}, "tags"),
+    ("/sleep?level=two", None, "level"), ("/sleep", {"tags": ["disk"]}, "tags[0]"),
+    ("/wake_up", {"tags": "weights"}, "tags"),
     ("/init_weight_transfer_engine", {}, "init_info"), ("/update_weights", {}, "update_info"),
     ("/update_weights", {"weight_dir": None}, "update_info"), ("/update_weights", {"update_info": []}, "update_info"),
     ("/update_weights", {"update_info": {}, "weight_dir": "w"}, "update_info"),

@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -39,10 +39,11 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to give back, and what becomes of requests."""
+    """What to give back, and what becomes of requests.  `tags` are SkyRL's, and mean nothing: the level says it all."""
 
     level: int = 1
     mode: str = "abort"
+    tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
 class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
