@@ -30,6 +30,7 @@ from tokserve.errors import StartError
 from tokserve.models import dummy
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow, StepPlan
+from tokserve.runner.graphs import Graphs
 from tokserve.runner.runner import Runner
 
 SHAPES = {
@@ -166,8 +167,8 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     prefill(runner, rows)
     prompt_rate = prefill(runner, rows)
     exact = decode(runner, rows, CONTEXT)
-    assert runner._graphs is not None
-    graph = runner._graphs._graphs[rows]
+    assert isinstance(runner._graphs, Graphs)
+    graph = runner._graphs._graphs[rows, False]
     with torch.inference_mode():
         replay = median_seconds(graph.replay)
     sampling, filtering = sampling_seconds(rows)

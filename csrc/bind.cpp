@@ -45,11 +45,24 @@ void set_threads(int n) {
 
 const Kernels& kernels() { return *chosen.load(std::memory_order_relaxed); }
 
+void Record::repeat() const {
+  nb::gil_scoped_release unlocked;
+  recording.repeating = true;
+  try {
+    for (const auto& call : calls_) call();
+  } catch (...) {
+    recording.repeating = false;
+    throw;
+  }
+  recording.repeating = false;
+}
+
 }  // namespace tokserve
 
 NB_MODULE(_C, m) {
   using namespace tokserve;
   chosen.store(runnable_kernels().front());
+  nanobind::set_leak_warnings(false);  // a record may live as long as the process
   m.def("use_tensors", use_tensors, nb::arg("type"), nb::arg("exchange"),
         "Read tensors of this type through its DLPack exchange table; to be called before any op.");
   m.def("instruction_sets", names, "Names of the kernels this machine runs, best first.");
@@ -57,6 +70,15 @@ NB_MODULE(_C, m) {
   m.def("select", choose, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
   m.def("set_threads", set_threads, nb::arg("n"), "Compute with n threads, the calling one included.");
   m.def("threads", [] { return pool().threads(); });
+  nb::class_<Record>(m, "Record", "Calls of ops in one thread, to be made again with the memory they had.")
+      .def(nb::init<>())
+      .def("begin", [](Record& record) {
+        require(!recording.into, "record", "this thread makes a record already");
+        recording.into = &record;
+      }, "Add what this thread calls from now on.")
+      .def("end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
+      .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.")
+      .def("__len__", &Record::size);
   bind_elementwise(m);
   bind_linear(m);
   bind_lora(m);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "pool.h"
+#include "record.h"
 #include "tensor.h"
 
 namespace tokserve {
@@ -13,14 +14,16 @@ const Kernels& kernels();
 
 // Calls f(begin, end) over [0, rows).  Work worth less than a thread's wake-up is done here and now, with the
 // interpreter lock held; more goes to the pool, without it.  `cost` is about nanoseconds of one core for one row.
+// Raises ValueError while a record is made, except in `perform`: the record would lack the call.
 template <class F>
 void over_rows(int64_t rows, double cost, F&& f) {
   constexpr double worth = 15000.0;
+  require(!recording.into || recording.performing, "record", "an op that cannot be recorded was called");
   if (rows * cost < worth) {
     if (rows > 0) f(int64_t{0}, rows);
     return;
   }
-  nanobind::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   const int64_t pieces = std::min<int64_t>(rows, pool().threads() == 1 ? 1 : pool().threads() * 4);
   parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
 }
@@ -36,9 +39,6 @@ inline Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind,
   require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
   return c;
 }
-
-// Weights that decoding streams through; defined beside linear's packing.
-void advise_huge_pages(void* memory, int64_t bytes);
 
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);

@@ -20,24 +20,36 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   const int64_t tokens = k.size(0);
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t* slot = slots.data<int64_t>();
-  for (int64_t t = 0; t < tokens; t++) require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
   const StoreArgs a{dtype, k.data<void>(), v.data<void>(), k_cache.data<void>(), v_cache.data<void>(), slot,
                     k.stride(0), v.stride(0), c.kv_heads, c.page, c.dim};
-  over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+  perform([=] {
+    for (int64_t t = 0; t < tokens; t++) require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
+    over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+  });
 }
 
+// What a batch's rows are.
+struct AttentionRows {
+  int64_t rows, tokens;
+  const int32_t* start;   // [rows + 1]
+  const int32_t* lens;    // [rows]
+  const int32_t* tables;  // [rows][width], `stride` apart
+  int64_t width, stride;
+};
+
 // Cuts the rows into tiles, without kv_head; returns about how many ns of one core they cost.
-double cut(const AttentionArgs& a, const Caches& c, const Tensor& tables, const int32_t* start, const int32_t* lens,
-           int64_t rows, std::vector<AttentionTile>& tiles) {
+double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, std::vector<AttentionTile>& tiles) {
   const char* op = "paged_attention";
+  const int32_t *start = batch.start, *lens = batch.lens;
+  require(start[0] == 0 && start[batch.rows] == batch.tokens, op, "query_start must go from 0 to T");
   const int64_t group = a.heads / a.kv_heads, most_queries = std::max<int64_t>(1, kQueryRows / group);
   double cost = 0;
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t r = 0; r < batch.rows; r++) {
     const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
     require(queries >= 0 && first >= 0, op, "a row has more queries than positions");
     if (queries == 0) continue;
-    require(lens[r] <= tables.size(1) * c.page, op, "a row is longer than its block table");
-    const int32_t* pages = tables.data<int32_t>() + r * tables.stride(0);
+    require(lens[r] <= batch.width * c.page, op, "a row is longer than its block table");
+    const int32_t* pages = batch.tables + r * batch.stride;
     const auto first_key = [&](int64_t position) { return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0; };
     for (int64_t i = first_key(first) / c.page; i <= (lens[r] - 1) / c.page; i++) {
       require(pages[i] >= 0 && pages[i] < c.blocks, op, "a page is outside the cache");
@@ -121,15 +133,16 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
   require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
   require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
-  const int32_t* first = start.data<int32_t>();
-  require(first[0] == 0 && first[rows] == tokens, op, "query_start must go from 0 to T");
+  const AttentionRows batch{rows, tokens, start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(), tables.size(1), tables.stride(0)};
   const AttentionArgs a{dtype, q.data<void>(), k_cache.data<void>(), v_cache.data<void>(), out.data<void>(), q.stride(0),
                         heads, c.kv_heads, c.page, c.dim, scale, window};
-  std::vector<AttentionTile> tiles;
-  const double cost = cut(a, c, tables, first, lens.data<int32_t>(), rows, tiles);
-  if (cost < 15000.0) return attend(a, tiles, false);
-  nb::gil_scoped_release unlocked;
-  attend(a, tiles, pool().threads() > 1);
+  perform([=] {
+    std::vector<AttentionTile> tiles;
+    const double cost = cut(a, c, batch, tiles);
+    if (cost < 15000.0) return attend(a, tiles, false);
+    const Unlocked unlocked;
+    attend(a, tiles, pool().threads() > 1);
+  });
 }
 
 }  // namespace

@@ -30,16 +30,20 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
                    sum ? sum->data<void>() : nullptr,
                    width,
                    eps};
-  over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
+  perform([=] {
+    over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
+  });
 }
 
-void gated(const char* op, void (*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x, const Tensor& out) {
+void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x, const Tensor& out) {
   const DType dtype = float_type(x, op);
   require(x.ndim() == 2 && x.dense() && x.size(1) % 2 == 0, op, "x must be contiguous [T,2I]");
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   require(out, x.kind(), {rows, width}, op, "out must be [T,I] of x's dtype");
   const GatedArgs a{dtype, x.data<void>(), out.data<void>(), width};
-  over_rows(rows, 10 + 0.8 * width, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  perform([=] {
+    over_rows(rows, 10 + 0.8 * width, [&](int64_t begin, int64_t end) { (kernels().*kernel)(a, begin, end); });
+  });
 }
 
 void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& positions, const Tensor& q_out,
@@ -82,15 +86,18 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
   require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t *at = positions.data<int64_t>(), *slot = slots.data<int64_t>();
-  for (int64_t t = 0; t < tokens; t++) {
-    require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
-    require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
-  }
   const QkvArgs a{dtype, weight_dtype, qkv.data<void>(), q_weight ? q_weight->data<void>() : nullptr,
                   k_weight ? k_weight->data<void>() : nullptr, q_out.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
                   table.data<float>(), at, slot, heads, c.kv_heads, c.dim, table.size(1), c.page, eps};
-  over_rows(tokens, 20 + (heads + c.kv_heads) * (10 + 0.6 * c.dim),
-            [&](int64_t begin, int64_t end) { kernels().norm_rope_store(a, begin, end, thread_scratch(c.dim * qkv.item())); });
+  const int64_t scratch = c.dim * qkv.item();
+  perform([=] {
+    for (int64_t t = 0; t < tokens; t++) {
+      require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
+      require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
+    }
+    over_rows(tokens, 20 + (heads + c.kv_heads) * (10 + 0.6 * c.dim),
+              [&](int64_t begin, int64_t end) { kernels().norm_rope_store(a, begin, end, thread_scratch(scratch)); });
+  });
 }
 
 }  // namespace
@@ -98,8 +105,8 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
 void bind_elementwise(nb::module_& m) {
   m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
         nb::arg("sum").none());
-  m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", kernels().silu_mul, x, out); });
-  m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", kernels().gelu_mul, x, out); });
+  m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", &Kernels::silu_mul, x, out); });
+  m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", &Kernels::gelu_mul, x, out); });
   m.def("rope", rope);
   m.def("norm_rope_store", norm_rope_store, nb::arg("qkv"), nb::arg("q_weight").none(), nb::arg("k_weight").none(),
         nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slot_mapping"),

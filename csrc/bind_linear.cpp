@@ -3,27 +3,12 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "bind.h"
 
 namespace nb = nanobind;
 
 namespace tokserve {
-
-// Reading a weight is what decoding waits for: huge pages spare it most address translations.
-void advise_huge_pages(void* memory, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t huge = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + huge - 1) / huge * huge;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / huge * huge;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: may be refused
-#else
-  (void)memory, (void)bytes;
-#endif
-}
 
 namespace {
 
@@ -88,7 +73,6 @@ void pack(const Tensor& weight, const Tensor& packed, bool gated) {
   const int64_t panels = panels_of(weight.size(0) / (gated ? 2 : 1), gated);
   require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op, "packed has the wrong size or dtype");
   nb::gil_scoped_release unlocked;
-  advise_huge_pages(packed.data<void>(), packed.elements() * packed.item());
   if (weight.item() == 2) pack_panels<uint16_t>(weight, packed, gated, pairs ? 2 : 1);
   else pack_panels<uint32_t>(weight, packed, gated, 1);
 }
@@ -103,12 +87,11 @@ void unpack_row(const T* panel, int64_t row, int64_t k, int64_t depth, T* out) {
 }
 
 template <class T>
-void unpack_rows(const Tensor& ids, const Tensor& packed, const Tensor& out, int64_t depth) {
-  const int64_t k = out.size(1), size = packed_size(1, k, depth == 2);
-  const int64_t* id = ids.data<int64_t>();
-  over_rows(ids.size(0), 50 + 3.0 * k, [&](int64_t begin, int64_t end) {
+void unpack_rows(const int64_t* ids, int64_t count, const T* packed, int64_t k, int64_t depth, T* out) {
+  const int64_t size = packed_size(1, k, depth == 2);
+  over_rows(count, 50 + 3.0 * k, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
-      unpack_row(packed.data<T>() + id[t] / kPanel * size, id[t] % kPanel, k, depth, out.data<T>() + t * k);
+      unpack_row(packed + ids[t] / kPanel * size, ids[t] % kPanel, k, depth, out + t * k);
     }
   });
 }
@@ -118,12 +101,38 @@ void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor&
   float_type(packed, op);
   require(ids, Kind::i64, {-1}, op, "ids must be int64 [T]");
   require(out, packed.kind(), {ids.size(0), -1}, op, "out must be [T,K] of the weight's dtype");
-  const bool pairs = packed.kind() == Kind::bf16;
-  require(packed, packed.kind(), {packed_size(panels_of(n, false), out.size(1), pairs)}, op, "the weight was packed for another shape");
+  const bool pairs = packed.kind() == Kind::bf16, words = packed.item() == 2;
+  const int64_t count = ids.size(0), k = out.size(1);
+  require(packed, packed.kind(), {packed_size(panels_of(n, false), k, pairs)}, op, "the weight was packed for another shape");
   const int64_t* id = ids.data<int64_t>();
-  for (int64_t t = 0; t < ids.size(0); t++) require(id[t] >= 0 && id[t] < n, op, "an id is outside the weight's rows");
-  if (packed.item() == 2) unpack_rows<uint16_t>(ids, packed, out, pairs ? 2 : 1);
-  else unpack_rows<uint32_t>(ids, packed, out, 1);
+  const void* from = packed.data<void>();
+  void* to = out.data<void>();
+  perform([=] {
+    for (int64_t t = 0; t < count; t++) require(id[t] >= 0 && id[t] < n, op, "an id is outside the weight's rows");
+    if (words) unpack_rows(id, count, static_cast<const uint16_t*>(from), k, pairs ? 2 : 1, static_cast<uint16_t*>(to));
+    else unpack_rows(id, count, static_cast<const uint32_t*>(from), k, 1, static_cast<uint32_t*>(to));
+  });
+}
+
+// The product, here or in all threads.
+void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
+  const Kernels& kernel = kernels();
+  const int64_t scratch = kernel.linear_scratch(a);
+  const double cost = static_cast<double>(sums) * a.k * std::max(0.04, 0.005 * a.m);  // ns of one core, about
+  if (cost < 6000.0 || pool().threads() == 1) {
+    const Unlocked unlocked(cost > 20000.0);
+    for (int64_t row = 0; row < a.m; row += kRowBlock) kernel.linear(a, row, 0, panels, thread_scratch(scratch));
+    return;
+  }
+  const Unlocked unlocked;
+  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
+  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
+  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
+  const int64_t pieces = std::min(panels, wanted);
+  parallel(blocks * pieces, [&](int64_t i) {
+    const int64_t block = i / pieces, piece = i % pieces;
+    kernel.linear(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces, thread_scratch(scratch));
+  });
 }
 
 Gate gate_of(const std::optional<std::string>& activation) {
@@ -147,24 +156,7 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   const LinearArgs a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
                      out.data<void>(), m, n, k, x.stride(0)};
   if (m == 0 || n == 0) return;
-  const Kernels& kernel = kernels();
-  const int64_t scratch = kernel.linear_scratch(a);
-  const double cost = static_cast<double>(sums) * k * std::max(0.04, 0.005 * m);  // ns of one core, about
-  if (cost < 6000.0 || pool().threads() == 1) {
-    std::optional<nb::gil_scoped_release> unlocked;
-    if (cost > 20000.0) unlocked.emplace();
-    for (int64_t row = 0; row < m; row += kRowBlock) kernel.linear(a, row, 0, panels, thread_scratch(scratch));
-    return;
-  }
-  nb::gil_scoped_release unlocked;
-  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
-  const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
-  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
-  const int64_t pieces = std::min(panels, wanted);
-  parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i / pieces, piece = i % pieces;
-    kernel.linear(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces, thread_scratch(scratch));
-  });
+  perform([=] { multiply(a, panels, sums); });
 }
 
 }  // namespace

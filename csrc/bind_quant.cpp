@@ -24,8 +24,9 @@ void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) 
   require(values, Kind::i8, {x.size(0), x.size(1)}, op, "values must be int8 [T,K]");
   require(scales, Kind::f32, {x.size(0)}, op, "scales must be float32 [T]");
   const QuantizeArgs a{dtype, x.data<void>(), values.data<int8_t>(), scales.data<float>(), x.size(1), x.stride(0)};
-  over_rows(x.size(0), 0.15 * static_cast<double>(x.size(1)), [&](int64_t begin, int64_t end) {
-    kernels().quantize_rows(a, begin, end);
+  const int64_t rows = x.size(0);
+  perform([=] {
+    over_rows(rows, 0.15 * static_cast<double>(a.k), [&](int64_t begin, int64_t end) { kernels().quantize_rows(a, begin, end); });
   });
 }
 
@@ -52,13 +53,40 @@ void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales) {
   require(packed, Kind::u8, {packed_int8_size(n, k)}, op, "packed has the wrong size or dtype");
   require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
   nb::gil_scoped_release unlocked;
-  advise_huge_pages(packed.data<void>(), packed.elements());
   parallel(panels_of(n), [&](int64_t i) {
     const int64_t first = i * kPanel, rows = std::min(kPanel, n - first);
     int8_t* values = reinterpret_cast<int8_t*>(thread_scratch(rows * k));
     const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
     kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
     pack_panel(values, rows, k, packed.data<uint8_t>() + i * packed_int8_size(kPanel, k));
+  });
+}
+
+// The product, here or in all threads.
+void multiply(Int8Args a) {
+  const Kernels& kernel = kernels();
+  const int64_t m = a.m, panels = panels_of(a.n), blocks = (m + kRowBlock - 1) / kRowBlock;
+  a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
+  const double cost = static_cast<double>(a.n) * a.k * std::max(0.02, 0.0025 * m);  // ns of one core, about
+  if (cost < 6000.0 || pool().threads() == 1) {
+    const Unlocked unlocked(cost > 20000.0);
+    kernel.int8_rows(a, 0, m);
+    for (int64_t row = 0; row < m; row += kRowBlock) kernel.linear_int8(a, row, 0, panels);
+    return;
+  }
+  const Unlocked unlocked;
+  if (m * a.k < 100000) {
+    kernel.int8_rows(a, 0, m);
+  } else {
+    const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
+    parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
+  }
+  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
+  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
+  const int64_t pieces = std::min(panels, wanted);
+  parallel(blocks * pieces, [&](int64_t i) {
+    const int64_t block = i / pieces, piece = i % pieces;
+    kernel.linear_int8(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
   });
 }
 
@@ -75,33 +103,9 @@ void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, co
   require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
   if (bias) require(*bias, x.kind(), {n}, op, "bias must be [N] of x's dtype");
   if (m == 0 || n == 0) return;
-  Int8Args a{dtype,      float_type(out, op), x.data<void>(), packed.data<uint8_t>(), scales.data<float>(), bias ? bias->data<void>() : nullptr,
-             out.data<void>(), m,             n,              k,                      x.stride(0),          nullptr};
-  const Kernels& kernel = kernels();
-  a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
-  const double cost = static_cast<double>(n) * k * std::max(0.02, 0.0025 * m);  // ns of one core, about
-  const int64_t panels = panels_of(n), blocks = (m + kRowBlock - 1) / kRowBlock;
-  if (cost < 6000.0 || pool().threads() == 1) {
-    std::optional<nb::gil_scoped_release> unlocked;
-    if (cost > 20000.0) unlocked.emplace();
-    kernel.int8_rows(a, 0, m);
-    for (int64_t row = 0; row < m; row += kRowBlock) kernel.linear_int8(a, row, 0, panels);
-    return;
-  }
-  nb::gil_scoped_release unlocked;
-  if (m * k < 100000) {
-    kernel.int8_rows(a, 0, m);
-  } else {
-    const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
-    parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
-  }
-  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
-  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
-  const int64_t pieces = std::min(panels, wanted);
-  parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i / pieces, piece = i % pieces;
-    kernel.linear_int8(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
-  });
+  const Int8Args a{dtype, float_type(out, op), x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
+                   bias ? bias->data<void>() : nullptr, out.data<void>(), m, n, k, x.stride(0), nullptr};
+  perform([=] { multiply(a); });
 }
 
 }  // namespace

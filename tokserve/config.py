@@ -150,7 +150,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         about("On a GPU, matrix products whose bits do not depend on the batch; off: cuBLAS. A CPU is always exact."),
     ] = True
-    enforce_eager: Annotated[bool, about("Launch every decode step anew instead of repeating CUDA graphs.")] = False
+    enforce_eager: Annotated[
+        bool, about("Run every decode step op by op, instead of repeating a recorded one (on a GPU: a CUDA graph).")
+    ] = False
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
     ] = None

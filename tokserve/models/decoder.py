@@ -89,6 +89,11 @@ class Decoder:
         found |= under("model.norm", self.norm.parameters())
         return found if self.spec.tied else found | self.head.parameters()
 
+    def row_bytes(self) -> int:
+        """What a row takes, from its token to its logits, at most."""
+        spec = self.spec
+        return 4 * (spec.vocab + 8 * (spec.hidden + (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.inner))
+
     def projections(self) -> dict[str, tuple[Linear, str]]:
         """The linear layers of the blocks, each with the shard it is: what an adapter can add to, by its name in
         Hugging Face models."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import attention, elementwise, quant, sampling
+from tokserve.ops.arena import Arena
 from tokserve.ops.linear import PackedWeight
 from tokserve.ops.linear import embedding as embedding_op
 from tokserve.ops.linear import gated_linear as gated_linear_op
@@ -29,6 +30,8 @@ if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
 _C.use_tensors(Tensor, Tensor.__dlpack_c_exchange_api__)
 _C.set_threads(torch.get_num_threads())
 atexit.register(_C.set_threads, 1)
+
+_weights = Arena()
 
 
 def set_threads(count: int) -> None:
@@ -87,7 +90,8 @@ def pack_gated(weight: Tensor) -> PackedWeight:
 def _packed(weight: Tensor, gated: bool) -> PackedWeight:
     rows, columns = weight.shape
     outputs = rows // 2 if gated else rows
-    packed = weight.new_empty(_C.packed_size(outputs, columns, weight.dtype == torch.bfloat16, gated))
+    size = _C.packed_size(outputs, columns, weight.dtype == torch.bfloat16, gated)
+    packed = _weights.empty(size, weight.dtype)
     _C.pack_linear(weight, packed, gated)
     return PackedWeight(rows, columns, weight.dtype, packed)
 
@@ -155,7 +159,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack_linear_int8(weight: Tensor) -> PackedInt8:
     """In panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
     rows, columns = weight.shape
-    packed, scales = torch.empty(_C.packed_int8_size(rows, columns), dtype=torch.uint8), torch.empty(rows)
+    packed, scales = _weights.empty(_C.packed_int8_size(rows, columns), torch.uint8), torch.empty(rows)
     _C.pack_linear_int8(weight, packed, scales)
     return PackedInt8(rows, columns, packed, scales)
 

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from tokserve.device import Device
@@ -33,16 +32,22 @@ def spare_rows(most: int) -> int:
     return sum(buckets(most)) - most
 
 
+def decodes(plan: StepPlan) -> bool:
+    """Whether each row computes one token and draws one."""
+    return bool(plan.samples.all() and (plan.num_tokens == 1).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A recorded step of `batch`, whose tensors are filled in before each run."""
 
+    slots: StagedSlots
     batch: ForwardBatch
     replay: Callable[[], Tensor]  # logits of all rows [rows, V], good until the next run of any graph
 
-    def run(self, slots: StagedSlots, plan: StepPlan) -> Tensor:
+    def run(self, plan: StepPlan) -> Tensor:
         """Logits [R, V] of the plan's rows."""
-        slots.build(plan, self.batch.kv, self.batch)
+        self.slots.build(plan, self.batch.kv, self.batch)
         return self.replay()[: len(plan.slots)]
 
 
@@ -63,12 +68,12 @@ class Graphs:
         for size in reversed(self.sizes):
             for adapted in (True, False) if adapters else (False,):
                 batch = slots.blank(size, kv, adapters=adapted)
-                self._graphs[size, adapted] = Graph(batch, device.capture(_bound(step, batch), pool))
+                self._graphs[size, adapted] = Graph(slots, batch, device.capture(_bound(step, batch), pool))
 
     def fitting(self, plan: StepPlan) -> Graph | None:
         """The graph for this plan, if it is a decode step of all its rows."""
         rows = len(plan.slots)
-        if rows > self.sizes[-1] or not plan.samples.all() or np.any(plan.num_tokens != 1):
+        if rows > self.sizes[-1] or not decodes(plan):
             return None
         return self._graphs[self.sizes[bisect_left(self.sizes, rows)], self._slots.has_adapters(plan)]
 

@@ -40,6 +40,7 @@ from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs, spare_rows
 from tokserve.runner.logits import Rows
 from tokserve.runner.lora import LoraTables
+from tokserve.runner.records import Records
 from tokserve.runner.sampler import Drawing, Sampler, join
 from tokserve.runner.slots import Int64, Slots
 from tokserve.runner.staging import StagedSlots
@@ -83,7 +84,7 @@ class Runner:
         self._lora_config = lora or LoraConfig()
         self._lora: LoraTables | None = None
         self._no_autograd = torch.inference_mode()
-        self._graphs: Graphs | None = None
+        self._graphs: Graphs | Records | None = None
         self._has_weights = True
         self._flights: deque[tuple[Flight, Int64]] = deque()  # not in the host's table yet, with their generations
 
@@ -197,17 +198,21 @@ class Runner:
         return one + other + graphs
 
     def _record(self) -> None:
-        """Graphs of the decode steps, where the device has them and they are wanted."""
-        if self._device.staged and not self._runtime_config.enforce_eager:
-            most = self._scheduler_config.max_num_seqs
-            step, adapted = self._decode_logits, self._lora is not None
-            try:
-                self._graphs = Graphs(self._device, self._staged, self._kv, most, step, adapters=adapted)
-            except torch.OutOfMemoryError as error:
-                raise StartError(
-                    f"no memory is left to record graphs of up to {most} rows; lower --gpu-memory-utilization or "
-                    "--max-num-seqs, or give --enforce-eager"
-                ) from error
+        """Decode steps to be repeated, where that is wanted."""
+        if self._runtime_config.enforce_eager:
+            return
+        step, adapted = self._decode_logits, self._lora is not None
+        if not self._device.staged:
+            self._graphs = Records(self._slots, self._kv, step, self._model.row_bytes())
+            return
+        most = self._scheduler_config.max_num_seqs
+        try:
+            self._graphs = Graphs(self._device, self._staged, self._kv, most, step, adapters=adapted)
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"no memory is left to record graphs of up to {most} rows; lower --gpu-memory-utilization or "
+                "--max-num-seqs, or give --enforce-eager"
+            ) from error
 
     def _is_exact(self) -> bool:
         """Whether rows stand alone: asked of the kernels, where they are not the CPU's own."""
@@ -260,7 +265,7 @@ class Runner:
         logits: Tensor | None
         prompt_logprobs: dict[int, LogprobRows] = {}
         if graph is not None:
-            logits = graph.run(self._staged, plan)
+            logits = graph.run(plan)
         else:
             batch = self._slots.build(plan, self._kv)
             batch.ends = None if self._sampler.scoring else self._slots.ends(plan, batch)

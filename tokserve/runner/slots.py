@@ -103,8 +103,20 @@ class Slots:
     def keep(self, token_ids: Tensor) -> None:
         """Tokens drawn for the step's rows; here `learn` is soon enough."""
 
-    def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
-        """The plan's tokens as one batch."""
+    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
+        """A batch of `rows` decode rows without adapters, for `build` to fill again and again."""
+        return ForwardBatch(
+            input_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.zeros(rows, dtype=torch.int64),
+            query_start=torch.arange(rows + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(rows, dtype=torch.int32),
+            block_tables=torch.zeros(rows, self.blocks.shape[1], dtype=torch.int32),
+            slot_mapping=torch.zeros(rows, dtype=torch.int64),
+            kv=kv,
+        )
+
+    def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]], into: ForwardBatch | None = None) -> ForwardBatch:
+        """The plan's tokens as one batch; `into`: fill this one, which has as many rows, one token each."""
         slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
         rows = len(slots)
         if np.count_nonzero(counts == 1) == rows:  # decode only
@@ -118,13 +130,22 @@ class Slots:
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
+        input_ids = self.tokens[owner, positions]  # [T]
+        slot_mapping = self.blocks[owner, pages] * np.int64(self.block_size) + offsets  # [T]
+        if into is not None:
+            into.input_ids.numpy()[:] = input_ids
+            into.positions.numpy()[:] = positions
+            into.seq_lens.numpy()[:] = seq_lens
+            into.block_tables.numpy()[:, :width] = self.blocks[slots, :width]
+            into.slot_mapping.numpy()[:] = slot_mapping
+            return into
         return ForwardBatch(
-            input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
             positions=torch.from_numpy(positions),  # [T]
             query_start=torch.from_numpy(query_start),  # [R + 1]
             seq_lens=torch.from_numpy(seq_lens),  # [R]
             block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
-            slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
+            slot_mapping=torch.from_numpy(slot_mapping),
             kv=kv,
             adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
         )

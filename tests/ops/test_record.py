@@ -1,0 +1,160 @@
+"""Recorded functions of ops: repeated, they do to new contents what the function itself does; or they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.ops.record import Memory, Unrecordable, record
+from tokserve.ops.registry import load_extension
+
+pytestmark = pytest.mark.skipif(load_extension("cpu") is not None, reason="there are no compiled ops")
+
+HEADS, KV_HEADS, DIM, HIDDEN, PAGE, BLOCKS, VOCAB = 4, 2, 32, 96, 16, 8, 200
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def bound(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The compiled ops, on one and on two threads."""
+    ops.bind("cpu", threads=request.param)
+    yield
+    ops.bind("cpu", {"*": "torch"}, threads=1)
+
+
+class Layer:
+    """All that a model does with a row, on tensors that stay where they are; `fill` gives them other contents."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, *, int8: bool) -> None:
+        def weight(*shape: int) -> Tensor:
+            return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
+
+        self.rows, self.int8 = rows, int8
+        pack = ops.pack_linear_int8 if int8 else ops.pack_linear
+        self.embed = ops.pack_linear(weight(VOCAB, HIDDEN))
+        self.qkv, self.out = pack(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)), pack(weight(HIDDEN, HEADS * DIM))
+        self.gate_up = ops.pack_gated(weight(2 * HIDDEN, HIDDEN))
+        self.norm, self.head_norm, self.bias = weight(HIDDEN), weight(DIM), weight(HIDDEN)
+        self.table = torch.randn(PAGE * BLOCKS, DIM)
+        self.keys, self.values = (torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM, dtype=dtype) for _ in range(2))
+        self.ids, self.positions, self.places = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        self.starts, self.lens = torch.arange(rows + 1, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+        self.tables = torch.arange(rows * 4, dtype=torch.int32).view(rows, 4) % BLOCKS
+
+    def fill(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.ids.random_(VOCAB)
+        self.positions.random_(PAGE * 4)
+        self.lens.copy_(self.positions + 1)
+        self.tables.random_(BLOCKS)
+        pages = self.tables.gather(1, self.positions[:, None] // PAGE)[:, 0]
+        self.places.copy_(pages * PAGE + self.positions % PAGE)
+        self.keys.normal_()
+        self.values.normal_()
+
+    def linear(self, x: Tensor, packed: object, bias: Tensor | None = None) -> Tensor:
+        return ops.linear_int8(x, packed, bias) if self.int8 else ops.linear(x, packed, bias)
+
+    def __call__(self) -> Tensor:
+        residual = ops.embedding(self.ids, self.embed)
+        x = ops.rms_norm(residual, self.norm, 1e-5)
+        q = ops.norm_rope_store(
+            self.linear(x, self.qkv), self.head_norm, self.head_norm, 1e-5, self.table, self.positions,
+            self.keys, self.values, self.places,
+        )  # fmt: skip
+        mixed = ops.paged_attention(q, self.keys, self.values, self.tables, self.starts, self.lens, 0.2, 0)
+        x = self.linear(mixed.view(self.rows, HEADS * DIM), self.out, self.bias)
+        x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)
+        x, _ = ops.add_rms_norm(ops.gated_linear(x, self.gate_up, None, "silu"), residual, self.norm, 1e-5)
+        return ops.linear(x, self.embed, None, torch.float32)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_repetition_is_the_function(rows: int, dtype: torch.dtype, int8: bool) -> None:
+    layer = Layer(rows, dtype, int8=int8)
+    layer.fill(0)
+    found, repeat = record(layer, Memory(1 << 20))
+    assert torch.equal(found, layer())
+    for seed in (1, 2):
+        layer.fill(seed)
+        repeat()
+        kept = found.clone(), layer.keys.clone(), layer.values.clone()
+        layer.fill(seed)
+        assert torch.equal(kept[0], layer())
+        assert torch.equal(kept[1], layer.keys) and torch.equal(kept[2], layer.values)
+
+
+def test_records_of_several_functions_share_memory_one_after_the_other() -> None:
+    memory = Memory(1 << 20)
+    layers = [Layer(rows, torch.float32, int8=False) for rows in (3, 1, 8)]
+    recorded = []
+    for layer in layers:
+        layer.fill(0)
+        recorded.append(record(layer, memory))
+    for seed in (1, 2):
+        for layer, (found, repeat) in zip(layers, recorded, strict=True):
+            layer.fill(seed)
+            repeat()
+            kept = found.clone()
+            layer.fill(seed)
+            assert torch.equal(kept, layer())
+
+
+def test_what_a_layer_made_is_made_again_in_the_same_place() -> None:
+    x, weight = torch.randn(4, 64), torch.randn(64)
+
+    def deep(layers: int) -> Callable[[], Tensor]:
+        def function() -> Tensor:
+            y = x
+            for _ in range(layers):
+                y = ops.rms_norm(y, weight, 1e-5).view(64, 4).view(4, 64)
+            return y
+
+        return function
+
+    memory = Memory(3 * x.nbytes)  # a layer's input, its output, and one to spare
+    found, repeat = record(deep(50), memory)
+    x.normal_()
+    repeat()
+    assert torch.equal(found, deep(50)())
+
+
+@pytest.mark.parametrize("what", ["torch", "op", "memory"])
+def test_what_cannot_be_recorded_is_refused_and_leaves_nothing_behind(what: str) -> None:
+    layer = Layer(2, torch.float32, int8=False)
+    layer.fill(0)
+    rows, greedy = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "torch": lambda: layer() * 2,
+        "op": lambda: ops.sample(layer(), rows, rows, greedy),
+        "memory": layer,
+    }
+    reason = {"torch": "torch's mul", "op": "an op that cannot be recorded", "memory": "more than 1000 bytes"}
+    with pytest.raises(Unrecordable, match=reason[what]):
+        record(functions[what], Memory(1000 if what == "memory" else 1 << 20))
+    expected = functions[what]()
+    assert torch.equal(functions[what](), expected)
+    found, _ = record(layer, Memory(1 << 20))
+    assert torch.equal(found, layer())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ids", VOCAB), ("positions", -1), ("places", BLOCKS * PAGE), ("lens", 65)]
+)
+def test_contents_are_checked_at_each_repetition(name: str, value: int) -> None:
+    layer = Layer(3, torch.float32, int8=False)
+    layer.fill(0)
+    found, repeat = record(layer, Memory(1 << 20))
+    getattr(layer, name)[1] = value
+    with pytest.raises(ValueError, match=r"outside|longer"):
+        repeat()
+    layer.fill(3)
+    repeat()
+    kept = found.clone()
+    layer.fill(3)
+    assert torch.equal(kept, layer())

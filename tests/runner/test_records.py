@@ -1,0 +1,74 @@
+"""Recorded decode steps give the bits of steps run op by op, through all that changes what a step reads."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runner.drive import Driver, make_runner
+from tests.runner.test_runner import jobs, outcomes
+from tokserve.models.dummy import tiny_config
+from tokserve.ops.registry import load_extension
+from tokserve.runner.records import MOST_ROWS, Records
+from tokserve.runner.runner import Runner
+
+pytestmark = pytest.mark.skipif(load_extension("cpu") is not None, reason="there are no compiled ops")
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {"dtype": "bfloat16"}),
+    ("qwen2", {"dtype": "float32", "quantization": "int8"}),
+    ("mistral", {"dtype": "bfloat16", "quantization": "int8", "quantize_lm_head": True, "cpu_threads": 2}),
+    ("llama", {"dtype": "float32", "block_size": 8}),
+]
+
+
+def recorded(runner: Runner) -> list[int]:
+    """The numbers of rows whose steps are."""
+    assert isinstance(runner._graphs, Records)
+    return runner._graphs.sizes
+
+
+def run(runner: Runner, facts: Any, seed: int) -> list[Any]:
+    """What comes of the requests, which join and leave by chance, so that all numbers of rows occur."""
+    driver = Driver(runner, facts, seed=seed)
+    rng = random.Random(seed)
+    return outcomes(driver.run(jobs(), chunk=rng.choice([7, 16, 1000]), preempt_after={3: 2, 8: 4, 11: 1}))
+
+
+@pytest.mark.parametrize(("family", "options"), OPTIONS, ids=[family for family, _ in OPTIONS])
+def test_recorded_steps_have_the_bits_of_steps_run_op_by_op(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    runner, facts = make_runner(tmp_path / "model", tiny_config(family), **options)
+    eager, facts_eager = make_runner(tmp_path / "model", tiny_config(family), enforce_eager=True, **options)
+    assert eager._graphs is None
+    expected = run(eager, facts_eager, 0)
+    for seed in (1, 2):
+        assert run(runner, facts, seed) == expected
+    assert len(recorded(runner)) >= 3
+    runner.call("release", {"tags": ["kv_cache"]})
+    runner.call("restore", {"tags": ["kv_cache"]})
+    assert recorded(runner) == []
+    assert run(runner, facts, 4) == expected
+
+
+def test_what_torch_computes_is_run_op_by_op(tmp_path: Path) -> None:
+    """A head of another type converts its input."""
+    options = {"dtype": "bfloat16", "head_dtype": "float32"}
+    runner, facts = make_runner(tmp_path / "model", tiny_config("llama"), **options)
+    eager, facts_eager = make_runner(tmp_path / "model", tiny_config("llama"), enforce_eager=True, **options)
+    assert run(runner, facts, 1) == run(eager, facts_eager, 1)
+    assert recorded(runner) == []
+
+
+def test_many_rows_are_run_op_by_op(tmp_path: Path) -> None:
+    runner, facts = make_runner(tmp_path / "model", tiny_config("qwen3"), max_num_seqs=MOST_ROWS + 1)
+    wide = [job.fresh() for job in jobs() for _ in range(4)][: MOST_ROWS + 1]
+    assert (
+        outcomes(Driver(runner, facts, MOST_ROWS + 1).run(wide))
+        == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MOST_ROWS + 1]
+    )
+    assert max(recorded(runner)) <= MOST_ROWS

@@ -1,0 +1,80 @@
+"""Decode steps of the CPU, recorded when they first come: as many graphs as there are numbers of rows.
+
+What the interpreter and torch take per op and layer is spent once; a repeated step is one call.  Rows do not touch
+each other and a repeated op is the same op, so bits are those of a step that is not recorded.  Knows nothing of
+sampling: what is recorded ends with the logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tokserve.layers.batch import ForwardBatch
+from tokserve.ops.record import Memory, Unrecordable, record
+from tokserve.plan import StepPlan
+from tokserve.runner.graphs import decodes
+from tokserve.runner.slots import Slots
+
+MOST_ROWS = 64  # of more rows the interpreter's share is small, and their logits are large
+
+logger = logging.getLogger(__name__)
+
+Pages = list[tuple[Tensor, Tensor]]
+Step = Callable[[ForwardBatch], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step of `batch`, whose tensors are filled in before each repetition."""
+
+    batch: ForwardBatch
+    logits: Tensor  # [rows, V], good until the next step
+    repeat: Callable[[], None]
+
+
+class Records:
+    """As `Graphs`, for a device without memory of its own.  `row_bytes`: what a row of a step takes at most."""
+
+    def __init__(self, slots: Slots, kv: Pages, step: Step, row_bytes: int) -> None:
+        self._slots = slots
+        self._kv = kv
+        self._step = step
+        self._memory = Memory(MOST_ROWS * row_bytes)
+        self._recorded: dict[int, Recorded] = {}  # by number of rows
+        self._possible = True
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that are recorded."""
+        return sorted(self._recorded)
+
+    def fitting(self, plan: StepPlan) -> Records | None:
+        """This, if the plan is a decode step that can be recorded."""
+        fits = self._possible and len(plan.slots) <= MOST_ROWS and decodes(plan) and not self._slots.has_adapters(plan)
+        return self if fits else None
+
+    def run(self, plan: StepPlan) -> Tensor:
+        """Logits [R, V] of the plan's rows."""
+        rows = len(plan.slots)
+        recorded = self._recorded.get(rows)
+        if recorded is None:
+            return self._first(rows, plan)
+        self._slots.build(plan, self._kv, recorded.batch)
+        recorded.repeat()
+        return recorded.logits
+
+    def _first(self, rows: int, plan: StepPlan) -> Tensor:
+        batch = self._slots.blank(rows, self._kv)
+        self._slots.build(plan, self._kv, batch)
+        try:
+            logits, repeat = record(lambda: self._step(batch), self._memory)
+        except Unrecordable as error:
+            logger.info("decode steps run op by op: %s", error)
+            self._possible = False
+            return self._step(batch)
+        self._recorded[rows] = Recorded(batch, logits, repeat)
+        return logits
