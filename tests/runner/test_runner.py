@@ -135,8 +135,10 @@ def test_prompt_logprobs_of_a_chunked_prompt_are_those_of_the_whole(loaded: Call
 
 @pytest.fixture
 def rows_of_logits(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows in each call for logits of the float32 model, from here on."""
-    model = loaded("float32")[0]._model
+    """Rows in each call for logits of the float32 model, which runs its steps op by op from here on."""
+    runner, _ = loaded("float32")
+    model = runner._model
+    monkeypatch.setattr(runner, "_graphs", None)
     calls: list[int] = []
     own = model.logits
 
