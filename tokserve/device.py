@@ -102,10 +102,15 @@ class Fetched(Protocol):
 
 
 class Device(Protocol):
-    """Where the runner's tensors are.  `staged`: in memory of its own, and work is done some time after the call."""
+    """Where the runner's tensors are.
+
+    `staged`: in memory of its own, and work is done some time after the call.  `has_float8`: it multiplies float8
+    (e4m3) by instructions of its own.
+    """
 
     home: torch.device
     staged: bool
+    has_float8: bool
 
     def free_memory(self) -> int:
         """Bytes that can still be taken."""
@@ -142,6 +147,7 @@ class Host:
 
     home = torch.device("cpu")
     staged = False
+    has_float8 = False
 
     def free_memory(self) -> int:
         return free_memory()
@@ -182,6 +188,7 @@ class Cuda:
         if not torch.cuda.is_available():
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
         _require(LEAST_CAPABILITY, "device")
+        self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
         self.home = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stages = [self._stage(1 << 16) for _ in range(STAGES)]

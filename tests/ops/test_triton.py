@@ -25,7 +25,7 @@ triton = pytest.importorskip("triton")
 from tests.ops.test_exact import Outputs, Paged, outputs, randn, same  # noqa: E402
 from tests.ops.test_ops import PACKING, close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
-from tokserve.ops import registry  # noqa: E402
+from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -181,6 +181,25 @@ def test_float8_rows_stand_alone(name: str) -> None:
     assert whole[4].isnan().all() and (whole[3] == 0.0).all() and whole[5:].isfinite().all()
     for rows in ([0], [69], list(range(5, 70))):
         assert torch.equal(call(x[rows].to(home), packed, None).cpu(), whole[rows])
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("columns", [192, 200])  # whole groups of 128, the last one cut off
+def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name: str, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    values = torch.randn(24, columns, generator=generator).to(torch.float8_e4m3fn)
+    x = randn(DTYPES[-1], 1, 6, columns) * 5
+    home, call = "cpu" if name == "torch" else DEVICE, OPS["linear_float8"].implementations[name].call
+    for groups, group in ((2, 128), (1, columns)):
+        scales = torch.rand(groups, 24, generator=generator) + 0.1
+        packed = OPS["pack_scaled_float8"].implementations[name].call(values, scales, group)
+        whole = call(x.to(home), packed, None, torch.float32).cpu()
+        rounded, of_rows = float8.quantize(x)
+        meant = values.double() * scales.t().repeat_interleave(group, 1)[:, :columns].double()
+        exact = (rounded.double() @ meant.t()) * of_rows.double()[:, None]
+        close(whole.double(), exact, (5e-3, 1e-2) if DEVICE == "cuda" else (1e-4, 1e-5))
+        for rows in ([0], [5], [1, 2, 3, 4, 5]):
+            assert torch.equal(call(x[rows].to(home), packed, None, torch.float32).cpu(), whole[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

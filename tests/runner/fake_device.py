@@ -40,6 +40,7 @@ class FakeDevice:
 
     home = torch.device("cpu")
     staged = True
+    has_float8 = True
 
     def __init__(self) -> None:
         self.copies = 0  # to the device

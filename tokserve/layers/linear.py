@@ -2,8 +2,8 @@
 
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
 ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
-the last one is there, and keeps only the packed form; adapters add to the output of a shard.  It must not know file
-formats or what its shards mean.
+the last one is there, and keeps only the packed form; shards that are stored as float8 it joins as they are, where the
+method takes them.  Adapters add to the output of a shard.  It must not know file formats or what its shards mean.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.lora import LoraSlots
-from tokserve.layers.parameter import Parameter
-from tokserve.layers.quant import UNQUANTIZED, Packed, QuantMethod
+from tokserve.layers.parameter import Parameter, Scaled
+from tokserve.layers.quant import UNQUANTIZED, Float8, Packed, QuantMethod
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -46,13 +46,15 @@ class Linear:
         self.lora: dict[str, LoraSlots] = {}  # by shard; none where no adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
+        self._scaled: dict[str, Scaled] = {}  # shards that are stored as float8, while loading
 
     def parameters(self) -> dict[str, Parameter]:
         """`<shard>.weight` and, with a bias, `<shard>.bias`."""
         found = {}
         kept = self.quant.kept_dtype(self.dtype)
         for shard, size in self.shards.items():
-            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard), kept)
+            scaled = partial(self.load_scaled, shard) if isinstance(self.quant, Float8) else None
+            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard), kept, scaled)
             if self.bias is not None:
                 found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard), self.dtype)
         return found
@@ -69,6 +71,18 @@ class Linear:
         self._awaited.discard(shard)
         if not self._awaited:
             self.finalize()
+
+    def load_scaled(self, shard: str, weight: Scaled) -> None:
+        """Take a shard's weight [size, inputs] that is stored as float8; the last one packs the layer.
+
+        All shards come so, in groups of one size.
+        """
+        assert isinstance(self.quant, Float8)
+        self._scaled[shard] = Scaled(weight.values.clone(), weight.scales, weight.group)
+        if self._scaled.keys() == self.shards.keys():
+            parts, self._scaled = [self._scaled[name] for name in self.shards], {}
+            values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts], 1)
+            self.packed = self.quant.pack_scaled(values, scales, weight.group)
 
     def load_bias(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's bias [size]."""

@@ -23,6 +23,8 @@ class QuantMethod(Protocol):
     own affair: what one of these pairs packs, it alone takes.
     """
 
+    name: str | None  # the value of the option `quantization`
+
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
 
@@ -41,6 +43,8 @@ class QuantMethod(Protocol):
 
 class Unquantized:
     """The weight in its own dtype."""
+
+    name: str | None = None
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The same."""
@@ -66,6 +70,8 @@ class Unquantized:
 class Int8:
     """Weights int8 with a scale per output, activations int8 with a scale per token, both symmetric."""
 
+    name: str | None = "int8"
+
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """int8; the scales are not worth counting."""
         return torch.int8
@@ -88,7 +94,9 @@ class Int8:
 
 
 class Float8:
-    """Likewise float8 (e4m3)."""
+    """Likewise float8 (e4m3); a weight that is stored so keeps its scales."""
+
+    name: str | None = "fp8"
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float8; the scales are not worth counting."""
@@ -97,6 +105,10 @@ class Float8:
     def pack(self, weight: Tensor) -> Packed:
         """Quantize, in the layout of `ops.linear_float8`."""
         return ops.pack_linear_float8(weight)
+
+    def pack_scaled(self, values: Tensor, scales: Tensor, group: int) -> Packed:
+        """Take a weight that is stored so: float8 [N,K] with scales [G,N], each of `group` inputs."""
+        return ops.pack_scaled_float8(values, scales, group)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed in float32."""

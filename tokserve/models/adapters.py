@@ -178,7 +178,7 @@ def _check(found: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: 
 
 def _tensor(entry: Entry) -> torch.Tensor:
     """A copy: the file may change while it is mapped."""
-    return next(tensor.clone() for _, tensor in weights.stream({entry.key: entry}))
+    return weights.read(entry).clone()
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:

@@ -77,6 +77,18 @@ class Decoder:
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.rope_table = rope_table(spec.rope, positions).to(ops.home)  # [positions, rope.dim] float32
 
+    def blank(self) -> Decoder:
+        """Another of this kind, without weights."""
+        head, quant = self.head, self.blocks[0].attention.qkv.quant
+        return Decoder(
+            self.spec, self.dtype, head.dtype, len(self.rope_table), quant=quant, head_quant=head.linear.quant
+        )
+
+    @property
+    def quantization(self) -> str | None:
+        """What the blocks' projections are kept as, as the option names it; None: as the model's dtype."""
+        return self.blocks[0].attention.qkv.quant.name
+
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """What each layer keeps in the cache."""
         return tuple(block.attention.kv_spec() for block in self.blocks)

@@ -1,9 +1,8 @@
 """Checkpoints that store projections as float8 with scales: which are understood, and the values that they mean.
 
 A value is the stored number times its scale, which is the tensor's, its row's (the output channel's) or its block's.
-Two ways of saying so are known: "fp8" (DeepSeek, Qwen) and "compressed-tensors" (llm-compressor).  Weights come out as
-floating tensors; that such a checkpoint was made for float8 activations too changes nothing here.  This file must not
-know files or layers.
+Two ways of saying so are known: "fp8" (DeepSeek, Qwen) and "compressed-tensors" (llm-compressor).  This file must not
+know files, nor who multiplies with such weights.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.parameter import Scaled
 
 NAMES = ("quantization_config", "compression_config")  # in config.json
 STORED = "F8_E4M3"  # safetensors' name for torch.float8_e4m3fn
@@ -68,14 +69,20 @@ def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:
     return [(), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))]
 
 
-def values(stored: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """What float8 numbers [N,K] with a scale of one of those shapes mean, float32."""
+def by_block(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> bool:
+    """Whether a scale of one of those shapes is the blocks', not the tensor's or the rows'."""
+    return scale_shape not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
+
+
+def fits(block: Block) -> bool:
+    """Whether float8 products can be scaled by such blocks."""
+    return block[1] % ops.FLOAT8_STEP == 0
+
+
+def scaled(stored: Tensor, scale: Tensor, block: Block) -> Scaled:
+    """Float8 numbers [N,K] with a scale of one of those shapes."""
     rows, columns = stored.shape
-    scale = scale.float()
-    if scale.numel() == 1:
-        scale = scale.reshape(1, 1)
-    elif scale.numel() == rows and scale.shape[0] == rows:
-        scale = scale.reshape(rows, 1)
-    else:
-        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return stored.to(torch.float32) * scale
+    if by_block(tuple(stored.shape), tuple(scale.shape)):
+        spread = scale.float().repeat_interleave(block[0], 0)[:rows]  # [N,G]
+        return Scaled(stored, spread.t().contiguous(), block[1])
+    return Scaled(stored, scale.float().reshape(1, -1).expand(1, rows), columns)

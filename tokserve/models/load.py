@@ -37,12 +37,14 @@ def load(
     max_model_len: int | None = None,
     quantization: str | None = None,
     quantize_lm_head: bool = False,
+    has_float8: bool = False,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" or
-    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.
+    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.  Where there is none and
+    the device `has_float8` products, projections that are stored as float8 stay so, with their own scales.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
@@ -55,15 +57,18 @@ def load(
         weights.pour(dummy.tensors(wanted, seed), wanted)
         return decoder
     found = weights.own_names(weights.catalogue(directory), spec.renames)
-    if quantized := float8.asked(hf):
-        found = weights.with_scales(found, float8.block(quantized) or (1, 1))
-        logger.info("the checkpoint's float8 weights become %s as they are loaded", quantization or dtype)
+    found = weights.understood(found, hf)
+    if as_float8 := weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",)):
+        options["quantization"] = "fp8"
+    if float8.asked(hf) is not None:
+        becomes = "stay float8, with their scales," if as_float8 else f"become {quantization or dtype}"
+        logger.info("the checkpoint's float8 weights %s as they are loaded", becomes)
     if spec.tied and HEAD in found:
         spec, found = _settle_tie(spec, found)
     decoder = build(spec, **options)
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
-    weights.pour(weights.stream(found), wanted)
+    weights.pour(weights.stream(found, as_float8=as_float8), wanted)
     return decoder
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokserve.errors import RequestError
+from tokserve.layers.parameter import Scaled
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import EMBEDDING, HEAD
@@ -28,6 +29,11 @@ class Staging:
         self._wanted = decoder.parameters_by_name()
         self._came: set[str] = set()
         self._shared: dict[str, bytes] = {}  # digests of what came for a tied model's one tensor
+
+    @property
+    def quantization(self) -> str | None:
+        """What the projections are kept as."""
+        return self._decoder.quantization
 
     def announce(self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) -> None:
         """Refuse names, shapes and dtypes that do not fit, and what has come already, all in one list."""
@@ -49,18 +55,19 @@ class Staging:
         if problems:
             raise RequestError(f"the tensors of the update do not fit the model: {'; '.join(problems)}")
 
-    def put(self, name: str, tensor: Tensor) -> None:
+    def put(self, name: str, tensor: Tensor | Scaled) -> None:
         """Take a tensor (a copy is made)."""
         self.announce([(name, tuple(tensor.shape), tensor.dtype)])
         own = self._own(name)
         if own is None:
             return
         if self._decoder.spec.tied and own in (EMBEDDING, HEAD):
+            tensor = tensor.dense() if isinstance(tensor, Scaled) else tensor
             if not self._shared:
                 self._wanted[EMBEDDING].load(tensor)
             self._shared[own] = self._digest(tensor)
         else:
-            self._wanted[own].load(tensor)
+            self._wanted[own].take(tensor)
         self._came.add(own)
 
     def finish(self) -> Decoder:

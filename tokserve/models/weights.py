@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tokserve import checkpoint
 from tokserve.errors import StartError
-from tokserve.layers.parameter import Parameter
+from tokserve.layers.parameter import Parameter, Scaled
 from tokserve.models import float8
 
 SINGLE = "model.safetensors"
@@ -31,7 +32,7 @@ LISTED = 10
 class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
-    `scale`, `block`: what a float8 tensor is multiplied by (`float8.values`); `dtype` is then that of the result.
+    `scale`, `block`: what a float8 tensor is multiplied by (`float8.scaled`); `dtype` is then that of the result.
     """
 
     file: Path
@@ -119,25 +120,51 @@ def with_scales(found: Mapping[str, Entry], block: float8.Block) -> dict[str, En
     return joined
 
 
+def understood(found: dict[str, Entry], hf: Mapping[str, Any]) -> dict[str, Entry]:
+    """The catalogue as config.json says it is to be read: with scales, if it says that there are float8 tensors."""
+    quantized = float8.asked(hf)
+    if quantized is None or float8.refusal(quantized):
+        return found
+    return with_scales(found, float8.block(quantized) or (1, 1))
+
+
+def is_float8(found: Mapping[str, Entry]) -> bool:
+    """Whether all matrices of the layers are float8 with scales of one kind, which float8 products take as they are."""
+    matrices = [entry for name, entry in found.items() if ".layers." in name and len(entry.shape) == 2]
+    if not matrices or any(entry.scale is None for entry in matrices):
+        return False
+    by_block = {float8.by_block(entry.shape, entry.scale.shape) for entry in matrices if entry.scale is not None}
+    return by_block == {False} or (by_block == {True} and float8.fits(matrices[0].block))
+
+
 def equal(one: Entry, other: Entry) -> bool:
     """Whether two stored tensors are the same."""
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read(one), read(other))
 
 
 def read(entry: Entry) -> Tensor:
-    """The tensor; it may be a view of the mapped file.
+    """The tensor, of a float8 one what it means; it may be a view of the mapped file."""
+    tensor = stored(entry)
+    return tensor.dense() if isinstance(tensor, Scaled) else tensor
+
+
+def stored(entry: Entry) -> Tensor | Scaled:
+    """The tensor as it is stored; it may be a view of the mapped file.
 
     The file is opened for it alone, so that no more of it than that tensor is counted as our memory.
     """
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
-    return tensor if entry.scale is None else float8.values(tensor, read(entry.scale), entry.block)
+    return tensor if entry.scale is None else float8.scaled(tensor, read(entry.scale), entry.block)
 
 
-def stream(found: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep."""
+def stream(found: Mapping[str, Entry], *, as_float8: bool = False) -> Iterator[tuple[str, Tensor | Scaled]]:
+    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep.
+
+    `as_float8`: those that are stored as float8 as they are, not what they mean.
+    """
     for name, entry in sorted(found.items(), key=lambda item: item[1].file):
-        yield name, read(entry)
+        yield name, stored(entry) if as_float8 else read(entry)
 
 
 def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], source: str) -> None:
@@ -176,10 +203,10 @@ def counted(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind}: {_listed(names)}"
 
 
-def pour(tensors: Iterable[tuple[str, Tensor]], wanted: Mapping[str, Parameter]) -> None:
+def pour(tensors: Iterable[tuple[str, Tensor | Scaled]], wanted: Mapping[str, Parameter]) -> None:
     """Load each tensor into the parameter of its name."""
     for name, tensor in tensors:
-        wanted[name].load(tensor)
+        wanted[name].take(tensor)
 
 
 def _listed(names: list[str]) -> str:

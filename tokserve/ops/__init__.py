@@ -20,9 +20,11 @@ from tokserve.ops.elementwise import gelu_mul as _gelu_mul
 from tokserve.ops.elementwise import rms_norm as _rms_norm
 from tokserve.ops.elementwise import rope as _rope
 from tokserve.ops.elementwise import silu_mul as _silu_mul
+from tokserve.ops.float8 import STEP as FLOAT8_STEP
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.float8 import linear_float8 as _linear_float8
 from tokserve.ops.float8 import pack_linear_float8 as _pack_linear_float8
+from tokserve.ops.float8 import pack_scaled_float8 as _pack_scaled_float8
 from tokserve.ops.linear import PackedWeight
 from tokserve.ops.linear import embedding as _embedding
 from tokserve.ops.linear import gated_linear as _gated_linear
@@ -44,10 +46,11 @@ from tokserve.ops.step import edit_rows as _edit_rows
 from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
-    "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw", "edit_rows", "embedding",
-    "filter_logits", "gated_linear", "gelu_mul", "linear", "linear_float8", "linear_int8", "logprobs",
-    "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_float8", "pack_linear_int8", "paged_attention",
-    "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw",
+    "edit_rows", "embedding", "filter_logits", "gated_linear", "gelu_mul", "linear", "linear_float8", "linear_int8",
+    "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_float8", "pack_linear_int8",
+    "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope",
+    "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ quantize_rows = _quantize_rows.reference
 pack_linear_int8 = _pack_linear_int8.reference
 linear_int8 = _linear_int8.reference
 pack_linear_float8 = _pack_linear_float8.reference
+pack_scaled_float8 = _pack_scaled_float8.reference
 linear_float8 = _linear_float8.reference
 store_kv = _store_kv.reference
 norm_rope_store = _norm_rope_store.reference

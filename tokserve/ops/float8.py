@@ -1,7 +1,8 @@
 """Float8: rows scaled to the numbers of e4m3, and the matrix product of two such matrices.
 
 A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
-one float32 scale a row, its largest magnitude at float8's largest.  This file must not know layers.
+one float32 scale a row, its largest magnitude at float8's largest.  A weight may also come as float8 with scales of its
+own, a row's or finer.  This file must not know layers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tokserve.ops.registry import op
 
 MOST = 448.0  # the largest number of e4m3
 LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+STEP = 64  # inputs whose products an implementation sums at once; a multiple of them can share a scale
 # the matrix unit keeps 14 bits of a sum of float8 products; an implementation adds up such sums of 64 in float32
 TOLERANCE = {torch.float32: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
 
@@ -29,7 +31,8 @@ class PackedFloat8:
     rows: int  # N, outputs
     columns: int  # K, inputs
     packed: Tensor
-    scales: Tensor  # [N] float32
+    scales: Tensor  # [G,N] float32, G >= 1: of each group of inputs
+    group: int  # inputs that share a scale, a multiple of STEP where G > 1; the last group may have fewer
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,17 @@ def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 def pack_linear_float8(weight: Tensor) -> PackedFloat8:
     """The floating weight [N,K] quantized by rows, in the layout of `linear_float8`: here that of `linear`."""
     (rows, columns), (values, scales) = weight.shape, quantize(weight)
-    return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales)
+    return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales[None], columns)
+
+
+@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear_float8")
+def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
+    """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`.
+
+    Nothing is rounded.  Where G > 1, `group` is a multiple of STEP.
+    """
+    rows, columns = values.shape
+    return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales.contiguous(), group)
 
 
 def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -73,11 +86,25 @@ def linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtyp
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized by rows as the weight is.
 
     An element is the sum of products * scale of x's row * scale of the weight's row + bias, in float32 and in this
-    order, rounded to `out_dtype` (None: x's dtype).
+    order, rounded to `out_dtype` (None: x's dtype).  With several groups it is the sum over these, ascending, of
+    (sum of products * scale of the weight's group) * scale of x's row + bias.
     """
     values, scales = quantize(x)
-    weight = dense.PackedWeight(packed.rows, packed.columns, torch.float32, packed.packed)
-    result = dense.linear.reference(values.float(), weight, None) * scales[:, None] * packed.scales
+    if len(packed.scales) == 1:
+        result = _summed(values, packed, 0, packed.columns) * scales[:, None] * packed.scales
+    else:
+        result = torch.zeros(len(x), packed.rows)
+        for group, scale in enumerate(packed.scales):
+            result += _summed(values, packed, group * packed.group, (group + 1) * packed.group) * scale
+        result *= scales[:, None]
     if bias is not None:
         result = result + bias.float()
     return result.to(out_dtype or x.dtype)
+
+
+def _summed(values: Tensor, packed: PackedFloat8, first: int, end: int) -> Tensor:
+    """Sums [T,N] of the products of inputs first..end-1, scales aside."""
+    inside = torch.zeros_like(values, dtype=torch.float32)
+    inside[:, first:end] = values[:, first:end].float()
+    weight = dense.PackedWeight(packed.rows, packed.columns, torch.float32, packed.packed)
+    return dense.linear.reference(inside, weight, None)

@@ -111,6 +111,7 @@ class Runner:
             directory, hf, dtype=config.dtype, head_dtype=config.head_dtype,
             load_format=config.load_format, seed=config.seed, max_model_len=config.max_model_len,
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
+            has_float8=self._device.has_float8,
         )  # fmt: skip
         if self._lora_config.enable_lora:
             self._lora = LoraTables(self._lora_config, self._model, self._weights_config.allowed_weight_dirs)
@@ -132,7 +133,7 @@ class Runner:
             "ops": bound,
             "threads": threads,
             "dtype": config.dtype,
-            "quantization": config.quantization,
+            "quantization": self._model.quantization,
             "exact": exact,
             "load_seconds": round(loaded - began, 3),
             "warm_up_seconds": round(time.perf_counter() - loaded, 3),
@@ -379,11 +380,7 @@ class Runner:
 
     def _blank(self) -> Decoder:
         """A model like the one that serves, with its adapters, without weights."""
-        config = self._config
-        blank = load.build(
-            self._model.spec, dtype=config.dtype, head_dtype=config.head_dtype, max_model_len=config.max_model_len,
-            quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
-        )  # fmt: skip
+        blank = self._model.blank()
         if self._lora is not None:
             self._lora.attach(blank)
         return blank

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from tokserve import device
+from tokserve import checkpoint, device
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
@@ -146,9 +146,11 @@ class WeightSync:
             raise RequestError("weight_dir (or path) must be a string, and stand alone", field=field)
         directory = sources.allowed_directory(name, self._config.allowed_weight_dirs)
         try:
-            found = weights.catalogue(directory)
+            hf = checkpoint.read_json(directory, "config.json") or {}
+            found = weights.understood(weights.catalogue(directory), hf)
+            as_float8 = staging.quantization == "fp8" and weights.is_float8(found)
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
-            for name, tensor in weights.stream(found):
+            for name, tensor in weights.stream(found, as_float8=as_float8):
                 staging.put(name, tensor)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             said = str(error).replace(str(directory), source["weight_dir"])

@@ -64,7 +64,17 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor) -> PackedFloat8:
     """Values and scales on the GPU."""
     rows, columns = weight.shape
-    return PackedFloat8(rows, columns, *quantize(weight.to(home()).contiguous()))
+    values, scales = quantize(weight.to(home()).contiguous())
+    return PackedFloat8(rows, columns, values, scales[None], columns)
+
+
+@float8.pack_scaled_float8.implement("cublas", device="cuda")
+@float8.pack_scaled_float8.implement("triton", device="cuda")
+def pack_scaled(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
+    """Copies on the GPU, as they are."""
+    rows, columns = values.shape
+    there = values.to(home(), copy=True, memory_format=torch.contiguous_format)
+    return PackedFloat8(rows, columns, there, scales.to(home(), copy=True).contiguous(), group)
 
 
 @float8.linear_float8.implement("triton", device="cuda")
@@ -72,7 +82,8 @@ def linear(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torc
     """As the reference, with the matrix unit's sums."""
     values, scales = quantize(x)
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
-    return product(values, packed.packed, bias, out, (scales, packed.scales))
+    group = packed.group if len(packed.scales) > 1 else 0
+    return product(values, packed.packed, bias, out, (scales, packed.scales), group)
 
 
 @float8.linear_float8.implement("cublas", device="cuda")
@@ -80,8 +91,9 @@ def linear_by_cublas(
     x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """As the reference, but a row's bits may depend on how many rows there are; what cuBLAS does not take, as above."""
-    if (out_dtype or x.dtype) != torch.bfloat16 or packed.rows % BY_16 or packed.columns % BY_16 or len(x) == 0:
+    fits = len(packed.scales) == 1 and packed.rows % BY_16 == 0 and packed.columns % BY_16 == 0
+    if (out_dtype or x.dtype) != torch.bfloat16 or not fits or len(x) == 0:
         return linear(x, packed, bias, out_dtype)
     values, scales = quantize(x)
-    result = torch._scaled_mm(values, packed.packed.t(), scales[:, None], packed.scales[None], out_dtype=torch.bfloat16)
+    result = torch._scaled_mm(values, packed.packed.t(), scales[:, None], packed.scales, out_dtype=torch.bfloat16)
     return result if bias is None else result.add_(bias)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from tokserve.ops.float8 import STEP
 from tokserve.ops.linear import PackedWeight
 from tokserve.ops.linear import embedding as embedding_op
 from tokserve.ops.linear import gated_linear as gated_linear_op
@@ -23,17 +24,20 @@ from tokserve.ops.linear import pack_linear as pack_linear_op
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.launch import EXACT, home, tuned
 
-BLOCK_K = 64  # inputs of one step; part of the arithmetic
+BLOCK_K = STEP  # inputs of one step; part of the arithmetic
 BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, x_scale_ptr, weight_scale_ptr, rows, outputs, inputs, x_stride,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs; SCALED: both are float8, with a scale a row."""
+    """A tile of x W^T + bias; EVEN: BLOCK_K divides the inputs; SCALED: both are float8, with a scale a row.
+
+    GROUP > 0: the weight's scales are [inputs / GROUP, outputs]; BLOCK_K divides it.
+    """
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
     band = tl.program_id(0) // (BAND * tiles_n)
     height = tl.minimum(tiles_m - band * BAND, BAND)
@@ -53,13 +57,18 @@ def linear_kernel(
             left = (step < inputs - start)[None, :]
             x = tl.load(x_place + start, mask=x_there & left, other=0.0)
             weight = tl.load(weight_place + start, mask=weight_there & left, other=0.0)
-        if SCALED:
+        if GROUP > 0:
+            scale_place = weight_scale_ptr + start // GROUP * outputs + output
+            scale = tl.load(scale_place, mask=output < outputs, other=0.0)
+            sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
+        elif SCALED:
             sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
         else:
             sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
     if SCALED:
         sums = sums * tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
-        sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
+        if GROUP == 0:
+            sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]
@@ -93,9 +102,12 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: tuple[Tensor, Tensor] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: tuple[Tensor, Tensor] | None, group: int = 0
 ) -> Tensor:
-    """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias; `scales`: of rows of float8 x and weight."""
+    """out [T,N] = x [T,K] times the weight's [N,K] transpose, plus bias.
+
+    `scales`: of rows of float8 x and weight; with a `group` > 0 the weight's are [G,N], of that many inputs each.
+    """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
         how = tuned("linear", x.device.index, rows=rows, outputs=outputs)
@@ -103,7 +115,7 @@ def product(
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
         linear_kernel[grid](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
-            scales is not None, bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
+            scales is not None, group, bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
             num_warps=how["warps"], num_stages=how["stages"], **EXACT,
         )  # fmt: skip
     return out
