@@ -6,7 +6,6 @@ registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -87,12 +86,12 @@ def calls() -> None:
     for tokens in (16, 128, 512):
         call["linear"](torch.empty(tokens, hidden, dtype=BF16), packed, None)
     call["linear"](x, packed, weight, torch.float32)
-    wide = torch.empty(hidden // 128, hidden)
-    quantized = ops.PackedFloat8(hidden, hidden, torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), wide[:1], hidden)
-    blocks = dataclasses.replace(quantized, scales=wide, group=128)
-    for weight_ in (quantized, blocks):
+    values, scales = torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, hidden)
+    by_row = ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden)
+    by_block = ops.PackedFloat8(hidden, hidden, values, scales, 128)
+    for quantized in (by_row, by_block):
         for tokens in (16, 128, 512):
-            call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), weight_, None)
+            call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), quantized, None)
     down, up = torch.empty(8, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
     call["add_lora"](x.clone(), x, lens, down, up, lens[:8], torch.empty(8))
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)

@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import torch
+import pytest
 from torch import Tensor
 
-from tokserve.layers.linear import Linear
+from tokserve import ops
+from tokserve.config import LoraConfig
+from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
 from tokserve.runner import exactness
+from tokserve.runner.lora import LoraTables
+
+
+def by_the_batch(out: Tensor) -> Tensor:
+    """Summed in another order from 64 rows on, as a library may."""
+    return out * (1.0 + 2**-20 if len(out) >= 64 else 1.0)
 
 
 class ByTheBatch(Linear):
-    """Sums in another order from 64 rows on, as a library may."""
-
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return super().__call__(x, out_dtype) * (1.0 + 2**-20 if len(x) >= 64 else 1.0)
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        return by_the_batch(super().__call__(*arguments, **options))
 
 
-def test_products_of_the_cpu_stand_alone_and_others_are_found_out() -> None:
-    model = load(
+class GatedByTheBatch(GatedLinear):
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        return by_the_batch(super().__call__(*arguments, **options))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    monkeypatch.setattr(exactness, "SIZES", (1, 64))
+    monkeypatch.setattr(exactness, "MOST", 70)
+    return load(
         Path(), tiny_config("qwen3"), dtype="float32", head_dtype="auto", load_format="dummy", seed=0, max_model_len=64
     )
+
+
+def test_products_of_the_cpu_stand_alone_and_others_are_found_out(model: Decoder) -> None:
     assert exactness.unequal_products(model) == []
     model.blocks[0].mlp.down.__class__ = ByTheBatch
-    assert exactness.unequal_products(model) == ["down"]
+    model.blocks[0].mlp.gate_up.__class__ = GatedByTheBatch
+    assert exactness.unequal_products(model) == ["gate_up", "down"]
+
+
+def test_what_adapters_add_is_asked_too(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    LoraTables(LoraConfig(enable_lora=True, max_loras=1, max_lora_rank=8), model, None).attach(model)
+    assert exactness.unequal_products(model) == []
+    add = ops.add_lora
+    asked: list[Tensor] = []
+
+    def add_by_the_batch(out: Tensor, x: Tensor, adapters: Tensor, *rest: Tensor) -> None:
+        asked.append(adapters)
+        add(out, x, adapters, *rest)
+        if x.shape[1] == model.blocks[0].mlp.down.inputs:
+            out.copy_(by_the_batch(out))
+
+    monkeypatch.setattr(ops, "add_lora", add_by_the_batch)
+    assert exactness.unequal_products(model) == ["adapters of down_proj in down"]
+    assert {len(adapters) for adapters in asked} == {1, 64, 70} and asked[0].unique().tolist() == [-1, 0, 1]

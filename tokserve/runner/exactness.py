@@ -12,27 +12,66 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.linear import Linear
+from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Decoder
 
 SIZES = (1, 2, 3, 8, 16, 33, 64, 65, 100, 128, 129, 200)  # rows; every tile shape is used
 MOST = 300
+Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the adapter [n] int32 of each
 
 
 def unequal_products(model: Decoder) -> list[str]:
-    """Names of the first layer's projections, and of the head, whose rows depend on how many there are."""
-    block = model.blocks[0]
-    named = {"qkv": block.attention.qkv, "out": block.attention.out, "down": block.mlp.down}
-    unequal = [name for name, linear in named.items() if not stands_alone(linear, linear.inputs, linear.dtype)]
-    head = model.head.linear
-    return unequal if stands_alone(model.logits, head.inputs, model.dtype) else [*unequal, "head"]
+    """Names of the first layer's projections, of the head, and of what adapters add to such a projection, whose rows
+    depend on how many there are."""
+    block, head = model.blocks[0], model.head.linear
+    linears: dict[str, Linear] = {
+        "qkv": block.attention.qkv, "out": block.attention.out, "gate_up": block.mlp.gate_up, "down": block.mlp.down,
+    }  # fmt: skip
+    unequal = [
+        name for name, linear in linears.items() if not stands_alone(_plain(linear), linear.inputs, linear.dtype)
+    ]
+    if not stands_alone(_plain(model.logits), head.inputs, model.dtype):
+        unequal.append("head")
+    for name, linear in linears.items():
+        for shard, slots in linear.lora.items():
+            if not stands_alone(_adapted(slots), slots.inputs, linear.dtype):
+                unequal.append(f"adapters of {shard} in {name}")
+    return unequal
 
 
-def stands_alone(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> bool:
+def stands_alone(product: Product, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a row has the same bits for all these numbers of rows, first or last among them."""
-    rows = torch.randn(MOST, inputs, generator=torch.Generator().manual_seed(0)).to(ops.home, dtype)
-    whole = product(rows)
+    rows = _random(0, MOST, inputs).to(ops.home, dtype)
+    adapters = (torch.arange(1, MOST + 1, device=ops.home) % 3 - 1).int()
+    whole = product(rows, adapters)
     same = [
-        torch.equal(product(rows[:size]), whole[:size]) and torch.equal(product(rows[-size:]), whole[-size:])
+        torch.equal(product(rows[part], adapters[part].clone()), whole[part])
         for size in SIZES  # all of them: what is asked here is also compiled here
+        for part in (slice(size), slice(-size, None))
     ]
     return all(same)
+
+
+def _plain(product: Callable[[Tensor], Tensor]) -> Product:
+    return lambda rows, adapters: product(rows)
+
+
+def _adapted(like: LoraSlots) -> Product:
+    """What two adapters of the largest rank add in slots like these, which are empty at the start."""
+    rank, inputs = like.down.shape[1:]
+    slots = LoraSlots(inputs, like.outputs, 2, rank, like.down.dtype)
+    for slot in range(2):
+        down, up = _random(slot, rank, inputs) / inputs**0.5, _random(slot + 2, like.outputs, rank)
+        slots.place(slot, LowRank(down, up, 1.0))
+
+    def product(rows: Tensor, adapters: Tensor) -> Tensor:
+        out = rows.new_zeros(len(rows), like.outputs)
+        slots.add(out, rows, adapters)
+        return out
+
+    return product
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
