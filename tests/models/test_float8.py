@@ -14,8 +14,12 @@ from torch import Tensor
 from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, refusal, rewrite, stored
 from tokserve import ops
+from tokserve.config import WeightsConfig
+from tokserve.errors import RequestError
 from tokserve.models import weights
+from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.runner.weight_sync import WeightSync
 
 HF = tiny_config("qwen3", hidden_size=96, intermediate_size=200, dtype="bfloat16")
 FP8 = torch.float8_e4m3fn
@@ -72,7 +76,8 @@ def quantize(directory: Path, config: dict[str, Any], kind: str, ending: str, dt
             tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     rewrite(directory, tensors)
-    (directory / "config.json").write_text(json.dumps(HF | {"quantization_config": config}))
+    hf = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": config}))
     return meant
 
 
@@ -102,6 +107,89 @@ def test_the_model_is_that_of_the_values(
         }
     rewrite(plain, meant)
     assert torch.equal(logits(float8, dtype=serve), logits(plain, dtype=serve))
+
+
+def kept(decoder: Decoder) -> dict[str, Tensor]:
+    """What each projection's float8 weight means, by name."""
+    found = {}
+    for name, (linear, shard) in decoder.projections().items():
+        packed = linear.packed
+        assert isinstance(packed, ops.PackedFloat8)
+        values = packed.packed[: packed.columns, : packed.rows].t()  # as the reference packs
+        whole = values * packed.scales.t().repeat_interleave(packed.group, 1)[:, : packed.columns]
+        found[name + ".weight"] = linear._rows(whole, shard)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "ending", "groups"),
+    [
+        (QWEN, "block", "_scale_inv", 2),
+        (compressed("tensor"), "tensor", "_scale", 1),
+        (compressed("channel"), "channel", "_scale", 1),
+    ],
+)
+def test_a_device_with_float8_products_keeps_it_with_its_scales(
+    tmp_path: Path, config: dict[str, Any], kind: str, ending: str, groups: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_checkpoint(tmp_path, HF)
+    quantize(directory, config, kind, ending, torch.float32)
+    tensors = stored(directory)
+    caplog.set_level("INFO")
+    decoder = opened(directory, dtype="bfloat16", has_float8=True)
+    assert decoder.quantization == "fp8" and decoder.blank().quantization == "fp8"
+    assert "stay float8, with their scales" in caplog.text
+    packed = decoder.blocks[0].attention.qkv.packed
+    assert isinstance(packed, ops.PackedFloat8) and len(packed.scales) == groups
+    found = kept(decoder)
+    assert found.keys() == {name for name in tensors if name + ending in tensors}
+    for name, weight in found.items():
+        assert torch.equal(weight, tensors[name].float() * spread(tensors[name + ending], tensors[name].shape))
+    near, other = prefill(decoder, IDS).log_softmax(-1), logits(directory, dtype="bfloat16").log_softmax(-1)
+    assert 0.0 < (near - other).abs().mean() < 0.4  # its activations are float8 too
+    asked = opened(directory, dtype="bfloat16", quantization="fp8")
+    assert all(torch.equal(weight, found[name]) for name, weight in kept(asked).items())
+
+
+@pytest.mark.parametrize("what", ["a plain matrix", "narrow blocks"])
+def test_where_not_all_can_be_kept_all_become_the_dtype(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, HF)
+    if what == "narrow blocks":
+        monkeypatch.setitem(globals(), "BLOCK", (32, 32))
+    meant = quantize(directory, QWEN | {"weight_block_size": list(BLOCK)}, "block", "_scale_inv", torch.float32)
+    if what == "a plain matrix":
+        name = "model.layers.1.mlp.down_proj.weight"
+        rest = {key: tensor for key, tensor in stored(directory).items() if key != name + "_scale_inv"}
+        rewrite(directory, rest | {name: meant[name]})
+    caplog.set_level("INFO")
+    decoder = opened(directory, dtype="bfloat16", has_float8=True)
+    assert decoder.quantization is None and "become bfloat16" in caplog.text
+    assert torch.equal(prefill(decoder, IDS), logits(directory, dtype="bfloat16"))
+
+
+def test_an_update_is_kept_as_the_start_keeps_it(tmp_path: Path) -> None:
+    old, new = write_checkpoint(tmp_path / "old", HF, seed=1), write_checkpoint(tmp_path / "new", HF, seed=2)
+    for directory in (old, new):
+        quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
+    decoder = opened(old, dtype="bfloat16", has_float8=True)
+    sync = WeightSync(WeightsConfig(), decoder.blank, lambda: 0, lambda: 1)
+
+    def updated(directory: Path) -> Decoder:
+        sync.begin(True)
+        sync.receive({"weight_dir": str(directory)})
+        sync.finish()
+        return sync.take(decoder)
+
+    wanted = kept(opened(new, dtype="bfloat16", has_float8=True))
+    assert all(torch.equal(weight, wanted[name]) for name, weight in kept(updated(new)).items())
+    floating = write_checkpoint(tmp_path / "floating", HF, seed=3)  # quantized by rows as it comes
+    wanted = kept(opened(floating, dtype="bfloat16", quantization="fp8"))
+    assert all(torch.equal(weight, wanted[name]) for name, weight in kept(updated(floating)).items())
+    (new / "config.json").unlink()  # nothing says what its float8 means
+    with pytest.raises(RequestError, match="F8_E4M3"):
+        updated(new)
 
 
 def test_it_can_be_quantized_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.adapters import write_adapter
+from tests.models.test_float8 import QWEN, compressed, quantize
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.test_lora import jobs as adapter_jobs
 from tests.runner.test_lora import load
@@ -51,6 +53,20 @@ def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype
 def test_float8_changes_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", **options)
     assert facts.facts["exact"] is True
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
+    assert all(all(finite) for _, finite, *_ in alone)
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"), [(QWEN, "block"), (compressed("channel"), "channel")], ids=["block", "row"]
+)
+def test_a_float8_checkpoint_stays_float8(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3") | BIG)
+    quantize(tmp_path, config, kind, "_scale", torch.float32)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    runner, facts = gpu(tmp_path, hf, dtype="bfloat16", load_format="auto")
+    assert facts.facts["quantization"] == "fp8" and facts.facts["exact"] is True
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
     assert all(all(finite) for _, finite, *_ in alone)
     assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.models.test_float8 import QWEN, quantize
 from tests.runner.drive import Driver, Job, make_runner
 from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tokserve import device, ops
-from tokserve.models.dummy import tiny_config
+from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, NewRow, StepPlan
@@ -28,11 +31,11 @@ from tokserve.runner.staging import StagedSlots
 Loaded = tuple[Runner, DeviceFacts, FakeDevice]
 
 
-def make(path: Path, **options: object) -> Loaded:
+def make(path: Path, hf: dict[str, Any] | None = None, **options: object) -> Loaded:
     fake = FakeDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "use", lambda kind: fake)
-        runner, facts = make_runner(path, tiny_config("qwen3"), max_num_batched_tokens=64, **options)
+        runner, facts = make_runner(path, hf or tiny_config("qwen3"), max_num_batched_tokens=64, **options)
     return runner, facts, fake
 
 
@@ -115,6 +118,16 @@ def test_a_float8_cache_changes_no_bit_with_company_and_takes_half_the_memory(
     assert runner._kv[0][0].dtype == torch.float8_e4m3fn
     plain = make(tmp_path, **options)[1]
     assert facts.layout.num_blocks // 2 == plain.layout.num_blocks
+    alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:2]]
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
+
+
+def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, str]) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=96))  # two groups
+    quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    runner, facts, _ = make(tmp_path, hf, ops=references, dtype="bfloat16", load_format="auto")
+    assert facts.facts["quantization"] == "fp8" and facts.facts["exact"] is True
     alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:2]]
     assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tokserve import ops
 from tokserve.layers.parameter import Scaled
 
 NAMES = ("quantization_config", "compression_config")  # in config.json
@@ -69,20 +68,19 @@ def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:
     return [(), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))]
 
 
-def by_block(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> bool:
-    """Whether a scale of one of those shapes is the blocks', not the tensor's or the rows'."""
-    return scale_shape not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
-
-
-def fits(block: Block) -> bool:
-    """Whether float8 products can be scaled by such blocks."""
-    return block[1] % ops.FLOAT8_STEP == 0
+def groups(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> int:
+    """In how many groups a row's inputs are scaled by a scale of one of those shapes."""
+    by_block = scale_shape not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
+    return scale_shape[1] if by_block else 1
 
 
 def scaled(stored: Tensor, scale: Tensor, block: Block) -> Scaled:
     """Float8 numbers [N,K] with a scale of one of those shapes."""
     rows, columns = stored.shape
-    if by_block(tuple(stored.shape), tuple(scale.shape)):
+    if groups(tuple(stored.shape), tuple(scale.shape)) > 1:
         spread = scale.float().repeat_interleave(block[0], 0)[:rows]  # [N,G]
         return Scaled(stored, spread.t().contiguous(), block[1])
-    return Scaled(stored, scale.float().reshape(1, -1).expand(1, rows), columns)
+    spread = scale.float().reshape(-1)
+    if len(spread) not in (1, rows):
+        spread = spread.repeat_interleave(block[0])[:rows]
+    return Scaled(stored, spread.expand(rows)[None], columns)

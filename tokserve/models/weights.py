@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokserve import checkpoint
+from tokserve import checkpoint, ops
 from tokserve.errors import StartError
 from tokserve.layers.parameter import Parameter, Scaled
 from tokserve.models import float8
@@ -129,12 +129,20 @@ def understood(found: dict[str, Entry], hf: Mapping[str, Any]) -> dict[str, Entr
 
 
 def is_float8(found: Mapping[str, Entry]) -> bool:
-    """Whether all matrices of the layers are float8 with scales of one kind, which float8 products take as they are."""
-    matrices = [entry for name, entry in found.items() if ".layers." in name and len(entry.shape) == 2]
-    if not matrices or any(entry.scale is None for entry in matrices):
-        return False
-    by_block = {float8.by_block(entry.shape, entry.scale.shape) for entry in matrices if entry.scale is not None}
-    return by_block == {False} or (by_block == {True} and float8.fits(matrices[0].block))
+    """Whether all matrices of the layers are float8 with scales that float8 products take as they are.
+
+    Those of one width, which may be one layer's, have as many groups then.
+    """
+    groups: dict[int, set[int]] = {}
+    for name, entry in found.items():
+        if ".layers." in name and len(entry.shape) == 2:
+            if entry.scale is None:
+                return False
+            count = float8.groups(entry.shape, entry.scale.shape)
+            if count > 1 and entry.block[1] % ops.FLOAT8_STEP:
+                return False
+            groups.setdefault(entry.shape[1], set()).add(count)
+    return bool(groups) and all(len(counts) == 1 for counts in groups.values())
 
 
 def equal(one: Entry, other: Entry) -> bool:
