@@ -11,7 +11,7 @@ from pathlib import Path
 import tokserve
 from tokserve import _C, LLM, SamplingParams
 
-ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "linear_float8"}  # ops of cards
+ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}  # ops of cards
 QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,10 @@ class Device(Protocol):
     has_float8: bool
 
     def free_memory(self) -> int:
-        """Bytes that can still be taken."""
+        """Bytes that can still be taken.  Any thread may ask."""
+
+    def give_back_memory(self) -> None:
+        """Let others have what is held but not used, here and on the host.  Any thread may ask."""
 
     def require_float8(self, option: str) -> None:
         """Raise StartError, naming the option, if kernels cannot compute with float8 (e4m3) here."""
@@ -151,6 +155,9 @@ class Host:
 
     def free_memory(self) -> int:
         return free_memory()
+
+    def give_back_memory(self) -> None:
+        give_back_memory()
 
     def require_float8(self, option: str) -> None:
         pass  # what has no instructions for it converts
@@ -193,6 +200,7 @@ class Cuda:
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
         self._next = 0
+        self._capturing = threading.Lock()
 
     def _stage(self, size: int) -> _Stage:
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -202,8 +210,16 @@ class Cuda:
         _require(FLOAT8_CAPABILITY, option)
 
     def free_memory(self) -> int:
-        torch.cuda.empty_cache()
+        self._empty_cache()
         return int(torch.cuda.mem_get_info()[0])
+
+    def give_back_memory(self) -> None:
+        self._empty_cache()
+        give_back_memory()
+
+    def _empty_cache(self) -> None:
+        with self._capturing:  # torch gives nothing back meanwhile, but raises
+            torch.cuda.empty_cache()
 
     def peak(self, run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
@@ -243,7 +259,7 @@ class Cuda:
         run()  # compiles, and sets up what libraries set up at their first call
         graph = torch.cuda.CUDAGraph()
         # other threads (of a weight transfer) may wait for the GPU meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with self._capturing, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = run()
 
         def replay() -> Tensor:

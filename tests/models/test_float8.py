@@ -15,6 +15,7 @@ from tests.models.driver import prefill
 from tests.models.test_load import IDS, logits, opened, refusal, rewrite, stored
 from tokserve import ops
 from tokserve.config import WeightsConfig
+from tokserve.device import Host
 from tokserve.errors import RequestError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
@@ -174,7 +175,7 @@ def test_an_update_is_kept_as_the_start_keeps_it(tmp_path: Path) -> None:
     for directory in (old, new):
         quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
     decoder = opened(old, dtype="bfloat16", has_float8=True)
-    sync = WeightSync(WeightsConfig(), decoder.blank, lambda: 0, lambda: 1)
+    sync = WeightSync(WeightsConfig(), decoder.blank, lambda: 0, Host())
 
     def updated(directory: Path) -> Decoder:
         sync.begin(True)

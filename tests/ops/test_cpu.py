@@ -24,7 +24,7 @@ PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
 }  # fmt: skip
 # for devices with memory of their own, and for those that compute with float8
-ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "linear_float8"}
+ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
 NAMES = [name for name in OPS if name not in PACKING.values() and name not in ELSEWHERE]
 CALLS: dict[str, Callable[..., Any]] = {
     name: op.implementations["cpp"].call for name, op in OPS.items() if name not in ELSEWHERE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,6 +58,9 @@ class PlayedCuda:
     def stream(self, stream: PlayedStream) -> Any:
         self.told.append(("on", stream))
         return nullcontext()
+
+    def empty_cache(self) -> None:
+        self.told.append(("empty_cache", None))
 
     def graph_pool_handle(self) -> int:
         self.pools += 1
@@ -139,6 +143,25 @@ def test_a_step_runs_once_before_it_is_recorded_in_a_pool_of_its_time(played: Pl
     replay = gpu.capture(run, first)
     assert runs == [0, 1] and played.cuda.told == [("graph", {"pool": first, "capture_error_mode": "thread_local"})]
     assert replay().item() == 2 and played.cuda.told[-1] == ("replay", None) and len(runs) == 2
+
+
+def test_memory_is_given_back_but_not_while_a_step_is_recorded(played: PlayedTorch) -> None:
+    gpu = device.Cuda()
+    gpu.give_back_memory()
+    assert played.cuda.told == [("empty_cache", None)]
+    threads: list[threading.Thread] = []
+
+    def run() -> torch.Tensor:
+        if played.cuda.told[-1][0] == "graph":
+            threads.append(threading.Thread(target=gpu.give_back_memory))
+            threads[0].start()
+            assert not gpu._capturing.acquire(blocking=False)  # nor can the thread
+            played.cuda.told.append(("recorded", None))
+        return torch.tensor(0)
+
+    gpu.capture(run, None)
+    threads[0].join()
+    assert [what for what, _ in played.cuda.told[1:]] == ["graph", "recorded", "empty_cache"]
 
 
 def test_an_old_gpu_is_refused(played: PlayedTorch) -> None:

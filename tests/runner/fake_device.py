@@ -47,9 +47,13 @@ class FakeDevice:
         self.waits = 0  # for values that left it
         self.captured = 0
         self.replayed = 0
+        self.given_back = 0
 
     def require_float8(self, option: str) -> None:
         pass
+
+    def give_back_memory(self) -> None:
+        self.given_back += 1
 
     def free_memory(self) -> int:
         return 1 << 26

@@ -132,6 +132,16 @@ def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, 
     assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
 
 
+def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = make(tmp_path)
+    given, captured = fake.given_back, fake.captured
+    runner.call("release", {"tags": ["kv_cache"]})
+    assert (fake.given_back, runner._kv, runner._graphs) == (given + 1, [], None)
+    runner.call("restore", {"tags": ["kv_cache"]})
+    assert fake.captured == 2 * captured
+    assert outcomes(Driver(runner, facts).run(jobs()[:2])) == alone[:2]
+
+
 def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -> None:
     runner, facts, _ = staged
     made = [

@@ -117,9 +117,7 @@ class Runner:
             self._lora = LoraTables(self._lora_config, self._model, self._weights_config.allowed_weight_dirs)
             self._lora.attach(self._model)
         loaded = time.perf_counter()
-        self._sync = WeightSync(
-            self._weights_config, self._blank, lambda: self._memory()["weight_bytes"], self._device.free_memory
-        )
+        self._sync = WeightSync(self._weights_config, self._blank, lambda: self._memory()["weight_bytes"], self._device)
         self._extension = extension.make(self._weights_config.worker_extension_cls, self)
         self._allocate()
         with self._no_autograd:
@@ -128,7 +126,7 @@ class Runner:
                 self._warm_up(adapter=0)
             exact = self._is_exact()
             self._record()
-        device.give_back_memory()  # loading and warming up leave holes
+        self._device.give_back_memory()  # loading and warming up leave holes
         facts = {
             "ops": bound,
             "threads": threads,
@@ -405,7 +403,7 @@ class Runner:
             self._model = self._blank()
             self._has_weights = False
         self._graphs = None
-        device.give_back_memory()
+        self._device.give_back_memory()
 
     def _restore(self, tags: list[str]) -> None:
         if "kv_cache" in tags and not self._kv:

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from tokserve import checkpoint, device
+from tokserve import checkpoint
 from tokserve.config import BACKENDS, PACKING, WeightsConfig
+from tokserve.device import Device
 from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.decoder import Decoder
@@ -41,15 +42,15 @@ class GroupOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightSync:
-    """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is, `free_memory` what there
-    is for another one."""
+    """`blank` makes a decoder without weights; `num_bytes` says how large a set of weights is, `device` what memory
+    there is for another one."""
 
     def __init__(
         self,
         config: WeightsConfig,
         blank: Callable[[], Decoder],
         num_bytes: Callable[[], int],
-        free_memory: Callable[[], int],
+        device: Device,
     ) -> None:
         self._config = config
         chosen: dict[str, Any] = dict(config.weight_transfer_config or {})
@@ -57,7 +58,7 @@ class WeightSync:
         self._chosen_packing = self._packing = chosen
         self._blank = blank
         self._num_bytes = num_bytes
-        self._free_memory = free_memory
+        self._device = device
         self._staging: Staging | None = None
         self._complete: Decoder | None = None
         self._old: Decoder | None = None  # replaced, not yet given back
@@ -117,14 +118,14 @@ class WeightSync:
     def begin(self, have_weights: bool) -> bool:
         """Prepare for tensors; whether the weights that serve can stay where they are meanwhile."""
         where = self._config.weight_staging
-        room = not have_weights or self._free_memory() > SPARE * self._num_bytes()
+        room = not have_weights or self._device.free_memory() > SPARE * self._num_bytes()
         self._staging = Staging(self._blank())
         return not have_weights or where == "beside" or (where == "auto" and room)
 
     def abort(self) -> None:
         """Drop what is staged."""
         self._staging = self._complete = self._stream = None
-        device.give_back_memory()
+        self._device.give_back_memory()
 
     def receive(self, source: dict[str, Any]) -> None:
         """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend."""
@@ -210,7 +211,7 @@ class WeightSync:
     def forget(self) -> None:
         """Give back the memory of replaced weights."""
         self._old = None
-        device.give_back_memory()
+        self._device.give_back_memory()
 
     def _opened(self) -> Staging:
         if self._staging is None:
