@@ -7,6 +7,7 @@ The interpreter's products of bfloat16 are wrong and its conversions to it trunc
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
@@ -270,6 +271,70 @@ def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str
     q = randn(dtype, 4, 20, 4, 32).to(home)
     read = attend(q, *caches, *rows, 0.1, 0)
     assert torch.equal(read, attend(q, *caches.to(dtype), *rows, 0.1, 0)) and read.isfinite().all()
+
+
+def far_apart() -> Tensor:
+    """A little more than 2^31 float16 numbers, whose memory is not touched."""
+    count = (1 << 31) + (1 << 16)
+    if DEVICE == "cuda":
+        return torch.empty(count, dtype=torch.float16, device=DEVICE)
+    memory = mmap.mmap(-1, 2 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float16)
+
+
+def test_rows_may_begin_past_2_to_the_31() -> None:
+    """What int32 cannot count: rows that lie apart, whose numbers and stride are both small."""
+    apart, near = far_apart().as_strided((3, 256), (1 << 30, 1)), randn(torch.float16, 1, 3, 256)
+    apart.copy_(near)
+    near = there(near)
+    call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
+    weight, ones = randn(torch.float16, 2, 8, 256), torch.ones(2, device=DEVICE)
+    dense, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
+    adapters, ranks = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([1, -1, 0], [4, 4]))
+    down, up = there(randn(torch.float16, 3, 2, 4, 256)), there(randn(torch.float16, 4, 2, 4, 8))
+    table, index = there(randn(torch.float32, 5, 9, 32)), torch.arange(3, device=DEVICE)
+
+    def results(x: Tensor) -> list[Tensor]:
+        added, heads = torch.zeros(3, 8, dtype=x.dtype, device=DEVICE), x.unflatten(1, (8, 32))
+        call["add_lora"](added, x, adapters, down, up, ranks, ones)
+        caches = torch.zeros(2, 2, 2, 8, 32, dtype=x.dtype, device=DEVICE)
+        q = call["norm_rope_store"](x, None, None, 0.0, table, index, *caches, index)
+        stored = caches.clone()
+        call["store_kv"](heads[:, :2], heads[:, 2:4], *caches, index + 8)
+        return [
+            call["linear"](x, dense, None), call["linear_float8"](x, float8_weight, None), call["silu_mul"](x), added,
+            *call["rope"](heads[:, :4], heads[:, 4:], table, index), q, stored, caches,
+        ]  # fmt: skip
+
+    for one, other in zip(results(apart), results(near), strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+def test_pages_may_lie_past_2_to_the_31() -> None:
+    heads, page, dim = 2, 16, 32
+    size = heads * page * dim
+    flat, last = far_apart(), (1 << 31) // size + 1
+    caches = [flat[start:][: (last + 1) * size].view(last + 1, heads, page, dim) for start in (0, size)]  # v: one on
+    near = torch.zeros(2, 2, heads, page, dim, dtype=torch.float16, device=DEVICE)
+    q, k, v = (there(randn(torch.float16, seed, 9, heads, dim)) for seed in range(3))
+    places, rows = (
+        torch.arange(9, device=DEVICE),
+        [torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in ([0, 9], [9])],
+    )
+    store, prepare, attend = (
+        OPS[n].implementations["triton"].call for n in ("store_kv", "norm_rope_store", "paged_attention")
+    )
+    found = []
+    for (keys, values), block in ((caches, last), (near, 1)):
+        table = torch.tensor([[block]], dtype=torch.int32, device=DEVICE)
+        store(k, v, keys, values, places + block * page)
+        whole = attend(q, keys, values, table, *rows, 0.1, 0)
+        step = attend(q[8:], keys, values, table, rows[0].clamp(max=1), rows[1], 0.1, 0)
+        assert torch.equal(step, whole[8:])
+        qkv, turn = torch.cat([q, k, v], 1).flatten(1) * 2, torch.ones(9, dim, device=DEVICE)
+        prepare(qkv, None, None, 0.0, turn, places, keys, values, places + block * page)
+        found.append((whole, keys[block].clone(), values[block].clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and found[0][2].any()
 
 
 def test_sampling_rows_stand_alone() -> None:
