@@ -57,7 +57,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["int8", "fp8"] | None,
         about(
             "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
-            "on a CPU, fp8 (e4m3) for GPUs from 8.9 on; a CPU can do fp8, slowly."
+            "on a CPU, fp8 (e4m3) for GPUs from 8.9 on; a CPU can do fp8, slowly. Such a GPU serves a float8 "
+            "checkpoint as fp8 without this."
         ),
     ] = None
     quantize_lm_head: Annotated[
