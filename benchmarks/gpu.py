@@ -26,7 +26,6 @@ import torch
 
 from tokserve import ops
 from tokserve.config import Config
-from tokserve.errors import StartError
 from tokserve.models import dummy
 from tokserve.params import SamplingParams
 from tokserve.plan import NewRow, StepPlan
@@ -203,10 +202,13 @@ def main() -> None:
     for target, shape, layers, rows, options in wanted:
         try:
             row = {"target": target} | measure(shape, layers, rows, card, **options)
-        except (RuntimeError, StartError):  # the next row may do
+        except Exception:  # the next row may do
             traceback.print_exc()
             failed += 1
             continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
         found["rows"].append(row)
         out.write_text(json.dumps(found, indent=1))
         print(
@@ -216,8 +218,6 @@ def main() -> None:
             f" {row['prefill_share']:.0%} of the card; top-k and top-p {row['top_p_ms']:.2f} ms",
             flush=True,
         )
-        gc.collect()
-        torch.cuda.empty_cache()
     sys.exit(failed)
 
 
