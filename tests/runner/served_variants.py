@@ -52,7 +52,7 @@ def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
     return bound
 
 
-def jobs() -> list[Job]:
+def jobs(adapters: int) -> list[Job]:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"logprobs": 0}, {"logprobs": 7, "temperature": 0.3}, {"top_p": 0.9, "logprobs": 12},
         {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
@@ -60,7 +60,9 @@ def jobs() -> list[Job]:
         {"logprobs": 1, "logprob_token_ids": [5, 6, 7]}, {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
     ]  # fmt: skip
     return [
-        Job(prompt(1 + 23 * i % 190, i), SamplingParams(max_tokens=3 + i % 4, **each), i)
+        Job(
+            prompt(1 + 23 * i % 190, i), SamplingParams(max_tokens=3 + i % 4, **each), i, adapter=i % (adapters + 1) - 1
+        )
         for i, each in enumerate(asked + asked)
     ]
 
@@ -71,17 +73,18 @@ def main() -> None:
     functional.embedding = lambda ids, weight: weight.new_zeros(len(ids), weight.shape[1])
     ops.bind = bind_kernels
     device.use = lambda kind: FakeDevice()
+    options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as path:
         hf = tiny_config("qwen3", num_hidden_layers=1, vocab_size=5008, max_position_embeddings=4096)
         runner, facts = make_runner(
             Path(path), hf, max_num_seqs=24, max_model_len=300, block_size=64, dtype="bfloat16",
-            max_num_batched_tokens=256, **json.loads(sys.argv[1]),
+            max_num_batched_tokens=256, **options,
         )  # fmt: skip
-    start = set(noted)
-    for job in jobs():
+    start, adapters = set(noted), 2 if "enable_lora" in options else 0
+    for job in jobs(adapters):
         Driver(runner, facts).run([job.fresh()])
     for chunk in (1 << 30, 100, 16, 7):
-        Driver(runner, facts).run(jobs(), chunk=chunk)
+        Driver(runner, facts).run(jobs(adapters), chunk=chunk)
     serving = sorted(set(noted) - start)
     json.dump({"start": [each.split()[0] for each in start], "serving": serving}, sys.stdout)
 

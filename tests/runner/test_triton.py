@@ -83,7 +83,11 @@ def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"enforce_eager": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}, marks=pytest.mark.slow)],
+    [
+        {},
+        pytest.param({"enforce_eager": True, "kv_cache_dtype": "fp8", "quantization": "fp8"}, marks=pytest.mark.slow),
+        pytest.param({"enable_lora": True, "max_loras": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_start_compiles_all_that_serving_needs(options: dict[str, object]) -> None:
     root = Path(__file__).parents[2]

@@ -126,7 +126,7 @@ class Runner:
                 self._warm_up(adapter=0)
             exact = self._is_exact()
             self._record()
-        self._device.give_back_memory()  # loading and warming up leave holes
+        device.give_back_memory()  # loading and warming up leave holes; what a card holds, steps take again
         facts = {
             "ops": bound,
             "threads": threads,
