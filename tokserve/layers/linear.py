@@ -65,7 +65,7 @@ class Linear:
             self.packed = self.pack(tensor.to(self.dtype))
             return
         if self._weight is None:
-            self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype)
+            self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=tensor.device)
             self._awaited = set(self.shards)
         _fill(self._rows(self._weight, shard), shard, tensor)
         self._awaited.discard(shard)
