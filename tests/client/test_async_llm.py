@@ -79,7 +79,7 @@ async def settled(llm: AsyncLLM) -> None:
 
 def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([5, 6, 7], SamplingParams(logprobs=2, seed=9), request_id="r")
+        stream = llm.stream([5, 6, 7], SamplingParams(logprobs=2, seed=9), request_id="r")
         assert stream.request_id == "r" and stream.seed == 9 and stream.prompt_ids == [5, 6, 7]
         [add] = await waited(engine, Add)
         assert add.rid == "r#0" and add.seed == 9 and not add.hold and add.sampling.logprobs == 2
@@ -107,11 +107,11 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
 
 def test_not_streamed_is_one_delta_per_choice_held_back_by_the_engine(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([5, 6, 7], SamplingParams(logprobs=2), stream=False)
+        stream = llm.stream([5, 6, 7], SamplingParams(logprobs=2), stream=False)
         deltas = [delta async for delta in stream]
         assert len(deltas) == 1 and deltas[0].token_ids == [5, 6, 7] and deltas[0].logprobs == logprobs_for([5, 6, 7])
         assert all(add.hold for add in engine.wait(Add))
-        streamed = await collect(llm.generate([5, 6, 7], SamplingParams(logprobs=2)))
+        streamed = await collect(llm.stream([5, 6, 7], SamplingParams(logprobs=2)))
         assert streamed == deltas
 
     play(scene, echo)
@@ -119,7 +119,7 @@ def test_not_streamed_is_one_delta_per_choice_held_back_by_the_engine(play: Call
 
 def test_deltas_merge_while_nobody_fetches(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], SamplingParams(logprobs=1), request_id="r", text=True)
+        stream = llm.stream([1], SamplingParams(logprobs=1), request_id="r", text=True)
         ids = llm.tokenizer.encode("slow but sure " * 20, False) if llm.tokenizer else []
         for token in ids:
             engine.step(tokens("r#0", [token], logprobs=logprobs_for([token])))
@@ -134,7 +134,7 @@ def test_deltas_merge_while_nobody_fetches(play: Callable[..., None]) -> None:
 
 def test_choices_interleave_and_have_their_own_seeds(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], SamplingParams(n=3, seed=(1 << 63) - 2), request_id="r")
+        stream = llm.stream([1], SamplingParams(n=3, seed=(1 << 63) - 2), request_id="r")
         adds = await waited(engine, Add, 3)
         assert [add.rid for add in adds] == ["r#0", "r#1", "r#2"]
         assert [add.seed for add in adds] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
@@ -153,7 +153,7 @@ def test_choices_interleave_and_have_their_own_seeds(play: Callable[..., None]) 
 
 def test_a_seed_is_drawn_when_none_is_given(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        streams = [llm.generate([1], PLAIN) for _ in range(4)]
+        streams = [llm.stream([1], PLAIN) for _ in range(4)]
         adds = await waited(engine, Add, 4)
         assert [add.seed for add in adds] == [stream.seed for stream in streams]
         assert len({stream.seed for stream in streams}) == 4 and all(0 <= s.seed < 1 << 63 for s in streams)
@@ -173,7 +173,7 @@ def ids_of(llm: AsyncLLM, text: str) -> list[int]:
 def test_a_stop_string_cuts_and_aborts(play: Callable[..., None], streamed: bool, include: bool, text: bool) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(stop=["##"], logprobs=2, include_stop_str_in_output=include)
-        stream = llm.generate([1], params, request_id="r", stream=streamed, text=text)
+        stream = llm.stream([1], params, request_id="r", stream=streamed, text=text)
         [add] = await waited(engine, Add)
         assert not add.hold, "the front end must see the text to find the stop"
         assert add.sampling.stop == [] and not add.sampling.include_stop_str_in_output
@@ -197,7 +197,7 @@ def test_a_stop_string_cuts_and_aborts(play: Callable[..., None], streamed: bool
 
 def test_a_possible_stop_is_held_back_from_the_text_but_not_its_tokens(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], SamplingParams(stop="##"), request_id="r", text=True)
+        stream = llm.stream([1], SamplingParams(stop="##"), request_id="r", text=True)
         ids = ids_of(llm, "a#b")
         got = []
         for token in ids:
@@ -214,7 +214,7 @@ def test_a_possible_stop_is_held_back_from_the_text_but_not_its_tokens(play: Cal
 
 def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], SamplingParams(stop="##"), request_id="r", text=True)
+        stream = llm.stream([1], SamplingParams(stop="##"), request_id="r", text=True)
         ids = ids_of(llm, "a##b")
         engine.step(tokens("r#0", ids, stop(), spans=[("v1", 0, 2), ("v2", 2, 4)]))
         [done] = await collect(stream)
@@ -232,7 +232,7 @@ def test_the_token_that_ends_is_text_only_if_asked_for(play: Callable[..., None]
         params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
         ids = ids_of(llm, "ab")
         for end in ("eos", "stop_token", "max_tokens"):
-            stream = llm.generate([1], params, request_id=end, text=True)
+            stream = llm.stream([1], params, request_id=end, text=True)
             engine.step(tokens(f"{end}#0", [*ids, 2], stop(end)))
             [done] = await collect(stream)
             assert done.text == ("ab<|im_end|>" if include or end == "max_tokens" else "ab")
@@ -243,10 +243,10 @@ def test_the_token_that_ends_is_text_only_if_asked_for(play: Callable[..., None]
 
 def test_text_can_be_turned_off(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        [done] = await collect(llm.generate([5, 6], SamplingParams(detokenize=False), text=True))
+        [done] = await collect(llm.stream([5, 6], SamplingParams(detokenize=False), text=True))
         assert done.text == "" and done.token_ids == [5, 6]
         with pytest.raises(RequestError) as caught:
-            llm.generate([5], SamplingParams(detokenize=False, stop="a"))
+            llm.stream([5], SamplingParams(detokenize=False, stop="a"))
         assert caught.value.field == "stop"
 
     play(scene, echo)
@@ -277,7 +277,7 @@ def test_leaving_aborts_what_has_not_ended(
     play: Callable[..., None], leave: Callable[[Stream], Awaitable[None]]
 ) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], SamplingParams(n=3), request_id="r")
+        stream = llm.stream([1], SamplingParams(n=3), request_id="r")
         engine.step(tokens("r#1", [5], stop()), tokens("r#0", [4]))
         await settled(llm)
         await leave(stream)
@@ -286,7 +286,7 @@ def test_leaving_aborts_what_has_not_ended(
         assert llm.num_inflight == 0
         engine.step(tokens("r#0", [4]))
         await settled(llm)
-        again = llm.generate([1], PLAIN, request_id="r")
+        again = llm.stream([1], PLAIN, request_id="r")
         engine.step(tokens("r#0", [9], stop()))
         assert (await collect(again))[0].token_ids == [9]
 
@@ -296,10 +296,10 @@ def test_leaving_aborts_what_has_not_ended(
 def test_dropping_a_stream_aborts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         async def reader() -> None:
-            async for _ in llm.generate([1], PLAIN, request_id="cancelled"):
+            async for _ in llm.stream([1], PLAIN, request_id="cancelled"):
                 pass
 
-        llm.generate([1], PLAIN, request_id="never read")
+        llm.stream([1], PLAIN, request_id="never read")
         task = asyncio.create_task(reader())
         await waited(engine, Add, 2)
         task.cancel()
@@ -315,7 +315,7 @@ def test_dropping_a_stream_aborts(play: Callable[..., None]) -> None:
 
 def test_closing_ends_the_wait_of_another_task(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], PLAIN)
+        stream = llm.stream([1], PLAIN)
 
         async def read() -> list[Completion]:
             return [delta async for delta in stream]
@@ -332,7 +332,7 @@ def test_closing_ends_the_wait_of_another_task(play: Callable[..., None]) -> Non
 
 def test_a_cancelled_wait_loses_nothing(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], PLAIN, request_id="r")
+        stream = llm.stream([1], PLAIN, request_id="r")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.02)
         engine.step(tokens("r#0", [5], stop()))
@@ -344,16 +344,16 @@ def test_a_cancelled_wait_loses_nothing(play: Callable[..., None]) -> None:
 
 def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], PLAIN, request_id="chatcmpl-x")
+        stream = llm.stream([1], PLAIN, request_id="chatcmpl-x")
         for same in ("chatcmpl-x", "x", "generate-tokens-x"):
             with pytest.raises(Conflict) as caught:
-                llm.generate([1], PLAIN, request_id=same)
+                llm.stream([1], PLAIN, request_id=same)
             assert caught.value.status == 409 and caught.value.field == "request_id"
         assert stream.request_id == "chatcmpl-x"
         await waited(engine, Add)
         engine.step(tokens("x#0", [5], stop()))
         await collect(stream)
-        llm.generate([1], PLAIN, request_id="x").close()
+        llm.stream([1], PLAIN, request_id="x").close()
         assert len(await waited(engine, Add, 2)) == 2
 
     play(scene)
@@ -374,7 +374,7 @@ def test_what_the_engine_refuses_is_told_before_any_output(
 ) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         engine.verdict = lambda submit: Verdict(submit.call_id, refusal, "no, because", 7)
-        stream = llm.generate([1], SamplingParams(n=2), request_id="r")
+        stream = llm.stream([1], SamplingParams(n=2), request_id="r")
         for refused in (stream.accepted(), stream.accepted(), anext(stream)):
             with pytest.raises(kind, match="no, because") as caught:
                 await refused
@@ -382,7 +382,7 @@ def test_what_the_engine_refuses_is_told_before_any_output(
             assert not isinstance(caught.value, Overloaded) or caught.value.retry_after == 7
         assert llm.num_inflight == 0 and llm._requests.settled
         engine.verdict = lambda submit: Verdict(submit.call_id)
-        again = llm.generate([1], PLAIN, request_id="r")
+        again = llm.stream([1], PLAIN, request_id="r")
         await again.accepted()
         stream.close()
         del stream
@@ -398,14 +398,14 @@ def test_what_the_engine_refuses_is_told_before_any_output(
 def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         engine.verdict = lambda submit: None
-        stream = llm.generate([1], PLAIN, request_id="r")
+        stream = llm.stream([1], PLAIN, request_id="r")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.accepted(), 0.01)
         stream.close()
         [abort] = await waited(engine, Abort)
         assert abort.rids == ["r#0"] and llm.num_inflight == 0
         engine.verdict = lambda submit: Verdict(submit.call_id)
-        again = llm.generate([1], PLAIN, request_id="r")
+        again = llm.stream([1], PLAIN, request_id="r")
         await again.accepted()
         [first, _] = engine.wait(Submit, 2)
         engine.send(Verdict(first.call_id, "queue_full", "no"))
@@ -418,9 +418,9 @@ def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> 
 def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         for _ in range(2):  # given up twice under the same id, before the engine has said a word
-            given_up = llm.generate([1], PLAIN, request_id="r")
+            given_up = llm.stream([1], PLAIN, request_id="r")
             given_up.close()
-        again = llm.generate([1], PLAIN, request_id="r")
+        again = llm.stream([1], PLAIN, request_id="r")
         await again.accepted()  # the engine has ended the others before
         engine.step(tokens("r#0", [5], stop()))
         assert (await collect(again))[0].token_ids == [5]
@@ -436,7 +436,7 @@ def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
         streams = llm.submit([llm.prepare(order) for order in orders], "g")
         for same in ("r", "chatcmpl-r"):
             with pytest.raises(Conflict):
-                llm.generate([1], PLAIN, request_id=same)
+                llm.stream([1], PLAIN, request_id=same)
         [submit] = await waited(engine, Submit)
         assert (submit.key, submit.group) == ("r", "g")
         assert [add.rid for add in submit.adds] == [f"r#{i}" for i in range(6)]
@@ -449,7 +449,7 @@ def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
 
 def test_abort_of_what_was_sent_from_here(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        streams = [llm.generate([1], SamplingParams(n=2), request_id=name) for name in ("a", "b#c")]
+        streams = [llm.stream([1], SamplingParams(n=2), request_id=name) for name in ("a", "b#c")]
         assert await llm.abort_own("shutdown") == {"a": "aborted", "b#c": "aborted"}
         assert {c.stop_detail for stream in streams for c in await collect(stream)} == {"shutdown"}
         assert await llm.abort_own() == {}
@@ -473,9 +473,9 @@ def test_statistics_on_demand(play: Callable[..., None]) -> None:
 
 def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        one = llm.generate([1], PLAIN, request_id="generate-tokens-one", stream=False)
-        two = llm.generate([1], SamplingParams(n=2), request_id="two")
-        done = llm.generate([1], PLAIN, request_id="done")
+        one = llm.stream([1], PLAIN, request_id="generate-tokens-one", stream=False)
+        two = llm.stream([1], SamplingParams(n=2), request_id="two")
+        done = llm.stream([1], PLAIN, request_id="done")
         await waited(engine, Add, 4)
         engine.step(tokens("two#0", [5]), tokens("two#1", [6], stop()), tokens("done#0", [7], stop()))
         await collect(done)
@@ -494,9 +494,66 @@ def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
     play(scene)
 
 
+def test_abort_takes_one_id_as_well(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.stream([1], PLAIN, request_id="one")
+        assert await llm.abort("generate-tokens-one") == {"generate-tokens-one": "aborted"}
+        await collect(stream)
+
+    play(scene)
+
+
+def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode("so far", False)
+        outputs = llm.generate({"prompt_token_ids": [7, 8], "cache_salt": "s"}, SamplingParams(n=2, logprobs=1), "r")
+        first = asyncio.ensure_future(anext(outputs))
+        adds = await waited(engine, Add, 2)
+        assert [add.rid for add in adds] == ["r#0", "r#1"]
+        engine.step(tokens("r#0", ids, logprobs=logprobs_for(ids)))
+        one = await first
+        assert (one.request_id, one.prompt, one.prompt_token_ids, one.finished) == ("r", None, [7, 8], False)
+        assert [(c.index, c.token_ids, c.text, c.finish_reason) for c in one.outputs] == [(0, ids, "so far", None)]
+        engine.step(tokens("r#1", [5], stop("max_tokens", "length"), logprobs=logprobs_for([5])))
+        two = await anext(outputs)
+        assert [len(c.token_ids) for c in two.outputs] == [len(ids), 1] and not two.finished
+        engine.step(tokens("r#0", [2], stop("eos", "stop"), logprobs=logprobs_for([2]), spans=[("v", 0, 3)]))
+        last = await anext(outputs)
+        choice = last.outputs[0]
+        assert last.finished and choice.token_ids == [*ids, 2] and choice.weight_versions == [("v", 0, 3)]
+        assert choice.logprobs is not None
+        told = [choice.logprobs[i][token].logprob for i, token in enumerate(choice.token_ids)]
+        assert told == pytest.approx([-token / 10 for token in choice.token_ids])
+        assert [each async for each in outputs] == []
+
+    play(scene)
+
+
+def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        outputs = llm.generate([1], PLAIN, "left")
+        asked = asyncio.ensure_future(anext(outputs))
+        await waited(engine, Add)
+        engine.step(tokens("left#0", [5]))
+        await asked
+        await outputs.aclose()
+        [abort] = await waited(engine, Abort)
+        assert abort.rids == ["left#0"]
+        with pytest.raises(RequestError, match="'ids'"):
+            await anext(llm.generate({"ids": [1]}, PLAIN))
+
+    play(scene)
+
+
+def test_before_the_start_it_says_what_to_do(model: Path) -> None:
+    with pytest.raises(EngineDead, match="await start"):
+        AsyncLLM.from_config(config(model)).stream([1], PLAIN)
+
+
 def test_abort_all(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        streams = [llm.generate([1], PLAIN, request_id=name) for name in ("a", "b#c")]
+        streams = [llm.stream([1], PLAIN, request_id=name) for name in ("a", "b#c")]
         assert await llm.abort_all("shutdown") == {"a": "aborted", "b#c": "aborted"}
         for stream in streams:
             assert (await collect(stream))[0].stop_detail == "shutdown"
@@ -529,11 +586,11 @@ def test_a_call_with_what_no_message_holds(play: Callable[..., None], value: Any
 
 def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        waiting = [llm.generate([1], PLAIN, request_id=f"{i}") for i in range(3)]
+        waiting = [llm.stream([1], PLAIN, request_id=f"{i}") for i in range(3)]
         tasks = [asyncio.create_task(collect(stream)) for stream in waiting[:2]]
         call = asyncio.create_task(llm.call("silence"))
         engine.verdict = lambda submit: None
-        unanswered = llm.generate([1], PLAIN)
+        unanswered = llm.stream([1], PLAIN)
         accepting = asyncio.create_task(unanswered.accepted())
         engine.step(tokens("2#0", [5]))
         await settled(llm)
@@ -548,7 +605,7 @@ def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
             await anext(waiting[2])
         assert llm.dead is not None and llm.num_inflight == 0
         with pytest.raises(EngineDead):
-            llm.generate([1], PLAIN)
+            llm.stream([1], PLAIN)
         with pytest.raises(EngineDead):
             await llm.abort(["x"])
         with pytest.raises(EngineDead):
@@ -561,7 +618,7 @@ def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
 
 def test_the_engines_refusal_ends_the_request_only(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], PLAIN, request_id="r", text=True)
+        stream = llm.stream([1], PLAIN, request_id="r", text=True)
         engine.step(tokens("r#0", [], Finish("error", "nan", message="the logits were not finite")))
         [done] = await collect(stream)
         assert (done.finish_reason, done.stop_detail, done.message) == ("error", "nan", "the logits were not finite")
@@ -574,9 +631,9 @@ def test_refused_requests_send_nothing(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         for bad in (SamplingParams(temperature=3.0), SamplingParams(stop_token_ids=[999])):
             with pytest.raises(RequestError):
-                llm.generate([1], bad, request_id="r")
+                llm.stream([1], bad, request_id="r")
         with pytest.raises(RequestError):
-            llm.generate([], PLAIN, request_id="r")
+            llm.stream([], PLAIN, request_id="r")
         await settled(llm)
         assert not [m for m in engine.received if isinstance(m, Add)] and llm.num_inflight == 0
 
@@ -587,7 +644,7 @@ def test_terms_reach_the_engine(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         packed = pack_ids([3, 4])
         params = SamplingParams(temperature=1e-9, max_tokens=7)
-        stream = llm.generate(packed, params, priority=-2, cache_salt="s", deadline_ms=5, queue_timeout_ms=6)
+        stream = llm.stream(packed, params, priority=-2, cache_salt="s", deadline_ms=5, queue_timeout_ms=6)
         assert stream.prompt_ids == [3, 4]
         [add] = await waited(engine, Add)
         assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-2, "s", 5, 6)
@@ -599,7 +656,7 @@ def test_terms_reach_the_engine(play: Callable[..., None]) -> None:
 def test_many_streams_at_once(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         prompts = [[(i * 7 + j) % 100 for j in range(40)] for i in range(60)]
-        results = await asyncio.gather(*[collect(llm.generate(prompt, PLAIN)) for prompt in prompts])
+        results = await asyncio.gather(*[collect(llm.stream(prompt, PLAIN)) for prompt in prompts])
         assert [result[0].token_ids for result in results] == prompts
         assert llm.num_inflight == 0
 
@@ -608,11 +665,11 @@ def test_many_streams_at_once(play: Callable[..., None]) -> None:
 
 def test_after_shutdown_nothing_starts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        stream = llm.generate([1], PLAIN)
+        stream = llm.stream([1], PLAIN)
         await llm.shutdown()
         assert (await collect(stream))[0].stop_detail == "shutdown"
         with pytest.raises(EngineDead, match="shut down"):
-            llm.generate([1], PLAIN)
+            llm.stream([1], PLAIN)
         with pytest.raises(EngineDead, match="shut down"):
             await llm.call("ping")
         assert llm.dead is None
@@ -624,7 +681,7 @@ def test_after_shutdown_nothing_starts(play: Callable[..., None]) -> None:
 def test_before_the_start_nothing_works() -> None:
     llm = AsyncLLM.from_config(config())
     with pytest.raises(EngineDead, match="not started"):
-        llm.generate([1], PLAIN)
+        llm.stream([1], PLAIN)
     with pytest.raises(EngineDead, match="not started"):
         _ = llm.ready
 

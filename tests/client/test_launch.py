@@ -64,7 +64,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
         [directory] = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
         assert llm.ready == READY and llm.dead is None
-        assert (await collect(llm.generate([4, 5], PLAIN)))[0].token_ids == [4, 5]
+        assert (await collect(llm.stream([4, 5], PLAIN)))[0].token_ids == [4, 5]
         pid = pid_of(llm)
         await llm.shutdown()
         assert gone(pid) and llm._connection.engine.exited.result() == 0
@@ -117,7 +117,7 @@ def test_a_killed_engine_is_noticed(mode: Any) -> None:
     async def scene() -> None:
         llm = AsyncLLM.from_config(config(tokens_only=True))
         await llm.start()
-        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN)))
+        waiting = asyncio.create_task(collect(llm.stream([1], PLAIN)))
         await asyncio.sleep(0)
         os.kill(pid_of(llm), signal.SIGKILL)
         with pytest.raises(EngineDead) as caught:
@@ -125,7 +125,7 @@ def test_a_killed_engine_is_noticed(mode: Any) -> None:
         assert caught.value.private == "the engine process was killed by SIGKILL"
         assert llm.dead is not None and "SIGKILL" not in llm.dead.message
         with pytest.raises(EngineDead):
-            llm.generate([1], PLAIN)
+            llm.stream([1], PLAIN)
         await llm.shutdown()
 
     asyncio.run(scene())
@@ -141,7 +141,7 @@ def test_a_client_that_has_joined_notices_the_end_of_the_engine(mode: Any) -> No
         await llm.start()
         address, pid = llm.engine
         await other.connect(address, pid=pid, name="api-0")
-        waiting = asyncio.create_task(collect(other.generate([1], PLAIN)))
+        waiting = asyncio.create_task(collect(other.stream([1], PLAIN)))
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDead):
@@ -161,7 +161,7 @@ def test_requests_in_flight_end_with_what_they_have(mode: Any) -> None:
     async def scene() -> None:
         llm = AsyncLLM.from_config(config(tokens_only=True))
         await llm.start()
-        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN)))
+        waiting = asyncio.create_task(collect(llm.stream([1], PLAIN)))
         await asyncio.sleep(0)
         await llm.shutdown()
         assert (await waiting)[0].stop_detail == "shutdown"

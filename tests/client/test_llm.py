@@ -18,7 +18,8 @@ import pytest
 from tests.client.fake_engine import config, logprobs_for
 from tests.text.checkpoints import write_chatml
 from tokserve.client import launch
-from tokserve.client.llm import LLM, Logprob, TokenLogprobs
+from tokserve.client.llm import LLM
+from tokserve.client.results import Logprob, TokenLogprobs
 from tokserve.errors import EngineDead, RequestError, StartError
 from tokserve.params import SamplingParams
 
@@ -67,10 +68,36 @@ def test_outputs_keep_the_order_of_the_prompts(fake: LLM) -> None:
         (np.array([4, 5]), [[4, 5]]),
         ([np.array([4, 5])], [[4, 5]]),
         ([], []),
+        ({"prompt_token_ids": [4, 5]}, [[4, 5]]),
+        ([{"prompt_token_ids": [4, 5], "multi_modal_data": None}, [6]], [[4, 5], [6]]),
+        ({"prompt": "said", "prompt_token_ids": [4]}, [[4]]),
     ],
 )
 def test_one_prompt_or_several(fake: LLM, prompts: Any, ids: list[list[int]]) -> None:
     assert [output.prompt_token_ids for output in fake.generate(prompts, use_tqdm=False)] == ids
+
+
+def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> None:
+    asked: list[Any] = [{"prompt": "one and two"}, {"prompt_token_ids": [4, 5]}, {"prompt": "x", "cache_salt": "s"}]
+    outputs = fake.generate(prompts=asked, sampling_params=SamplingParams(), use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["one and two", None, "x"]
+    assert outputs[0].prompt_token_ids == fake.generate("one and two", use_tqdm=False)[0].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ({"token_ids": [4, 5]}, "'token_ids'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "'multi_modal_data'"),
+        ({}, "prompt_token_ids"),
+        ({"prompt": 5}, "prompt_token_ids"),
+        ({"prompt_token_ids": [4], "cache_salt": 5}, "prompt_token_ids"),
+    ],
+)
+def test_a_mapping_that_is_no_prompt_is_refused(fake: LLM, prompt: Any, named: str) -> None:
+    for prompts in (prompt, [prompt]):
+        with pytest.raises(RequestError, match=named):
+            fake.generate(prompts, use_tqdm=False)
 
 
 def test_chat_renders_the_template(fake: LLM) -> None:

@@ -43,7 +43,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
         llm.on_replaced = lambda: replaced.append(pid_of(llm))
         await llm.start()
         first = pid_of(llm)
-        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN, request_id="r")))
+        waiting = asyncio.create_task(collect(llm.stream([1], PLAIN, request_id="r")))
         asking = asyncio.create_task(llm.call("silence"))
         await asyncio.sleep(0)
         mode("serve")
@@ -55,15 +55,15 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
             assert "SIGKILL" in caught.value.private and "SIGKILL" not in caught.value.message
         assert llm.dead is None and llm.down is not None and llm.num_inflight == 0 and not llm.hung
         with pytest.raises(EngineDead) as caught:
-            llm.generate([1], PLAIN)
+            llm.stream([1], PLAIN)
         assert caught.value.code == "engine_restarting" and caught.value is not llm.down
         await llm.restored()
         assert llm.down is None and replaced == [pid_of(llm)] and pid_of(llm) != first
-        assert (await collect(llm.generate([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
+        assert (await collect(llm.stream([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
         os.kill(pid_of(llm), signal.SIGKILL)  # once was all
         await until(lambda: llm.dead is not None)
         with pytest.raises(EngineDead) as caught:
-            llm.generate([1], PLAIN)
+            llm.stream([1], PLAIN)
         assert caught.value.code == "engine_dead" and caught.value.retry_after is None
         await llm.shutdown()
         assert gone(pid_of(llm))
@@ -82,7 +82,7 @@ def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.Monke
             before = pid_of(llm)
             os.kill(before, signal.SIGKILL)
             await until(lambda before=before: pid_of(llm) != before and llm.down is None)  # type: ignore[misc]
-        assert (await collect(llm.generate([3], PLAIN)))[0].token_ids == [3]
+        assert (await collect(llm.stream([3], PLAIN)))[0].token_ids == [3]
         await llm.shutdown()
 
     asyncio.run(scene())
@@ -142,11 +142,11 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
         os.kill(pid, signal.SIGKILL)
         await until(lambda: llm.down is None and pid_of(llm) != pid)
         await other.restored()
-        assert (await collect(other.generate([8], PLAIN)))[0].token_ids == [8]
+        assert (await collect(other.stream([8], PLAIN)))[0].token_ids == [8]
         os.kill(pid_of(llm), signal.SIGKILL)
         await until(lambda: other.dead is not None)
         with pytest.raises(EngineDead) as caught:
-            other.generate([1], PLAIN)
+            other.stream([1], PLAIN)
         assert caught.value.code == "engine_dead"
         await other.shutdown()
         await llm.shutdown()
@@ -162,14 +162,14 @@ def test_a_hung_engine_is_killed_and_replaced(mode: Any) -> None:
         await llm.start()
         first = pid_of(llm)
         mode("serve")
-        waiting = asyncio.create_task(collect(llm.generate([1], PLAIN, request_id="r")))
+        waiting = asyncio.create_task(collect(llm.stream([1], PLAIN, request_id="r")))
         with pytest.raises(EngineDead) as caught:
             await asyncio.wait_for(waiting, 30)
         assert caught.value.code == "engine_restarting" and caught.value.retry_after
         assert "had not finished a step" in caught.value.private
         await llm.restored()
         assert gone(first) and pid_of(llm) != first and llm.dead is None
-        assert (await collect(llm.generate([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
+        assert (await collect(llm.stream([1, 2], PLAIN, request_id="r")))[0].token_ids == [1, 2]
         await llm.shutdown()
 
     asyncio.run(scene())

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters import write_adapter
 from tests.e2e.test_exact import columns
 from tokserve import LLM, LoRARequest, SamplingParams
-from tokserve.client.llm import RequestOutput
+from tokserve.client.results import RequestOutput
 from tokserve.errors import Conflict, NotFound, RequestError
 from tokserve.models.dummy import tiny_config, write_checkpoint
 

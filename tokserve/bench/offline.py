@@ -16,7 +16,8 @@ from msgspec import structs
 from tokserve.bench import datasets
 from tokserve.bench.datasets import DatasetSpec, Talk
 from tokserve.bench.report import Outcome, spread, totals
-from tokserve.client.llm import LLM, RequestOutput
+from tokserve.client.llm import LLM
+from tokserve.client.results import RequestOutput
 from tokserve.errors import RequestError, StartError
 from tokserve.params import SamplingParams
 

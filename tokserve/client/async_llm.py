@@ -1,7 +1,8 @@
 """`AsyncLLM`: the engine as an async Python object, and the only way to it for the HTTP server and `LLM`.
 
-`generate` checks and sends a request at once and returns a `Stream` of its outputs.  A request ends early in one
-way only: the stream is closed (or dropped), which aborts what has not ended.  When the engine dies, everything
+`stream` checks and sends a request at once and returns a `Stream` of what is new in it; `generate` is that in vLLM's
+shape, for those who come from there.  A request ends early in one way only: the stream is closed (or dropped), which
+aborts what has not ended.  When the engine dies, everything
 that waits for it raises `EngineDead`; with `restart_engine`, another takes its place.  Nothing here knows HTTP, nor
 how tokens come about.
 """
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from tokserve import checkpoint
 from tokserve.client import control
 from tokserve.client.connection import Connection
-from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id
+from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id, typed
 from tokserve.client.outputs import Completion, Delivery, Ready, Status, StepStats
+from tokserve.client.prompts import Prompt, read
 from tokserve.client.requests import Requests
+from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
 from tokserve.config import Config, resolve
 from tokserve.errors import EngineDead
@@ -31,7 +34,8 @@ __all__ = ["AsyncLLM", "Completion", "StepStats", "Stream", "collect"]
 
 
 class AsyncLLM:
-    """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop.
+    """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop; or
+    `async with AsyncLLM("demo") as llm`.
 
     `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself.  `down` is set while there
     is no engine: for good when `dead` is set too, else until another has started in its place.
@@ -95,6 +99,13 @@ class AsyncLLM:
                     joining.exception()  # looked at, lest asyncio complain
                 await self.shutdown()
 
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
     async def shutdown(self) -> None:
         """End the engine: requests in flight end with what they have, the process and its files go."""
         if self._stopping is None:
@@ -122,7 +133,7 @@ class AsyncLLM:
     def ready(self) -> Ready:
         """What the engine said when it was ready."""
         if self._connection.ready is None:
-            raise EngineDead("the engine has not started")
+            raise EngineDead("the engine has not started: await start() first")
         return self._connection.ready
 
     @property
@@ -162,7 +173,27 @@ class AsyncLLM:
 
     # --- requests ---
 
-    def generate(
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *,
+        lora_request: LoRARequest | str | None = None, priority: int = 0, cache_salt: str = "",
+        deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+        """A request's outputs as they grow, as vLLM's `generate`: each has all tokens so far, the last is `finished`.
+
+        The request is sent when the first output is waited for, and ends (aborted) when nobody iterates any more.
+        Prompts are as `LLM.generate`'s, everything else as in `stream`.
+        """
+        asked, params = read(prompt, self.tokenizer), typed(sampling_params)
+        sent = self.stream(
+            asked.ids, params, request_id=request_id, text=self.tokenizer is not None, priority=priority,
+            cache_salt=cache_salt or asked.cache_salt, deadline_ms=deadline_ms, queue_timeout_ms=queue_timeout_ms,
+            group_id=group_id, lora_request=lora_request,
+        )  # fmt: skip
+        async with sent:
+            async for output in follow(sent, asked.text, params):
+                yield output
+
+    def stream(
         self, prompt_ids: Sequence[int] | bytes, params: SamplingParams, *, request_id: str | None = None,
         stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
         deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
@@ -215,12 +246,13 @@ class AsyncLLM:
             with suppress(RuntimeError):  # the loop has been closed meanwhile
                 self._loop.call_soon_threadsafe(self.release, delivery)
 
-    async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
-        """End requests, whoever sent them, with what they have; returns when the engine has freed them.
+    async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
+        """End a request, or several, whoever sent them, with what they have; returns when the engine has freed them.
 
         Ids may have a reply's prefix.  The result says "aborted", "finished" or "not_found" for every id as given.
         """
-        keys = {given: bare_id(given) for given in request_ids}
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        keys = {given: bare_id(given) for given in ids}
         results = await self.call("abort", keys=list(keys.values()), reason=reason) if keys else {}
         return {given: results[key] for given, key in keys.items()}
 

@@ -91,7 +91,7 @@ class Connection:
     def engine(self) -> EngineProcess:
         """The process that `launch` or a restart has started."""
         if self._engine is None:
-            raise EngineDead("the engine has not started")
+            raise EngineDead("the engine has not started: await start() first")
         return self._engine
 
     async def join(self, address: str, pid: int | None = None, name: str | None = None) -> Ready:
@@ -144,7 +144,9 @@ class Connection:
         if self.down is not None:
             raise self.down.again()
         if self._link is None or self.ready is None:
-            raise EngineDead("the engine has been shut down" if self._closing else "the engine has not started")
+            raise EngineDead(
+                "the engine has been shut down" if self._closing else "the engine has not started: await start() first"
+            )
 
     def send(self, message: ToEngine) -> None:
         """Queue a message for the engine, if there is one."""

@@ -12,18 +12,17 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
-from tokserve.client.outputs import Completion, Logprobs, merge
+from tokserve.client.outputs import Completion, merge
+from tokserve.client.prompts import Asked, Prompt, as_list, read
+from tokserve.client.results import RequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
 from tokserve.params import SamplingParams
@@ -31,77 +30,10 @@ from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Adapters = LoRARequest | str | None | Sequence[LoRARequest | str | None]
 Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
-
-
-class Logprob(NamedTuple):
-    """One token's logprob at one position; rank 1 is the most probable, 0 means unknown."""
-
-    logprob: float
-    rank: int
-
-
-class TokenLogprobs:
-    """Logprobs of n tokens as numpy arrays; `[i]` gives position i as {token id: Logprob}.
-
-    `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
-    most probable tokens in descending order, then of the ids asked for by name.
-    """
-
-    def __init__(self, token_ids: Sequence[int], packed: Logprobs, named: int = 0) -> None:
-        rows = len(packed.token_logprobs) // 4
-        self.token_ids = list(token_ids)
-        self.mode = packed.mode
-        self.token_logprobs: NDArray[np.float32] = np.frombuffer(packed.token_logprobs, "<f4")
-        self.ranks: NDArray[np.int32] = np.frombuffer(packed.ranks, "<i4")
-        self.top_ids: NDArray[np.int32] = np.frombuffer(packed.top_ids, "<i4").reshape(rows, packed.width)
-        self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
-        self._ranked = packed.width - named
-
-    def __len__(self) -> int:
-        return len(self.token_logprobs)
-
-    def __getitem__(self, position: int) -> dict[int, Logprob]:
-        ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
-        named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
-        found = {token: Logprob(value, 0) for token, value in named}
-        found |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
-        own = Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))
-        return {self.token_ids[position]: own} | found | {self.token_ids[position]: own}
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One choice.  `finish_reason` "error" comes with a `message`."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: TokenLogprobs | None
-    cumulative_logprob: float | None
-    finish_reason: str | None
-    stop_reason: int | str | list[int] | None
-    stop_detail: str | None = None
-    message: str | None = None
-    weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: TokenLogprobs | None
-    num_cached_tokens: int
-    seed: int
-    finished: bool = True
 
 
 class LLM:
@@ -129,28 +61,27 @@ class LLM:
                 self.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Outputs in the order of the prompts: texts, or lists of token ids.  One `params` for all, or one each.
+        """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
+        {"prompt_token_ids": ids}, both with "cache_salt" if need be.  One `sampling_params` for all, or one each.
 
-        Without `params` the model's own recommendations hold.  If a request is refused, none is served.
+        Without them the model's own recommendations hold.  If a request is refused, none is served.
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` is loaded if need be, a
         name must be that of a loaded one.
         """
-        several = _as_list(prompts)
-        texts = [p if isinstance(p, str) else None for p in several]
-        return self._generate(several, texts, params, use_tqdm, lora_request)
+        asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._generate(asked, sampling_params, use_tqdm, lora_request)
 
     def enqueue(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, lora_request: Adapters = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
     ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` brings their outputs."""
-        several = _as_list(prompts)
-        chosen, adapters = self._params(params, len(several)), self._adapters(lora_request, len(several))
-        streams = self._wait(self._open([self._encode(prompt) for prompt in several], chosen, adapters))
-        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        self._queued += zip(streams, texts, chosen, strict=True)
+        asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        chosen, adapters = self._params(sampling_params, len(asked)), self._adapters(lora_request, len(asked))
+        streams = self._wait(self._open(asked, chosen, adapters))
+        self._queued += zip(streams, [each.text for each in asked], chosen, strict=True)
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -162,7 +93,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool | None = None,
@@ -181,8 +112,8 @@ class LLM:
             )
             for talk in talks
         ]  # fmt: skip
-        texts = [None if self.tokenizer is None else self.tokenizer.decode(ids, False) for ids in prompts]
-        return self._generate(prompts, texts, params, use_tqdm, lora_request)
+        asked = [Asked(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts]
+        return self._generate(asked, sampling_params, use_tqdm, lora_request)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -317,13 +248,11 @@ class LLM:
         return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
 
     def _generate(
-        self, prompts: Sequence[Prompt], texts: Sequence[str | None], params: Params, use_tqdm: bool,
-        lora_request: Adapters,
-    ) -> list[RequestOutput]:  # fmt: skip
-        chosen, adapters = self._params(params, len(prompts)), self._adapters(lora_request, len(prompts))
-        ids = [self._encode(prompt) for prompt in prompts]
-        with tqdm(total=len(ids), disable=not use_tqdm, desc="requests", unit="req") as bar:
-            return self._wait(self._serve(ids, texts, chosen, adapters, bar))
+        self, asked: Sequence[Asked], params: Params, use_tqdm: bool, lora_request: Adapters
+    ) -> list[RequestOutput]:
+        chosen, adapters = self._params(params, len(asked)), self._adapters(lora_request, len(asked))
+        with tqdm(total=len(asked), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            return self._wait(self._serve(asked, chosen, adapters, bar))
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
         """The adapters' names, "" for none; those with a path are loaded."""
@@ -340,32 +269,26 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [typed(params or self._defaults)] * count
         if len(params) != count:
-            raise RequestError(f"there are {count} prompts and {len(params)} params", field="params")
+            raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
         return [typed(each) for each in params]
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise RequestError("text prompts need a tokenizer, and this LLM was made with tokens_only", field="prompts")
-        return self.tokenizer.encode(prompt)
-
     async def _serve(
-        self, prompts: Sequence[Sequence[int]], texts: Sequence[str | None], params: Sequence[SamplingParams],
-        adapters: Sequence[str], bar: Any,
-    ) -> list[RequestOutput]:  # fmt: skip
-        streams = await self._open(prompts, params, adapters)
-        return await _gather(list(zip(streams, texts, params, strict=True)), bar)
+        self, asked: Sequence[Asked], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any
+    ) -> list[RequestOutput]:
+        streams = await self._open(asked, params, adapters)
+        return await _gather(list(zip(streams, [each.text for each in asked], params, strict=True)), bar)
 
     async def _open(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapters: Sequence[str]
+        self, asked: Sequence[Asked], params: Sequence[SamplingParams], adapters: Sequence[str]
     ) -> list[Stream]:
         """Start them all, or none."""
         text = self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
-            for prompt, each, adapter in zip(prompts, params, adapters, strict=True):
-                stream = self._llm.generate(prompt, each, stream=False, text=text, lora_request=adapter)
+            for prompt, each, adapter in zip(asked, params, adapters, strict=True):
+                stream = self._llm.stream(
+                    prompt.ids, each, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter
+                )
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
         return streams
@@ -411,15 +334,6 @@ def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: t
         thread.join()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several: list[Any] = list(prompts)
-    is_one = bool(several) and isinstance(several[0], int | np.integer)
-    return [several] if is_one else several
-
-
 async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
     """All outputs; whatever happens, nothing goes on in the engine."""
     async with AsyncExitStack() as stack:
@@ -429,33 +343,10 @@ async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
             tasks.append(asyncio.ensure_future(_finish(stream, bar)))
             stack.callback(tasks[-1].cancel)
         results = await asyncio.gather(*tasks)
-    return [_request_output(*each, done) for each, done in zip(started, results, strict=True)]
+    return [request_output(*each, done) for each, done in zip(started, results, strict=True)]
 
 
 async def _finish(stream: Stream, bar: Any) -> list[Completion]:
     done = merge([delta async for delta in stream])
     bar.update(1)
     return done
-
-
-def _request_output(
-    stream: Stream, prompt: str | None, params: SamplingParams, done: list[Completion]
-) -> RequestOutput:
-    named = len(params.logprob_token_ids or ())
-    prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
-    prompt_logprobs = None
-    if prompt_rows is not None:
-        count = len(prompt_rows.token_logprobs) // 4
-        prompt_logprobs = TokenLogprobs(stream.prompt_ids[len(stream.prompt_ids) - count :], prompt_rows)
-    outputs = []
-    for c in done:
-        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
-        total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
-        outputs.append(
-            CompletionOutput(
-                c.index, c.text or "", c.token_ids, logprobs, total, c.finish_reason, c.stop_reason, c.stop_detail,
-                c.message, c.weight_versions,
-            )
-        )  # fmt: skip
-    cached = max((c.cached_tokens for c in done), default=0)
-    return RequestOutput(stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed)

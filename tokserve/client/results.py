@@ -1,0 +1,116 @@
+"""What the Python API gives back: `RequestOutput` and its parts, under vLLM's names where they mean the same.
+
+Logprobs stay columns, and become dictionaries only where somebody looks.  Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokserve.client.outputs import Completion, Logprobs, merge
+from tokserve.client.stream import Stream
+from tokserve.params import SamplingParams
+
+
+class Logprob(NamedTuple):
+    """One token's logprob at one position; rank 1 is the most probable, 0 means unknown."""
+
+    logprob: float
+    rank: int
+
+
+class TokenLogprobs:
+    """Logprobs of n tokens as numpy arrays; `[i]` gives position i as {token id: Logprob}.
+
+    `token_logprobs` and `ranks` [n] are of the tokens themselves, `top_ids` and `top_logprobs` [n, width] of the
+    most probable tokens in descending order, then of the ids asked for by name.
+    """
+
+    def __init__(self, token_ids: Sequence[int], packed: Logprobs, named: int = 0) -> None:
+        rows = len(packed.token_logprobs) // 4
+        self.token_ids = list(token_ids)
+        self.mode = packed.mode
+        self.token_logprobs: NDArray[np.float32] = np.frombuffer(packed.token_logprobs, "<f4")
+        self.ranks: NDArray[np.int32] = np.frombuffer(packed.ranks, "<i4")
+        self.top_ids: NDArray[np.int32] = np.frombuffer(packed.top_ids, "<i4").reshape(rows, packed.width)
+        self.top_logprobs: NDArray[np.float32] = np.frombuffer(packed.top_logprobs, "<f4").reshape(rows, packed.width)
+        self._ranked = packed.width - named
+
+    def __len__(self) -> int:
+        return len(self.token_logprobs)
+
+    def __getitem__(self, position: int) -> dict[int, Logprob]:
+        ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
+        named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
+        found = {token: Logprob(value, 0) for token, value in named}
+        found |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
+        own = Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))
+        return {self.token_ids[position]: own} | found | {self.token_ids[position]: own}
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice.  `finish_reason` "error" comes with a `message`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    cumulative_logprob: float | None
+    finish_reason: str | None
+    stop_reason: int | str | list[int] | None
+    stop_detail: str | None = None
+    message: str | None = None
+    weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its choices.  `prompt_logprobs` begin at `prompt_logprobs_start`, or after the first token."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: TokenLogprobs | None
+    num_cached_tokens: int
+    seed: int
+    finished: bool = True
+
+
+def request_output(stream: Stream, prompt: str | None, params: SamplingParams, done: list[Completion]) -> RequestOutput:
+    """What the choices have so far, or at their end, in the shape that vLLM gives it."""
+    named = len(params.logprob_token_ids or ())
+    prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
+    prompt_logprobs = None
+    if prompt_rows is not None:
+        count = len(prompt_rows.token_logprobs) // 4
+        prompt_logprobs = TokenLogprobs(stream.prompt_ids[len(stream.prompt_ids) - count :], prompt_rows)
+    outputs = []
+    for c in done:
+        logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
+        total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
+        outputs.append(
+            CompletionOutput(
+                c.index, c.text or "", c.token_ids, logprobs, total, c.finish_reason, c.stop_reason, c.stop_detail,
+                c.message, c.weight_versions,
+            )
+        )  # fmt: skip
+    cached = max((c.cached_tokens for c in done), default=0)
+    finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
+    return RequestOutput(
+        stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished
+    )
+
+
+async def follow(stream: Stream, prompt: str | None, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+    """The request so far, whenever there is more of it: each output holds all tokens up to then."""
+    parts: list[Completion] = []
+    async for delta in stream:
+        parts = merge([*parts, delta])
+        yield request_output(stream, prompt, params, parts)
