@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from tests.server.fake_llm import Site, site
-from tokserve.errors import BY_STATUS, Conflict
+from tokserve.errors import BY_STATUS, Conflict, RequestError
 from tokserve.messages import Status
 from tokserve.server.app import CONTROL
+from tokserve.server.control import PIECE
 
 UPDATE = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
@@ -135,6 +136,23 @@ def test_a_weight_body_goes_on_in_pieces() -> None:
     pieces = [args for verb, args in s.llm.asked if verb == "feed_weights"]
     assert b"".join(piece["chunk"] for piece in pieces) == content and len({p["stream"] for p in pieces}) == 1
     assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_weight_body_is_refused_for_its_first_piece_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, behind = site(), asyncio.Event()
+
+    async def call(method: str, /, **args: Any) -> Any:
+        if args["chunk"][:1] == b"1":
+            await behind.wait()
+            raise RequestError("1 misshapen: a.weight")
+        if args["last"]:
+            behind.set()
+        raise Conflict("no weight update is open: start one first; the last one failed: 1 misshapen: a.weight")
+
+    monkeypatch.setattr(s.llm, "call", call)
+    content = b"1" + bytes(3 * PIECE)
+    answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "1 misshapen: a.weight")
 
 
 def test_a_sender_that_leaves_is_told_to_the_engine() -> None:

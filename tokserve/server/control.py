@@ -269,7 +269,8 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
             if len(sent) == UNDER_WAY:
                 await sent.popleft()
-        await asyncio.gather(*sent)
+        while sent:  # in their order: the first to fail says why, those behind it only that there is no update
+            await sent.popleft()
     except Gone:
         with suppress(RequestError):  # that the update fails is what this says
             await serving.llm.feed_weights(stream, b"", broken=True)
