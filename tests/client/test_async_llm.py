@@ -511,13 +511,15 @@ def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
         first = asyncio.ensure_future(anext(outputs))
         adds = await waited(engine, Add, 2)
         assert [add.rid for add in adds] == ["r#0", "r#1"]
-        engine.step(tokens("r#0", ids, logprobs=logprobs_for(ids)))
+        engine.step(tokens("r#0", ids, logprobs=logprobs_for(ids), cached=2))
         one = await first
         assert (one.request_id, one.prompt, one.prompt_token_ids, one.finished) == ("r", None, [7, 8], False)
         assert [(c.index, c.token_ids, c.text, c.finish_reason) for c in one.outputs] == [(0, ids, "so far", None)]
+        assert one.num_cached_tokens == 2
         engine.step(tokens("r#1", [5], stop("max_tokens", "length"), logprobs=logprobs_for([5])))
         two = await anext(outputs)
         assert [len(c.token_ids) for c in two.outputs] == [len(ids), 1] and not two.finished
+        assert two.num_cached_tokens == 0  # the other choice has computed the prompt
         engine.step(tokens("r#0", [2], stop("eos", "stop"), logprobs=logprobs_for([2]), spans=[("v", 0, 3)]))
         last = await anext(outputs)
         choice = last.outputs[0]

@@ -348,7 +348,20 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     (bench.new.parent / "link").unlink(missing_ok=True)
     (bench.new.parent / "link").symlink_to(tmp_path)
+    linked = bench.new.parent / "linked"
+    linked.mkdir(exist_ok=True)
+    outside = write_checkpoint(tmp_path / "outside", tiny_config("llama"), seed=4)
+    for path in outside.iterdir():
+        (linked / path.name).unlink(missing_ok=True)
+        (linked / path.name).symlink_to(path)
+    parts = bench.new.parent / "parts"
+    parts.mkdir(exist_ok=True)
+    (parts / "a.safetensors").unlink(missing_ok=True)
+    (parts / "a.safetensors").symlink_to(outside / "model.safetensors")
+    (parts / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}')
     for directory, kind, message in (
+        (linked, Forbidden, "model.safetensors of .* is a link out of --allowed-weight-dirs"),
+        (parts, Forbidden, "a.safetensors of .* is a link out of --allowed-weight-dirs"),
         (bench.new.parent / "absent", RequestError, "no directory"),
         (broken, RequestError, "not a complete safetensors file"),
         (tmp_path, Forbidden, "allowed-weight-dirs"),
@@ -357,9 +370,11 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
         (bench.new.parent / "a\0b", RequestError, "no path"),
         (bench.new.parent / "\ud800", RequestError, "no path"),
     ):
-        runner.background("begin_update", {"have_weights": True})
-        with pytest.raises(kind, match=message):
-            runner.background("receive_update", {"source": {"weight_dir": str(directory)}})
+        for field in ("weight_dir", "path"):
+            runner.background("begin_update", {"have_weights": True})
+            with pytest.raises(kind, match=message) as refusal:
+                runner.background("receive_update", {"source": {field: str(directory)}})
+            assert refusal.value.field == field
     assert outcome(runner, facts) == bench.want_old
 
 

@@ -101,7 +101,7 @@ def request_output(stream: Stream, prompt: str | None, params: SamplingParams, d
                 c.message, c.weight_versions,
             )
         )  # fmt: skip
-    cached = max((c.cached_tokens for c in done), default=0)
+    cached = min((c.cached_tokens for c in done), default=0)  # the choices read one prompt: it was computed once
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     return RequestOutput(
         stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished

@@ -7,7 +7,7 @@ last two.  Nothing is unpickled, ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,12 @@ class Entry:
     block: float8.Block = (1, 1)
 
 
-def catalogue(directory: Path) -> dict[str, Entry]:
-    """Name -> entry for every tensor of the checkpoint; reads headers only."""
+def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
+    """Name -> entry for every tensor of the checkpoint; reads headers only.
+
+    `may_read` hears the names of files before any of them is opened, and raises if one must not be.
+    """
+    may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
     index = checkpoint.read_json(directory, INDEX)
@@ -59,6 +63,7 @@ def catalogue(directory: Path) -> dict[str, Entry]:
     absent = [name for name in files if Path(name).name != name or not (directory / name).is_file()]
     if absent:
         raise StartError(f"{INDEX} names {len(absent)} files that are not there: {_listed(absent)}")
+    may_read(files)
     found: dict[str, Entry] = {}
     for name in files:
         found |= headers(directory / name)

@@ -145,17 +145,19 @@ class WeightSync:
         [(field, name), *others] = source.items()
         if others or not isinstance(name, str):
             raise RequestError("weight_dir (or path) must be a string, and stand alone", field=field)
-        directory = sources.allowed_directory(name, self._config.allowed_weight_dirs)
+        allowed = self._config.allowed_weight_dirs
+        directory = sources.allowed_directory(name, allowed, field)
         try:
+            sources.check_files(directory, ("config.json",), allowed, field)
             hf = checkpoint.read_json(directory, "config.json") or {}
-            found = weights.understood(weights.catalogue(directory), hf)
+            listed = weights.catalogue(directory, lambda files: sources.check_files(directory, files, allowed, field))
+            found = weights.understood(listed, hf)
             as_float8 = staging.quantization == "fp8" and weights.is_float8(found)
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
             for name, tensor in weights.stream(found, as_float8=as_float8):
                 staging.put(name, tensor)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
-            said = str(error).replace(str(directory), source["weight_dir"])
-            raise RequestError(said, field="weight_dir") from None
+            raise RequestError(str(error).replace(str(directory), name), field=field) from None
 
     def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
         asked = sources.announcement(self._packing | source)
