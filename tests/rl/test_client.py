@@ -65,6 +65,40 @@ def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     assert sent == [path] * 2 and isinstance(error, httpx.ConnectError)
 
 
+def test_seeds_are_one_for_each_prompt() -> None:
+    for seeds in ([1], [1, 2, 3], []):
+        with pytest.raises(ValueError, match=f"2 prompts and {len(seeds)} seeds"):
+            run({}, lambda client, seeds=seeds: client.generate([[1], [2]], seeds=seeds))  # type: ignore[misc]
+
+
+def test_a_rollout_that_fails_takes_the_others_along() -> None:
+    left: list[bool] = []
+
+    async def scene() -> None:
+        others = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if msgspec.msgpack.decode(await request.aread())["token_ids"][0] == 1:
+                await others.wait()
+                return refusal(400)
+            try:
+                others.set()
+                return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+            except asyncio.CancelledError:
+                left.append(True)
+                raise
+
+        async with TokserveClient("http://nowhere") as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://nowhere")
+            with pytest.raises(ServerError):
+                await client.generate([[1], [2]])
+            await asyncio.sleep(0)
+            assert left == [True]
+
+    asyncio.run(scene())
+
+
 START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
 
 

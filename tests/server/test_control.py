@@ -112,6 +112,17 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
     assert not s.llm.asked
 
 
+def test_a_worker_call_beyond_its_time_does_not_say_that_the_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = site()
+
+    async def call(method: str, /, **args: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(s.llm, "call", call)
+    answer = s.post("/collective_rpc", {"method": "f", "timeout": 0.5})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
+
+
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     shown = site().get("/server_info?config_format=json").json()["vllm_config"]
     assert shown["model_config"]["dtype"].startswith("torch.")

@@ -105,14 +105,20 @@ class TokserveClient:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
         `model`: the name of an adapter, if it is to be one.  Logprobs come always.  Without `seeds` (one per prompt;
-        choice i adds i) the server draws them.
+        choice i adds i) the server draws them.  If one prompt fails, the others are aborted.
         """
+        if seeds is not None and len(seeds) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         asked = []
         terms = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
         for number, prompt in enumerate(prompts):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            asked.append(self._generate(number, prompt, params, terms))
-        found = await asyncio.gather(*asked)
+            asked.append(asyncio.ensure_future(self._generate(number, prompt, params, terms)))
+        try:
+            found = await asyncio.gather(*asked)
+        finally:
+            for each in asked:  # what nobody will read need not be generated
+                each.cancel()
         return [rollout for each in found for rollout in each]
 
     async def _generate(

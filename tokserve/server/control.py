@@ -365,5 +365,5 @@ async def collective_rpc(serving: Serving, request: Request) -> Response:
     try:
         results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
     except TimeoutError:
-        raise EngineDead(f"{asked.method} has not returned for {asked.timeout:g} s") from None
+        raise EngineDead(f"{asked.method} has not returned for {asked.timeout:g} s", code="engine_hung") from None
     return body.reply(request, {"results": results})
