@@ -280,6 +280,11 @@ class ScriptedExecutor:
             if self.staged is None or "weights" not in args["source"]:
                 raise RequestError(str(args["source"].get("fault", "no update is open")))
             self.staged = args["source"]["weights"]
+        elif method == "feed_update":
+            demand(self.staged is not None, "no update is open")
+            if args["broken"]:
+                raise RequestError("the sender left")
+            self.staged = f"{self.staged}{args['chunk'].decode()}"
         elif method == "finish_update" and not self.staged:
             raise RequestError("no tensor came")
         elif method == "abort_update":

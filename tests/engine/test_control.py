@@ -287,6 +287,25 @@ def test_an_abort_overtakes_what_is_still_coming() -> None:
     engine.check_complete("r0")
 
 
+def test_a_body_is_for_the_update_that_was_open_when_it_began() -> None:
+    engine = busy()
+    assert ask(engine, "begin_weight_stream", stream="old").status == 409
+    ask(engine, "start_weight_update")
+    assert ask(engine, "begin_weight_stream", stream="old").error is None
+    ask(engine, "abort_weight_update")
+    ask(engine, "start_weight_update")
+    for piece in ({}, {"last": True}, {"broken": True}):
+        assert ask(engine, "feed_weights", stream="old", chunk=b"w1", **piece).status == 409
+    assert state(engine) == "updating" and engine.executor.staged == ""
+    ask(engine, "begin_weight_stream", stream="new")
+    for chunk in (b"w", b"2"):
+        assert ask(engine, "feed_weights", stream="new", chunk=chunk, last=chunk == b"2").error is None
+    engine.weights_of["1"] = "w2"
+    assert ask(engine, "finish_weight_update").error is None
+    engine.run()
+    engine.check_complete("r0")
+
+
 def test_the_one_call_form_is_start_stage_and_commit() -> None:
     engine = busy()
     reply = ask(engine, "update_weights_from_dir", weight_dir="/nowhere")

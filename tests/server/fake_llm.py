@@ -382,7 +382,8 @@ class FakeLLM:
 CONTROLS = (
     "pause_generation", "resume_generation", "is_paused", "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
     "reset_prefix_cache", "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
-    "update_weights", "feed_weights", "finish_weight_update", "abort_weight_update", "update_weight_version",
+    "update_weights", "begin_weight_stream", "feed_weights", "finish_weight_update", "abort_weight_update",
+    "update_weight_version",
     "weight_checksums", "collective_rpc", "fresh_status", "load_lora_adapter", "unload_lora_adapter",
 )  # fmt: skip
 for _name in CONTROLS:  # the real ones: all they need is `call`

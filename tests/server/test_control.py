@@ -145,6 +145,7 @@ def test_a_weight_body_goes_on_in_pieces() -> None:
     answer = s.post("/update_weights", content=content, headers={"Content-Type": "application/octet-stream"})
     assert answer.status_code == 200
     pieces = [args for verb, args in s.llm.asked if verb == "feed_weights"]
+    assert s.llm.asked[0] == ("begin_weight_stream", {"stream": pieces[0]["stream"]})
     assert b"".join(piece["chunk"] for piece in pieces) == content and len({p["stream"] for p in pieces}) == 1
     assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
@@ -153,6 +154,8 @@ def test_a_weight_body_is_refused_for_its_first_piece_that_does_not_fit(monkeypa
     s, behind = site(), asyncio.Event()
 
     async def call(method: str, /, **args: Any) -> Any:
+        if method == "begin_weight_stream":
+            return {}
         if args["chunk"][:1] == b"1":
             await behind.wait()
             raise RequestError("1 misshapen: a.weight")

@@ -296,6 +296,7 @@ class AsyncLLM:
     shutdown_weight_transfer_engine = control.shutdown_weight_transfer_engine
     start_weight_update = control.start_weight_update
     update_weights = control.update_weights
+    begin_weight_stream = control.begin_weight_stream
     feed_weights = control.feed_weights
     finish_weight_update = control.finish_weight_update
     abort_weight_update = control.abort_weight_update

@@ -107,6 +107,11 @@ async def update_weights(engine: Engine, request: Any) -> None:
     await engine.call("update_weights", update=dict(update))
 
 
+async def begin_weight_stream(engine: Engine, stream: str) -> None:
+    """A safetensors file will come by `feed_weights`; it belongs to the update that is open now.  Raises Conflict."""
+    await engine.call("begin_weight_stream", stream=stream)
+
+
 async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
     """Stage a piece of a safetensors file; `stream` tells files apart, `broken`: the rest will not come."""
     await engine.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokserve.engine.cache import Cache
@@ -34,10 +34,12 @@ MAX_VERSION = 256
 @dataclass(slots=True, eq=False)
 class Update:
     """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
-    `source`: the directory that its tensors come from, if they come from one."""
+    `source`: the directory that its tensors come from, if they come from one.  `streams`: the safetensors bodies that
+    belong to it, by name; one that began before it, or beside another update, does not."""
 
     in_place: bool = False
     source: str | None = None
+    streams: set[str] = field(default_factory=set)
 
 
 class Requests(Protocol):
@@ -90,6 +92,7 @@ class Control:
             "shutdown_weight_transfer_engine": self.shutdown_weight_transfer_engine,
             "start_weight_update": self.start_weight_update,
             "update_weights": self.update_weights,
+            "begin_weight_stream": self.begin_weight_stream,
             "feed_weights": self.feed_weights,
             "update_weights_from_dir": self.update_weights_from_dir,
             "finish_weight_update": self.finish_weight_update,
@@ -290,9 +293,17 @@ class Control:
         yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
+    def begin_weight_stream(self, stream: str) -> Verb:
+        """What comes under this name belongs to the update that is open now, and to no later one."""
+        self._opened().streams.add(stream)
+        yield from ()
+        return {}
+
     def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
         opened = self._opened()
+        if stream not in opened.streams:
+            raise Conflict("the weight update that this body belongs to has ended")
         opened.source = None
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}

@@ -263,6 +263,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
 async def _stream_weights(serving: Serving, request: Request) -> None:
     """A safetensors file goes to the engine as it comes, a piece at a time: it is never here as a whole."""
     stream = secrets.token_hex(8)
+    await serving.llm.begin_weight_stream(stream)  # however long it takes to come, it is for this update
     sent: deque[asyncio.Task[None]] = deque()  # a piece is acknowledged between two steps: so several are under way
     try:
         async for piece, last in _pieces(request):
