@@ -243,7 +243,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     state: running | pausing | paused | updating | sleeping | quarantined.  `quarantine`: why nothing can be served
     until a weight update succeeds.  `failure`: why the last update failed.  `source`: the directory that the weights
-    came from since the start, if it was one.  `adapters`: in the order of their names.
+    came from since the start, if it was one, and `stamp` the state of its files.  `adapters`: in the order of their
+    names.
     """
 
     state: str = "running"
@@ -254,6 +255,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     quarantine: str | None = None
     failure: str | None = None
     source: str | None = None
+    stamp: str | None = None
     adapters: list[LoadedAdapter] = []
 
 

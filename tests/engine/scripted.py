@@ -219,6 +219,7 @@ class ScriptedExecutor:
         self.staged: str | None = None
         self.adapters: dict[int, str] = {}  # slot -> what was put there
         self.adapter_read: str | None = None
+        self.directories: dict[str, tuple[str, str]] = {}  # path -> the weights there, and the stamp of the files
         self.beside = True  # whether there is room for two sets of weights
         self.interrupted = 0
         self.slow: deque[tuple[Future[Any], Callable[[], Any]]] | None = None  # if set, what `background` puts off
@@ -276,6 +277,9 @@ class ScriptedExecutor:
             demand(args["have_weights"] == (self.weights is not None), "who has the weights?")
             self.staged = ""
             return self.beside or self.weights is None
+        if method == "receive_update" and args["source"].get("weight_dir") in self.directories:
+            self.staged, stamp = self.directories[args["source"]["weight_dir"]]
+            return stamp
         if method == "receive_update":
             if self.staged is None or "weights" not in args["source"]:
                 raise RequestError(str(args["source"].get("fault", "no update is open")))

@@ -312,6 +312,24 @@ def test_the_one_call_form_is_start_stage_and_commit() -> None:
     assert reply.status == 400 and state(engine) == "running"
 
 
+def test_an_engine_that_goes_on_takes_only_the_files_that_were_read() -> None:
+    engine = busy()
+    engine.executor.directories["d"] = ("w2", "first")
+    assert ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="v").error is None
+    told = engine.core.control.status()
+    assert (told.source, told.stamp) == ("d", "first")
+    again = {"weight_dir": "d", "weight_version": "v", "epoch": 7, "stamp": "first"}
+    for files in ("second", "first"):
+        engine = busy()
+        engine.executor.directories["d"] = ("w2", files)
+        reply, status = ask(engine, "update_weights_from_dir", **again), engine.core.control.status()
+        if files == "first":
+            assert reply.error is None and (status.weight_version, status.epoch, status.stamp) == ("v", 7, "first")
+        else:
+            assert reply.status == 409 and "have changed since version v" in str(reply.error)
+            assert (status.weight_version, status.state, engine.executor.staged) == ("v1", "running", None)
+
+
 def test_a_label_is_a_new_epoch() -> None:
     engine = Engine()
     engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)

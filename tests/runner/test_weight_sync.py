@@ -341,6 +341,19 @@ def test_an_interrupt_ends_a_transfer_whose_sender_is_silent(bench: Bench) -> No
     trainer.die()
 
 
+def test_a_directory_that_is_written_again_has_another_stamp(bench: Bench, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "latest", tiny_config("llama"), seed=3)
+    file = directory / "model.safetensors"
+    runner, _ = start(bench.old)
+    stamps = []
+    for nanoseconds in (10**18, 10**18, 10**18 + 1):
+        os.utime(file, ns=(nanoseconds, nanoseconds))
+        runner.background("begin_update", {"have_weights": True})
+        stamps.append(runner.background("receive_update", {"source": {"weight_dir": str(directory)}}))
+        runner.background("abort_update", {})
+    assert isinstance(stamps[0], str) and stamps[0] == stamps[1] != stamps[2]
+
+
 def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
     runner, facts = start(bench.old, allowed_weight_dirs=[str(bench.new.parent)])
     broken = write_checkpoint(bench.new.parent / "broken", tiny_config("llama"), seed=3)

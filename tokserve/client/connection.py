@@ -314,7 +314,9 @@ class Connection:
             if last.epoch:
                 logger.error("the weights of version %s came from no directory and are lost", last.weight_version)
             return
-        asked = {"weight_dir": last.source, "weight_version": last.weight_version, "epoch": last.epoch}
+        asked = {
+            "weight_dir": last.source, "weight_version": last.weight_version, "epoch": last.epoch, "stamp": last.stamp
+        }  # fmt: skip
         try:
             await self._ask("update_weights_from_dir", asked)
         except EngineDead:

@@ -34,11 +34,13 @@ MAX_VERSION = 256
 @dataclass(slots=True, eq=False)
 class Update:
     """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
-    `source`: the directory that its tensors come from, if they come from one.  `streams`: the safetensors bodies that
-    belong to it, by name; one that began before it, or beside another update, does not."""
+    `source`: the directory that its tensors come from, if they come from one, and `stamp` the state of its files.
+    `streams`: the safetensors bodies that belong to it, by name; one that began before it, or beside another update,
+    does not."""
 
     in_place: bool = False
     source: str | None = None
+    stamp: str | None = None
     streams: set[str] = field(default_factory=set)
 
 
@@ -80,6 +82,7 @@ class Control:
         self._quarantine: str | None = None
         self._failure: str | None = None  # of the last update
         self._source: str | None = None  # directory of the weights, if they have come from one since the start
+        self._stamp: str | None = None  # of its files
         self.since = time.time()  # of the state
         self._last_state = "running"
         self.verbs: dict[str, Callable[..., Verb]] = {
@@ -149,7 +152,7 @@ class Control:
             self._last_state, self.since = state, time.time()
         return Status(
             state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
-            self._quarantine, self._failure, self._source,
+            self._quarantine, self._failure, self._source, self._stamp,
         )  # fmt: skip
 
     # --- pause ---
@@ -290,7 +293,7 @@ class Control:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
         opened = self._opened()
         opened.source = update.get("weight_dir", update.get("path"))
-        yield from self._staged(opened, "receive_update", source=update)
+        opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
     def begin_weight_stream(self, stream: str) -> Verb:
@@ -309,13 +312,18 @@ class Control:
         return {"message": "Weights updated"}
 
     def update_weights_from_dir(
-        self, weight_dir: str, weight_version: str | None = None, epoch: int | None = None
+        self, weight_dir: str, weight_version: str | None = None, epoch: int | None = None, stamp: str | None = None
     ) -> Verb:
-        """A whole update from a checkpoint directory.  `epoch`: for an engine that goes on where another has ended."""
+        """A whole update from a checkpoint directory.  `epoch`, `stamp`: for an engine that goes on where another has
+        ended; the files must still be those that the other one read, or the version would name other weights."""
         self._check_version(weight_version)
         update = yield from self._open()
         update.source = weight_dir
-        yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
+        update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
+        if stamp is not None and update.stamp != stamp:
+            self._fail(update, f"the files in {weight_dir} have changed since version {weight_version} was read")
+            yield from self._background("abort_update")
+            raise Conflict(self._failure or "")
         return (yield from self._commit(update, weight_version, epoch))
 
     def finish_weight_update(self, weight_version: str | None = None) -> Verb:
@@ -331,15 +339,17 @@ class Control:
         self._update = None
         self._has_weights = True
         self._quarantine = self._failure = None
-        self._renew(weight_version, update.source, epoch)
+        self._renew(weight_version, update.source, update.stamp, epoch)
         done = {"message": "Weight update finished", "weight_version": self._version, "epoch": self._epoch}
         yield from self._background("forget_weights")
         return done
 
-    def _renew(self, weight_version: str | None, source: str | None = None, epoch: int | None = None) -> None:
+    def _renew(
+        self, weight_version: str | None, source: str | None = None, stamp: str | None = None, epoch: int | None = None
+    ) -> None:
         """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
         self._epoch = self._epoch + 1 if epoch is None else epoch
-        self._source = source
+        self._source, self._stamp = source, stamp
         self._version = str(self._epoch) if weight_version is None else weight_version
         self._cache.renew(self._epoch)
         self._scheduler.use_weights(self._version, self._epoch)

@@ -7,6 +7,7 @@ last two.  Nothing is unpickled, ever.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +86,14 @@ def headers(file: Path) -> dict[str, Entry]:
             return found
     except (SafetensorError, OSError) as error:
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
+
+
+def stamp(found: Mapping[str, Entry]) -> str:
+    """Changes when a file of the catalogue is written again: of names, sizes and times, not of what is in them."""
+    states = sorted(
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in {e.file for e in found.values()}
+    )
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def own_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:

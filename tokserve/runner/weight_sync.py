@@ -127,21 +127,24 @@ class WeightSync:
         self._staging = self._complete = self._stream = None
         self._device.give_back_memory()
 
-    def receive(self, source: dict[str, Any]) -> None:
-        """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend."""
+    def receive(self, source: dict[str, Any]) -> str | None:
+        """Stage the tensors of a source: {"weight_dir"}, or an announcement for the backend.  Of a directory, the stamp
+        of its files: they are the same ones as long as it is."""
         whole = False
         staging = self._opened()
         try:
+            stamp = None
             if "weight_dir" in source or "path" in source:
-                self._read_directory(staging, source)
+                stamp = self._read_directory(staging, source)
             else:
                 self._take_announced(staging, source)
             whole = True
         finally:
             if not whole:
                 self.abort()
+        return stamp
 
-    def _read_directory(self, staging: Staging, source: dict[str, Any]) -> None:
+    def _read_directory(self, staging: Staging, source: dict[str, Any]) -> str:
         [(field, name), *others] = source.items()
         if others or not isinstance(name, str):
             raise RequestError("weight_dir (or path) must be a string, and stand alone", field=field)
@@ -151,13 +154,15 @@ class WeightSync:
             sources.check_files(directory, ("config.json",), allowed, field)
             hf = checkpoint.read_json(directory, "config.json") or {}
             listed = weights.catalogue(directory, lambda files: sources.check_files(directory, files, allowed, field))
+            stamp = weights.stamp(listed)
             found = weights.understood(listed, hf)
             as_float8 = staging.quantization == "fp8" and weights.is_float8(found)
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
-            for name, tensor in weights.stream(found, as_float8=as_float8):
-                staging.put(name, tensor)
+            for key, tensor in weights.stream(found, as_float8=as_float8):
+                staging.put(key, tensor)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
+        return stamp
 
     def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
         asked = sources.announcement(self._packing | source)
