@@ -122,7 +122,7 @@ def test_params_one_for_all_or_one_each(fake: LLM) -> None:
     each = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)]
     outputs = fake.generate([[4, 5, 6]] * 2, each, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
-    with pytest.raises(RequestError, match="2 prompts and 1 params"):
+    with pytest.raises(RequestError, match="2 prompts and 1 sampling_params"):
         fake.generate([[4], [5]], [SamplingParams()])
 
 

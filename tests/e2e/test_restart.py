@@ -73,8 +73,15 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         before = server.generate([5, 20, 31], max_tokens=9, seed=3, logprobs=1, ignore_eos=True)
         engine = server.engine()
         left = directories(engine)
-        check_lost(*asyncio.run(lost(server.url, engine.kill)))
-        until(lambda: status(server) == "ready", server.log)
+
+        def strike() -> None:
+            assert server.post("/pause", {"mode": "keep"}).status_code == 200
+            engine.kill()
+
+        check_lost(*asyncio.run(lost(server.url, strike)))
+        until(lambda: replaced(server) == 1, server.log)
+        assert status(server) == "paused"
+        assert server.post("/resume", {}).status_code == 200 and status(server) == "ready"
         second = server.engine()
         left |= directories(second)
         check_lost(*asyncio.run(lost(server.url, second.suspend)))

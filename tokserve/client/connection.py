@@ -299,6 +299,8 @@ class Connection:
                 self._engine = engine = self._process()
                 ready = await self._join(engine.address)
                 await self._reload(last)
+                if last.paused:  # until `resume`, whatever happens
+                    await self._ask("pause", {"mode": "keep", "clear_cache": False})
                 self._serve(ready)
                 logger.info("another engine serves, with weights of version %s", self.status.weight_version)
                 break
