@@ -180,7 +180,8 @@ def test_a_keep_ends_the_wait_of_another_pause() -> None:
 @pytest.mark.parametrize(
     ("method", "args", "field"),
     [("pause", {"mode": "now"}, "mode"), ("sleep", {"level": 3}, "level"), ("sleep", {"mode": "x"}, "mode"),
-     ("wake_up", {"tags": ["gpu"]}, "tags"), ("finish_weight_update", {"weight_version": ""}, "weight_version")],
+     ("wake_up", {"tags": ["gpu"]}, "tags"), ("finish_weight_update", {"weight_version": ""}, "weight_version"),
+     ("update_weight_version", {"new_version": ""}, "new_version")],
 )  # fmt: skip
 def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) -> None:
     reply = ask(busy(), method, **args)

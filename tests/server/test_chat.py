@@ -192,6 +192,18 @@ def test_return_token_ids() -> None:
     reply = ask(site(says("ab")), return_token_ids=True)
     assert reply["prompt_token_ids"] == ids("user:hi;assistant:")
     assert reply["choices"][0]["token_ids"] == [*ids("ab"), 0]
+    assert "weight_versions" not in ask(site(says("ab")))["choices"][0]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
+    sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
+    made = [{"version": "0", "start": 0, "end": 3}]
+    [whole] = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()["choices"]
+    assert len(whole["token_ids"]) == 3 and whole["weight_versions"] == made
+    events = site(says("ab")).events(path, sent | {"return_token_ids": True})
+    told = [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c]
+    assert told == [made]
 
 
 @pytest.mark.parametrize(("asked", "width"), [(1, 1), (True, 1), (0, 0)])

@@ -364,7 +364,7 @@ class Control:
 
     def update_weight_version(self, new_version: str) -> Verb:
         """Name the weights that serve.  A new epoch too: they may have been changed behind our back."""
-        self._check_version(new_version)
+        self._check_version(new_version, "new_version")
         if self._update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
@@ -377,9 +377,9 @@ class Control:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
 
-    def _check_version(self, version: str | None) -> None:
+    def _check_version(self, version: str | None, field: str = "weight_version") -> None:
         if version is not None and not 0 < len(version) <= MAX_VERSION:
-            raise RequestError(f"a weight version must have 1 to {MAX_VERSION} characters", field="weight_version")
+            raise RequestError(f"a weight version must have 1 to {MAX_VERSION} characters", field=field)
 
     def _opened(self) -> Update:
         if self._update is None:

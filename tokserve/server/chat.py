@@ -22,7 +22,7 @@ from tokserve.server import body, logprobs, schemas, sse
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
-from tokserve.server.tokens import StopDetail
+from tokserve.server.tokens import StopDetail, WeightVersion, versions
 
 ID_PREFIX = "chatcmpl-"
 LARGE = 1 << 15  # bytes of a body from which text is encoded in a thread, so that others' tokens are not delayed
@@ -47,6 +47,7 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class Reply(msgspec.Struct):
@@ -79,6 +80,7 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct):
@@ -210,7 +212,7 @@ class Render:
         choices = [
             Choice(
                 c.index, Message("assistant", c.text or ""), self._logprobs(c), c.finish_reason, c.stop_reason,
-                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else UNSET,
+                StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
         ]  # fmt: skip
@@ -239,9 +241,10 @@ class Render:
             events += self._event(choice)
         if delta.finish_reason is not None:
             detail = StopDetail(delta.stop_detail, delta.message)
-            events += self._event(
-                ChunkChoice(delta.index, Delta(), None, delta.finish_reason, delta.stop_reason, detail)
-            )
+            choice = ChunkChoice(delta.index, Delta(), None, delta.finish_reason, delta.stop_reason, detail)
+            if self._ids:
+                choice.weight_versions = versions(delta)
+            events += self._event(choice)
         return events
 
     def _role(self, delta: Completion) -> bytes:

@@ -24,7 +24,7 @@ from tokserve.server.flights import Answered, Usage
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import Fields, Serving, Terms
-from tokserve.server.tokens import StopDetail
+from tokserve.server.tokens import StopDetail, WeightVersion, versions
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
@@ -43,6 +43,7 @@ class Choice(msgspec.Struct):
     stop_detail: StopDetail | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
 
 
@@ -111,7 +112,7 @@ def drop_output(c: Completion) -> Completion:
     ended = c.finish_reason in ("stop", "length")
     return msgspec.structs.replace(
         c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
-        stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail,
+        stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail, weight_versions=[],
     )  # fmt: skip
 
 
@@ -227,6 +228,8 @@ class Render:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
             choice.stop_detail = StopDetail(c.stop_detail, c.message)
+            if self._ids:
+                choice.weight_versions = versions(c)
         return choice
 
     def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> int:

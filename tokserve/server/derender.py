@@ -80,6 +80,14 @@ class Ended(msgspec.Struct):
     message: str | None = None
 
 
+class Span(msgspec.Struct):
+    """Output tokens `start` to `end` - 1 were made by one version of the weights."""
+
+    version: str
+    start: Count
+    end: Count
+
+
 class Choice(msgspec.Struct):
     """A choice of a generate reply; other servers leave out what has a default."""
 
@@ -88,6 +96,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | None = None
     logprobs: Any = None
+    weight_versions: list[Span] | None = None
     stop_detail: Ended | None = None
 
 
@@ -234,6 +243,8 @@ class Reader:
             end.token_ids = ids[: hit.index + 1]
             end.logprobs = logprobs.cut(hit.index + 1) if logprobs else None
             end.finish_reason, end.stop_reason, end.stop_detail, end.message = "stop", hit.text, "stop_string", None
+        spans = ((span.version, span.start, min(span.end, len(end.token_ids))) for span in choice.weight_versions or ())
+        end.weight_versions = [span for span in spans if span[1] < span[2]]
         return end
 
     def _detokenizer(self, stops: Sequence[str], min_tokens: int) -> Detokenizer:

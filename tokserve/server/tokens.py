@@ -105,6 +105,11 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
+def versions(c: Completion) -> list[WeightVersion]:
+    """Which version made which of a choice's tokens."""
+    return [WeightVersion(*span) for span in c.weight_versions]
+
+
 class StopDetail(msgspec.Struct, omit_defaults=True):
     """Exactly why a choice ended; `message` comes with errors only."""
 
@@ -285,7 +290,7 @@ class _Render:
         return Choice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids) if self._wanted else None,
-            UNSET if c.finish_reason is None else [WeightVersion(*span) for span in c.weight_versions],
+            UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
         )  # fmt: skip
