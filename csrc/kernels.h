@@ -18,6 +18,8 @@ constexpr int64_t kRowBlock = 128;
 // Keys are read in blocks of kKeyBlock absolute positions; a row's softmax is merged over splits of kSplit positions.
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kSplit = 512;
+// Rows of one adapter that share the reading of its weights.
+constexpr int64_t kLoraRows = 4;
 // Rows (queries x heads of one group) that one attention task holds at once.
 constexpr int64_t kQueryRows = 32;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.
@@ -90,17 +92,25 @@ struct LinearArgs {
   int64_t m, n, k, x_stride;
 };
 
-// What an adapter adds to a projection: out += scale * (x down^T) up, for each row by the adapter in its slot.
+// What adapters add to a projection: out += scale * (x down^T) up, for each row by the adapter in its slot and for each
+// shard of the outputs by what the adapter has for it.
 struct LoraArgs {
   DType dtype;
-  const void* x;            // [T, K], rows x_stride elements apart
-  const int32_t* adapters;  // [T]: slot, or negative: none
-  const void* down;         // [S, R, K]
-  const void* up;           // [S, R, N]
-  const int32_t* ranks;     // [S]: rows of down and up in use, 0: nothing is added
-  const float* scales;      // [S]
-  void* out;                // [T, N], rows out_stride elements apart
-  int64_t k, n, r, x_stride, out_stride;
+  const void* x;         // [T, K], rows x_stride elements apart
+  const void* down;      // [S, P, R, K] for S slots, P shards
+  const void* up;        // [S, R, N]
+  const int32_t* ranks;  // [S, P]: rows of down and up in use, 0: nothing is added
+  const float* scales;   // [S, P]
+  const int64_t* sizes;  // [P]: outputs of each shard, N together
+  void* out;             // [T, N], rows out_stride elements apart
+  int64_t k, n, r, shards, x_stride, out_stride;
+};
+
+// Rows with the same adapter, anywhere in the batch.
+struct LoraGroup {
+  const int32_t* rows;  // [count]
+  int64_t count;        // 1 .. kLoraRows
+  int64_t slot;
 };
 
 struct QuantizeArgs {
@@ -206,9 +216,11 @@ struct Kernels {
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
   int64_t (*linear_scratch)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
-  // Rows [begin, end); scratch holds lora_scratch(args) bytes.
+  // A group's x times rows [begin, end) of down [P * R][K], scaled, into inner [kLoraRows][P * R]; scratch holds
+  // lora_scratch(args) bytes.  Then inner times up, added to columns [begin, end) of the group's rows of out.
   int64_t (*lora_scratch)(const LoraArgs&);
-  void (*add_lora)(const LoraArgs&, int64_t begin, int64_t end, char* scratch);
+  void (*lora_down)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, float* inner, char* scratch);
+  void (*lora_up)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, const float* inner);
   void (*quantize_rows)(const QuantizeArgs&, int64_t begin, int64_t end);
   // First rows [begin, end) of x into args.rows, for all; then panels as linear does.
   int64_t (*int8_rows_size)(const Int8Args&);

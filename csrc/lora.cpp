@@ -1,6 +1,6 @@
-// Low-rank adapters: each row gets what the adapter in its slot adds to a projection, out += scale * (x down^T) up.
-// Neighbouring rows of one adapter share the reading of its weights.  An element's sums run over K, then over the rank,
-// in an order that knows nothing of the rows beside it; a row without an adapter is not touched.
+// Low-rank adapters: rows of one adapter get what it adds to a projection, out += scale * (x down^T) up for each shard of
+// its outputs.  Such rows share the reading of its weights.  An element's sums run over K, then over the rank, in an
+// order that knows nothing of the rows beside it, nor of how the work was cut.
 #include "table.h"
 
 namespace tokserve {
@@ -8,8 +8,7 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-// Rows that share a reading; rows of `down`, and vectors of columns of `up`, that are read at once.
-constexpr int kLoraRows = 4;
+// Rows of `down`, and vectors of columns of `up`, that are read at once.
 #if defined(__AVX512F__)
 constexpr int kLoraRanks = 4, kLoraVectors = 4;
 #else
@@ -23,104 +22,134 @@ void widen(const T* x, int64_t k, float* to) {
   for (int64_t i = 0; i < k; i += kLanes) store(to + i, load_part(x + i, k - i));
 }
 
-// inner [ROWS][r] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.
+// inner [ROWS][*] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.  Fetches as many rows from `ahead`:
+// these weights are read once a step, in pieces too short for the processor to see what comes next.
 template <class T, int ROWS, int RANKS>
-TOKSERVE_INLINE void dot(const float* x, const T* down, int64_t k, int64_t r, float scale, float* inner) {
-  const int64_t stride = padded(k), whole = whole_lanes(k);
+TOKSERVE_INLINE void dot(const float* x, const T* down, const T* ahead, int64_t k, int64_t stride, float scale, float* inner) {
+  const int64_t row_stride = padded(k), whole = whole_lanes(k);
   F sums[ROWS][RANKS];
   for (int row = 0; row < ROWS; row++) {
     for (int j = 0; j < RANKS; j++) sums[row][j] = fzero();
   }
   for (int64_t i = 0; i < whole; i += kLanes) {
     F weight[RANKS];
-    for (int j = 0; j < RANKS; j++) weight[j] = load(down + j * k + i);
+    for (int j = 0; j < RANKS; j++) {
+      weight[j] = load(down + j * k + i);
+      __builtin_prefetch(ahead + j * k + i, 0, 2);
+    }
     for (int row = 0; row < ROWS; row++) {
-      const F value = load(x + row * stride + i);
+      const F value = load(x + row * row_stride + i);
       for (int j = 0; j < RANKS; j++) sums[row][j] = fma(value, weight[j], sums[row][j]);
     }
   }
   if (whole < k) {
     for (int j = 0; j < RANKS; j++) {
       const F weight = load_part(down + j * k + whole, k - whole);
-      for (int row = 0; row < ROWS; row++) sums[row][j] = fma(load(x + row * stride + whole), weight, sums[row][j]);
+      for (int row = 0; row < ROWS; row++) sums[row][j] = fma(load(x + row * row_stride + whole), weight, sums[row][j]);
     }
   }
   for (int row = 0; row < ROWS; row++) {
-    for (int j = 0; j < RANKS; j++) inner[row * r + j] = sum(sums[row][j]) * scale;
+    for (int j = 0; j < RANKS; j++) inner[row * stride + j] = sum(sums[row][j]) * scale;
   }
 }
 
-// out [ROWS][columns] += inner [ROWS][rank] times up [rank][columns], for VECTORS vectors of columns or a part of one.
+// Rows of out += inner [ROWS][rank] times up [rank][columns], for VECTORS vectors of columns, or a part of one, from
+// `column` on.  Fetches the columns `ahead` further on.
 template <class T, int ROWS, int VECTORS>
-TOKSERVE_INLINE void spread(const float* inner, int64_t r, int64_t rank, const T* up, int64_t n, T* out,
-                            int64_t out_stride, int64_t columns) {
+TOKSERVE_INLINE void spread(const float* inner, int64_t stride, int64_t rank, const T* up, int64_t n, int64_t ahead,
+                            T* const* out, int64_t column, int64_t columns) {
   F sums[ROWS][VECTORS];
   for (int row = 0; row < ROWS; row++) {
     for (int v = 0; v < VECTORS; v++) sums[row][v] = fzero();
   }
   for (int64_t j = 0; j < rank; j++) {
     F weight[VECTORS];
-    for (int v = 0; v < VECTORS; v++) weight[v] = load_part(up + j * n + v * kLanes, columns - v * kLanes);
+    for (int v = 0; v < VECTORS; v++) {
+      const T* place = up + j * n + column + v * kLanes;
+      weight[v] = load_part(place, columns - v * kLanes);
+      __builtin_prefetch(place + ahead, 0, 2);
+    }
     for (int row = 0; row < ROWS; row++) {
-      const F factor = fset(inner[row * r + j]);
+      const F factor = fset(inner[row * stride + j]);
       for (int v = 0; v < VECTORS; v++) sums[row][v] = fma(factor, weight[v], sums[row][v]);
     }
   }
   for (int row = 0; row < ROWS; row++) {
     for (int v = 0; v < VECTORS; v++) {
-      T* place = out + row * out_stride + v * kLanes;
+      T* place = out[row] + column + v * kLanes;
       store_part(place, load_part(place, columns - v * kLanes) + sums[row][v], columns - v * kLanes);
     }
   }
 }
 
-// ROWS rows from `row0` on, all of adapter `slot`.
 template <class T, int ROWS>
-void add_run(const LoraArgs& a, int64_t row0, int64_t slot, float* wide, float* inner) {
-  const int64_t rank = a.ranks[slot];
-  const T* down = static_cast<const T*>(a.down) + slot * a.r * a.k;
-  const T* up = static_cast<const T*>(a.up) + slot * a.r * a.n;
+void down_rows(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* wide) {
   for (int row = 0; row < ROWS; row++) {
-    widen(static_cast<const T*>(a.x) + (row0 + row) * a.x_stride, a.k, wide + row * padded(a.k));
+    widen(static_cast<const T*>(a.x) + group.rows[row] * a.x_stride, a.k, wide + row * padded(a.k));
   }
-  int64_t j = 0;
-  for (; j + kLoraRanks <= rank; j += kLoraRanks) dot<T, ROWS, kLoraRanks>(wide, down + j * a.k, a.k, a.r, a.scales[slot], inner + j);
-  for (; j < rank; j++) dot<T, ROWS, 1>(wide, down + j * a.k, a.k, a.r, a.scales[slot], inner + j);
-  T* out = static_cast<T*>(a.out) + row0 * a.out_stride;
+  const int64_t stride = a.shards * a.r;
+  for (int64_t shard = begin / a.r; shard * a.r < end; shard++) {
+    const int64_t first = shard * a.r, at = group.slot * a.shards + shard;
+    const int64_t last = least(end, first + a.ranks[at]);
+    const T* down = static_cast<const T*>(a.down) + group.slot * stride * a.k;
+    int64_t j = most(begin, first);
+    for (; j + kLoraRanks <= last; j += kLoraRanks) {
+      const int64_t next = j + 2 * kLoraRanks <= last ? j + kLoraRanks : j;
+      dot<T, ROWS, kLoraRanks>(wide, down + j * a.k, down + next * a.k, a.k, stride, a.scales[at], inner + j);
+    }
+    for (; j < last; j++) dot<T, ROWS, 1>(wide, down + j * a.k, down + j * a.k, a.k, stride, a.scales[at], inner + j);
+  }
+}
+
+template <class T, int ROWS>
+void up_rows(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, const float* inner) {
   constexpr int64_t step = kLoraVectors * kLanes;
-  int64_t c = 0;
-  for (; c + step <= a.n; c += step) spread<T, ROWS, kLoraVectors>(inner, a.r, rank, up + c, a.n, out + c, a.out_stride, step);
-  for (; c < a.n; c += kLanes) spread<T, ROWS, 1>(inner, a.r, rank, up + c, a.n, out + c, a.out_stride, least(kLanes, a.n - c));
+  const T* up = static_cast<const T*>(a.up) + group.slot * a.r * a.n;
+  T* out[ROWS];
+  for (int row = 0; row < ROWS; row++) out[row] = static_cast<T*>(a.out) + group.rows[row] * a.out_stride;
+  const int64_t stride = a.shards * a.r;
+  for (int64_t shard = 0, first = 0; shard < a.shards && first < end; first += a.sizes[shard++], inner += a.r) {
+    const int64_t rank = a.ranks[group.slot * a.shards + shard], last = least(end, first + a.sizes[shard]);
+    if (rank == 0) continue;
+    int64_t c = most(begin, first);
+    for (; c + step <= last; c += step) {
+      const int64_t ahead = c + 3 * step <= last ? 2 * step : 0;
+      spread<T, ROWS, kLoraVectors>(inner, stride, rank, up, a.n, ahead, out, c, step);
+    }
+    for (; c < last; c += kLanes) spread<T, ROWS, 1>(inner, stride, rank, up, a.n, 0, out, c, least(kLanes, last - c));
+  }
 }
 
 template <class T, int ROWS = kLoraRows>
-void add_rows(int64_t rows, const LoraArgs& a, int64_t row0, int64_t slot, float* wide, float* inner) {
-  if (rows == ROWS) add_run<T, ROWS>(a, row0, slot, wide, inner);
-  else if constexpr (ROWS > 1) add_rows<T, ROWS - 1>(rows, a, row0, slot, wide, inner);
+void down_typed(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* wide) {
+  if (group.count == ROWS) down_rows<T, ROWS>(a, group, begin, end, inner, wide);
+  else if constexpr (ROWS > 1) down_typed<T, ROWS - 1>(a, group, begin, end, inner, wide);
 }
 
-template <class T>
-void add_typed(const LoraArgs& a, int64_t begin, int64_t end, char* scratch) {
-  float* wide = reinterpret_cast<float*>(scratch);
-  float* inner = wide + kLoraRows * padded(a.k);
-  for (int64_t row = begin; row < end;) {
-    const int32_t slot = a.adapters[row];
-    int64_t rows = 1;
-    while (rows < kLoraRows && row + rows < end && a.adapters[row + rows] == slot) rows++;
-    if (slot >= 0 && a.ranks[slot] > 0) add_rows<T>(rows, a, row, slot, wide, inner);
-    row += rows;
-  }
+template <class T, int ROWS = kLoraRows>
+void up_typed(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, const float* inner) {
+  if (group.count == ROWS) up_rows<T, ROWS>(a, group, begin, end, inner);
+  else if constexpr (ROWS > 1) up_typed<T, ROWS - 1>(a, group, begin, end, inner);
 }
 
 }  // namespace
 
-int64_t lora_scratch(const LoraArgs& a) { return kLoraRows * (padded(a.k) + a.r) * static_cast<int64_t>(sizeof(float)); }
+int64_t lora_scratch(const LoraArgs& a) { return kLoraRows * padded(a.k) * static_cast<int64_t>(sizeof(float)); }
 
-void add_lora(const LoraArgs& a, int64_t begin, int64_t end, char* scratch) {
+void lora_down(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, char* scratch) {
+  float* wide = reinterpret_cast<float*>(scratch);
   switch (a.dtype) {
-    case DType::f32: return add_typed<float>(a, begin, end, scratch);
-    case DType::bf16: return add_typed<bf16>(a, begin, end, scratch);
-    case DType::f16: return add_typed<f16>(a, begin, end, scratch);
+    case DType::f32: return down_typed<float>(a, group, begin, end, inner, wide);
+    case DType::bf16: return down_typed<bf16>(a, group, begin, end, inner, wide);
+    case DType::f16: return down_typed<f16>(a, group, begin, end, inner, wide);
+  }
+}
+
+void lora_up(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, const float* inner) {
+  switch (a.dtype) {
+    case DType::f32: return up_typed<float>(a, group, begin, end, inner);
+    case DType::bf16: return up_typed<bf16>(a, group, begin, end, inner);
+    case DType::f16: return up_typed<f16>(a, group, begin, end, inner);
   }
 }
 

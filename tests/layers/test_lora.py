@@ -22,9 +22,13 @@ def filled(layer: Linear) -> Tensor:
 
 
 def with_slots(layer: Linear, *, slots: int = 3, rank: int = 4) -> Linear:
-    for shard, size in layer.shards.items():
-        layer.lora[shard] = LoraSlots(layer.inputs, size, slots, rank, layer.dtype)
+    layer.lora = LoraSlots(layer.inputs, layer.shards, slots, rank, layer.dtype)
     return layer
+
+
+def place(layer: Linear, slot: int, shard: str, weights: LowRank | None) -> None:
+    assert layer.lora is not None
+    layer.lora.place(slot, shard, weights)
 
 
 def low_rank(inputs: int, outputs: int, rank: int = 3) -> LowRank:
@@ -38,7 +42,7 @@ def test_each_shard_has_what_its_adapter_adds() -> None:
              for slot, left_out in ((0, "k_proj"), (2, ""))}  # fmt: skip
     for slot, parts in added.items():
         for name in SHARDS:
-            layer.lora[name].place(slot, parts.get(name))
+            place(layer, slot, name, parts.get(name))
     x, adapters = torch.randn(4, 8), torch.tensor([2, -1, 0, 1], dtype=torch.int32)
     out = layer(x, adapters=adapters)
     for row, slot in enumerate(adapters.tolist()):
@@ -55,12 +59,12 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one() -> None:
     weight = filled(layer)
     other.load("o_proj", weight)
     large, small = low_rank(8, 5, rank=4), low_rank(8, 5, rank=2)
-    layer.lora["o_proj"].place(1, large)
+    place(layer, 1, "o_proj", large)
     for each in (layer, other):
-        each.lora["o_proj"].place(1, small)
+        place(each, 1, "o_proj", small)
     x, ones = torch.randn(3, 8), torch.ones(3, dtype=torch.int32)
     assert torch.equal(layer(x, adapters=ones), other(x, adapters=ones))
-    layer.lora["o_proj"].place(1, None)
+    place(layer, 1, "o_proj", None)
     assert torch.equal(layer(x, adapters=ones), layer(x))
 
 
@@ -75,7 +79,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_fused_gate(
         filled(with_slots(layer))
         for shard, size in layer.shards.items():
             layer.load_bias(shard, torch.randn(size))
-            layer.lora[shard].place(0, low_rank(layer.inputs, size))
+            place(layer, 0, shard, low_rank(layer.inputs, size))
     assert isinstance(mlp.gate_up, GatedLinear)
     x, adapters = torch.randn(6, 16).to(dtype), torch.tensor([-1, 0, -1, 0, 1, -1], dtype=torch.int32)
     out, plain = mlp(x, adapters), mlp(x)

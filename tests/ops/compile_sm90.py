@@ -92,8 +92,9 @@ def calls() -> None:
     for quantized in (by_row, by_block):
         for tokens in (16, 128, 512):
             call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), quantized, None)
-    down, up = torch.empty(8, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
-    call["add_lora"](x.clone(), x, lens, down, up, lens[:8], torch.empty(8))
+    down, up = torch.empty(8, 2, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
+    ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
+    call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
     call["draw"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)

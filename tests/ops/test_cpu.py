@@ -161,8 +161,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
         "add_lora": (
             randn(300, 700, dtype=bf16), randn(300, 512, dtype=bf16), (torch.arange(300) // 7 % 4 - 1).int(),
-            randn(3, 16, 512, dtype=bf16), randn(3, 16, 700, dtype=bf16), torch.tensor([16, 5, 0], dtype=torch.int32),
-            torch.tensor([0.5, 2.0, 1.0]),
+            randn(3, 2, 16, 512, dtype=bf16), randn(3, 16, 700, dtype=bf16),
+            torch.tensor([[16, 7], [5, 16], [0, 0]], dtype=torch.int32), torch.tensor([[0.5, 2.0], [1.0, 0.7], [1, 1]]),
+            (600, 100),
         ),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16)),
         "norm_rope_store": (
@@ -299,7 +300,8 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     count = torch.full((2,), 3, dtype=INT)
     one = torch.ones(2)
     qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
-    slots, lora = torch.zeros(3, dtype=INT), (randn(2, 4, 64), randn(2, 4, 9), torch.full((2,), 4, dtype=INT), one)
+    slots, ranks = torch.zeros(3, dtype=INT), torch.full((2, 2), 4, dtype=INT)
+    lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
         "norm: strided rows": ("rms_norm", (randn(64, 3).t(), w, 1e-6)),
@@ -324,9 +326,13 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "lora: other dtype": ("add_lora", (x[:, :9].half(), x.half(), slots, *lora)),
         "lora: outputs": ("add_lora", (x[:, :8].clone(), x, slots, *lora)),
         "lora: slot": ("add_lora", (x[:, :9].clone(), x, slots + 2, *lora)),
-        "lora: rank": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:2], lora[2] + 4, lora[3])),
+        "lora: rank": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:2], ranks + 4, *lora[3:])),
+        "lora: negative rank": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:2], ranks - 5, *lora[3:])),
+        "lora: sizes": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (4, 4))),
+        "lora: negative size": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (10, -1))),
+        "lora: shards": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (9,))),
         "lora: int64": ("add_lora", (x[:, :9].clone(), x, slots.long(), *lora)),
-        "lora: scales": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:3], lora[3].half())),
+        "lora: scales": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:3], lora[3].half(), (4, 5))),
         "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),
         "embedding: negative id": ("embedding", (torch.tensor([-1]), packed)),
         "embedding: int32": ("embedding", (torch.tensor([1], dtype=INT), packed)),

@@ -154,20 +154,23 @@ def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "outputs_", "rank"), [(1, 1, 1), (33, 17, 5), (192, 96, 8), (64, 200, 18)])
+@pytest.mark.parametrize(
+    ("columns", "sizes", "rank"), [(1, (1,), 1), (33, (17,), 5), (192, (96, 1, 130), 8), (64, (200, 9), 18)]
+)
 @every("add_lora")
 def test_rows_of_adapters_stand_alone(
-    name: str, call: Any, columns: int, outputs_: int, rank: int, dtype: torch.dtype
+    name: str, call: Any, columns: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
-    slots = 5
+    slots, shards, outputs_ = 5, len(sizes), sum(sizes)
     x, base = randn(dtype, 1, MOST, columns), randn(dtype, 2, MOST, outputs_)
-    down, up = randn(dtype, 3, slots, rank, columns), randn(dtype, 4, slots, rank, outputs_)
-    ranks, scales = torch.tensor([rank, 1, rank, 0, (rank + 1) // 2], dtype=torch.int32), torch.rand(slots)
+    down, up = randn(dtype, 3, slots, shards, rank, columns), randn(dtype, 4, slots, rank, outputs_)
+    ranks = torch.tensor([rank, 1, rank, 0, (rank + 1) // 2], dtype=torch.int32)[:, None].repeat(1, shards)
+    ranks[1, -1], scales = rank, torch.rand(slots, shards)
     adapters = (torch.arange(MOST) // 3 % (slots + 1) - 1).int()  # runs, as prompts make them
 
     def added(rows: Tensor, which: Tensor = adapters) -> Tensor:
         out = base[rows]
-        call(out, x[rows], which[rows], down, up, ranks, scales)
+        call(out, x[rows], which[rows], down, up, ranks, scales, sizes)
         return out
 
     rows_stand_alone(added, trials=6)
@@ -178,11 +181,19 @@ def test_rows_of_adapters_stand_alone(
         out = base[rows]
         only = torch.tensor([slot])
         zeros = torch.zeros(len(rows), dtype=torch.int32)
-        call(out, x[rows], zeros, *(each.index_select(0, only) for each in (down, up, ranks, scales)))
+        call(out, x[rows], zeros, *(each.index_select(0, only) for each in (down, up, ranks, scales)), sizes)
         assert torch.equal(out, added(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+    first = 0
+    for shard, size in enumerate(sizes):  # a shard, as the only one there is
+        mine = slice(first, first + size)
+        its_down, its_ranks, its_scales = (each[:, [shard]] for each in (down, ranks, scales))
+        part = base[:, mine].clone()
+        call(part, x, adapters, its_down, up[..., mine].contiguous(), its_ranks, its_scales, (size,))
+        assert torch.equal(part, added(torch.arange(MOST))[:, mine])
+        first += size
 @every("embedding")
 def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) -> None:
     packed = packing("pack_linear", name, call)(randn(dtype, 2, MOST, 37))

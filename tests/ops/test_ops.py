@@ -130,15 +130,17 @@ def test_linear_to_float32_keeps_what_a_16_bit_result_would_lose() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_lora_is_the_product_of_three(dtype: torch.dtype) -> None:
-    for out, x, adapters, down, up, ranks, scales in OPS["add_lora"].samples(dtype):
+    for out, x, adapters, down, up, ranks, scales, sizes in OPS["add_lora"].samples(dtype):
         exact = out.double()
         for row, slot in enumerate(adapters.tolist()):
-            if slot >= 0:
-                rank = int(ranks[slot])
-                inner = down[slot, :rank].double() @ x[row].double()
-                exact[row] += scales[slot].double() * (up[slot, :rank].double().t() @ inner)
+            for shard, target in enumerate(exact[row].split(sizes)):
+                if slot >= 0:
+                    rank = int(ranks[slot, shard])
+                    inner = down[slot, shard, :rank].double() @ x[row].double()
+                    mine = up[slot, :rank].double().split(sizes, 1)[shard]
+                    target += scales[slot, shard].double() * (mine.t() @ inner)
         before = out.clone()
-        OPS["add_lora"].reference(out, x, adapters, down, up, ranks, scales)
+        OPS["add_lora"].reference(out, x, adapters, down, up, ranks, scales, sizes)
         torch.testing.assert_close(out.double(), **rounded(exact, out))
         assert torch.equal(out[adapters < 0], before[adapters < 0])
 

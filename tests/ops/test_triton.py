@@ -205,16 +205,17 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_adapters_stand_alone(dtype: torch.dtype) -> None:
-    count, columns, outputs_, rank = 20, 600, 70, 5  # two stretches of K, two tiles of rows and of outputs
-    x, base = randn(dtype, 1, count, columns), randn(dtype, 2, count, outputs_)
-    down, up = randn(dtype, 3, 3, rank, columns), randn(dtype, 4, 3, rank, outputs_)
-    ranks, scales = torch.tensor([rank, 0, 2], dtype=torch.int32), torch.tensor([0.5, 1.0, 1.7])
+    count, columns, sizes, rank = 20, 600, (70, 9), 5  # two stretches of K, two tiles of rows and of outputs
+    x, base = randn(dtype, 1, count, columns), randn(dtype, 2, count, sum(sizes))
+    down, up = randn(dtype, 3, 3, 2, rank, columns), randn(dtype, 4, 3, rank, sum(sizes))
+    ranks = torch.tensor([[rank, 3], [0, 0], [2, rank]], dtype=torch.int32)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 1.0], [1.7, 0.3]])
     adapters = (torch.arange(count) % 4 - 1).int()
     call = OPS["add_lora"].implementations["triton"].call
 
     def added(rows: Tensor) -> Tensor:
         out = there(base[rows])
-        call(out, *(there(each) for each in (x[rows], adapters[rows], down, up, ranks, scales)))
+        call(out, *(there(each) for each in (x[rows], adapters[rows], down, up, ranks, scales)), sizes)
         return out.cpu()
 
     rows_stand_alone(added, count)
@@ -290,13 +291,13 @@ def test_rows_may_begin_past_2_to_the_31() -> None:
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     weight, ones = randn(torch.float16, 2, 8, 256), torch.ones(2, device=DEVICE)
     dense, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
-    adapters, ranks = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([1, -1, 0], [4, 4]))
-    down, up = there(randn(torch.float16, 3, 2, 4, 256)), there(randn(torch.float16, 4, 2, 4, 8))
+    adapters, ranks = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([1, -1, 0], [[4], [4]]))
+    down, up = there(randn(torch.float16, 3, 2, 1, 4, 256)), there(randn(torch.float16, 4, 2, 4, 8))
     table, index = there(randn(torch.float32, 5, 9, 32)), torch.arange(3, device=DEVICE)
 
     def results(x: Tensor) -> list[Tensor]:
         added, heads = torch.zeros(3, 8, dtype=x.dtype, device=DEVICE), x.unflatten(1, (8, 32))
-        call["add_lora"](added, x, adapters, down, up, ranks, ones)
+        call["add_lora"](added, x, adapters, down, up, ranks, ones[:, None], (8,))
         caches = torch.zeros(2, 2, 2, 8, 32, dtype=x.dtype, device=DEVICE)
         q = call["norm_rope_store"](x, None, None, 0.0, table, index, *caches, index)
         stored = caches.clone()

@@ -3,7 +3,7 @@
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
 ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
 the last one is there, and keeps only the packed form; shards that are stored as float8 it joins as they are, where the
-method takes them.  Adapters add to the output of a shard.  It must not know file formats or what its shards mean.
+method takes them.  Adapters add to the output of shards.  It must not know file formats or what its shards mean.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linear:
         self.dtype = dtype
         self.quant = quant
         self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
-        self.lora: dict[str, LoraSlots] = {}  # by shard; none where no adapters are served
+        self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
         self._scaled: dict[str, Scaled] = {}  # shards that are stored as float8, while loading
@@ -111,27 +111,16 @@ class Linear:
     ) -> Tensor:  # [T, inputs] -> [T, outputs]
         """`adapters` [T] int32: the slot of each row's adapter, negative for none; None: no row has one."""
         out = self.quant.linear(x, self.packed, self.bias, out_dtype)
-        if adapters is not None:
-            self._adapt(out, x, adapters)
+        if adapters is not None and self.lora is not None:
+            self.lora.add(out, x, adapters)
         return out
 
-    def _adapt(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
-        """Add to each shard of out [T, outputs] what the rows' adapters add."""
-        for shard, slots in self.lora.items():
-            start, end = self._range(shard)
-            slots.add(out[:, start:end], x, adapters)
-
-    def _range(self, shard: str) -> tuple[int, int]:
-        """The shard's outputs: first, and behind the last."""
+    def _rows(self, tensor: Tensor, shard: str) -> Tensor:
         if shard not in self.shards:
             raise ValueError(f"no shard {shard!r}; there are: {', '.join(self.shards)}")
         names = list(self.shards)
         start = sum(self.shards[name] for name in names[: names.index(shard)])
-        return start, start + self.shards[shard]
-
-    def _rows(self, tensor: Tensor, shard: str) -> Tensor:
-        start, end = self._range(shard)
-        return tensor[start:end]
+        return tensor[start : start + self.shards[shard]]
 
 
 class GatedLinear(Linear):
@@ -158,10 +147,10 @@ class GatedLinear(Linear):
         self, x: Tensor, *, adapters: Tensor | None = None
     ) -> Tensor:  # [T, inputs] -> [T, outputs / 2] of x's dtype
         """Adapters add to the product before the activation; the bits of rows without one are the same either way."""
-        if adapters is None or not self.lora:
+        if adapters is None or self.lora is None:
             return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
         both = self.quant.gated_linear(x, self.packed, self.bias, None)
-        self._adapt(both, x, adapters)
+        self.lora.add(both, x, adapters)
         return ops.silu_mul(both) if self.activation == "silu" else ops.gelu_mul(both)
 
 

@@ -1,11 +1,12 @@
-"""The low-rank adapters of one projection: weights in slots, padded to one rank, and what they add to its output.
+"""The low-rank adapters of one layer: weights in slots, padded to one rank, and what they add to its output.
 
-Slots outlive the projection's own weight: a model with other weights is given the same ones.  It must not know what an
+Slots outlive the layer's own weight: a model with other weights is given the same ones.  It must not know what an
 adapter is called, nor where its weights come from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from tokserve import ops
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one projection: scale * up down."""
+    """What one adapter adds to one shard of a layer: scale * up down."""
 
     down: Tensor  # [r, inputs]
     up: Tensor  # [outputs, r]
@@ -24,31 +25,37 @@ class LowRank:
 
 
 class LoraSlots:
-    """`slots` adapters of rank up to `rank` for a projection of these sizes; all are empty at first."""
+    """`slots` adapters of rank up to `rank` for a layer of these sizes; all are empty at first.
 
-    def __init__(self, inputs: int, outputs: int, slots: int, rank: int, dtype: torch.dtype) -> None:
-        self.inputs, self.outputs = inputs, outputs
-        home = ops.home
-        self.down = torch.zeros(slots, rank, inputs, dtype=dtype, device=home)
-        self.up = torch.zeros(slots, rank, outputs, dtype=dtype, device=home)
-        self.ranks = torch.zeros(slots, dtype=torch.int32, device=home)
-        self.scales = torch.zeros(slots, dtype=torch.float32, device=home)
+    `shards`: as the layer's, names to numbers of output features in the order of the output.
+    """
 
-    def place(self, slot: int, weights: LowRank | None) -> None:
-        """Put an adapter's weights into a slot, in place of what is there; None: it adds nothing here."""
-        self.down[slot].zero_()
-        self.up[slot].zero_()
+    def __init__(self, inputs: int, shards: Mapping[str, int], slots: int, rank: int, dtype: torch.dtype) -> None:
+        self.inputs, self.shards, self.rank, self.dtype = inputs, dict(shards), rank, dtype
+        self._sizes, home = tuple(shards.values()), ops.home
+        self._down = torch.zeros(slots, len(shards), rank, inputs, dtype=dtype, device=home)
+        self._up = torch.zeros(slots, rank, sum(self._sizes), dtype=dtype, device=home)
+        self._ranks = torch.zeros(slots, len(shards), dtype=torch.int32, device=home)
+        self._scales = torch.zeros(slots, len(shards), dtype=torch.float32, device=home)
+
+    def place(self, slot: int, shard: str, weights: LowRank | None) -> None:
+        """Put what an adapter adds to a shard into a slot, in place of what is there; None: it adds nothing here."""
+        number = list(self.shards).index(shard)
+        first = sum(self._sizes[:number])
+        down, up = self._down[slot, number], self._up[slot, :, first : first + self._sizes[number]]
+        down.zero_()
+        up.zero_()
         rank = 0 if weights is None else len(weights.down)
         if weights is not None:
-            self.down[slot, :rank].copy_(weights.down)
-            self.up[slot, :rank].copy_(weights.up.t())
-            self.scales[slot] = weights.scale
-        self.ranks[slot] = rank
+            down[:rank].copy_(weights.down)
+            up[:rank].copy_(weights.up.t())
+            self._scales[slot, number] = weights.scale
+        self._ranks[slot, number] = rank
 
     def add(self, out: Tensor, x: Tensor, adapters: Tensor) -> None:
         """Add to out [T, outputs], made from x [T, inputs], for each row what the adapter in slot adapters[t] adds."""
-        ops.add_lora(out, x, adapters, self.down, self.up, self.ranks, self.scales)
+        ops.add_lora(out, x, adapters, self._down, self._up, self._ranks, self._scales, self._sizes)
 
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.down, self.up))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self._down, self._up))

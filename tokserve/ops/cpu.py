@@ -118,8 +118,17 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
 
 
 @add_lora_op.implement("cpp", device="cpu")
-def add_lora(out: Tensor, x: Tensor, adapters: Tensor, down: Tensor, up: Tensor, ranks: Tensor, scales: Tensor) -> None:
-    _C.add_lora(out, x, adapters, down, up, ranks, scales)
+def add_lora(
+    out: Tensor,
+    x: Tensor,
+    adapters: Tensor,
+    down: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    sizes: tuple[int, ...],
+) -> None:
+    _C.add_lora(out, x, adapters, down, up, ranks, scales, sizes)
 
 
 @embedding_op.implement("cpp", device="cpu")

@@ -34,9 +34,8 @@ def unequal_products(model: Decoder) -> list[str]:
     if not stands_alone(_plain(model.logits), head.inputs, model.dtype):
         unequal.append("head")
     for name, linear in linears.items():
-        for shard, slots in linear.lora.items():
-            if not stands_alone(_adapted(slots), slots.inputs, linear.dtype):
-                unequal.append(f"adapters of {shard} in {name}")
+        if linear.lora is not None and not stands_alone(_adapted(linear.lora), linear.inputs, linear.dtype):
+            unequal.append(f"adapters of {name}")
     return unequal
 
 
@@ -59,14 +58,14 @@ def _plain(product: Callable[[Tensor], Tensor]) -> Product:
 
 def _adapted(like: LoraSlots) -> Product:
     """What two adapters of the largest rank add in slots like these, which are empty at the start."""
-    rank, inputs = like.down.shape[1:]
-    slots = LoraSlots(inputs, like.outputs, 2, rank, like.down.dtype)
+    slots = LoraSlots(like.inputs, like.shards, 2, like.rank, like.dtype)
     for slot in range(2):
-        down, up = _random(slot, rank, inputs) / inputs**0.5, _random(slot + 2, like.outputs, rank)
-        slots.place(slot, LowRank(down, up, 1.0))
+        for shard, outputs in like.shards.items():
+            down, up = _random(slot, like.rank, like.inputs) / like.inputs**0.5, _random(slot + 2, outputs, like.rank)
+            slots.place(slot, shard, LowRank(down, up, 1.0))
 
     def product(rows: Tensor, adapters: Tensor) -> Tensor:
-        out = rows.new_zeros(len(rows), like.outputs)
+        out = rows.new_zeros(len(rows), sum(like.shards.values()))
         slots.add(out, rows, adapters)
         return out
 

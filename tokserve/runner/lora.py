@@ -21,16 +21,19 @@ class LoraTables:
         self._max_rank = config.max_lora_rank
         self._allowed = allowed
         self._renames = model.spec.renames
-        self._slots = {
-            name: LoraSlots(linear.inputs, linear.shards[shard], config.max_loras, config.max_lora_rank, linear.dtype)
-            for name, (linear, shard) in model.projections().items()
+        layers = dict.fromkeys(linear for linear, _ in model.projections().values())
+        made = {
+            linear: LoraSlots(linear.inputs, linear.shards, config.max_loras, config.max_lora_rank, linear.dtype)
+            for linear in layers
         }
+        self._slots = {name: (made[linear], shard) for name, (linear, shard) in model.projections().items()}
+        self._bytes = sum(slots.num_bytes() for slots in made.values())
         self._read: dict[str, LowRank] | None = None  # not in a slot yet
 
     def attach(self, model: Decoder) -> None:
         """Have a model's projections use these slots."""
-        for name, (linear, shard) in model.projections().items():
-            linear.lora[shard] = self._slots[name]
+        for name, (linear, _) in model.projections().items():
+            linear.lora = self._slots[name][0]
 
     def read(self, lora_path: str, *, anywhere: bool = False) -> None:
         """Read an adapter into host memory, in place of one that was not placed.  Raises RequestError.
@@ -41,7 +44,7 @@ class LoraTables:
         allowed = None if anywhere else self._allowed
         directory = sources.allowed_directory(lora_path, allowed, adapters.FIELD)
         sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
-        sizes = {name: (slots.inputs, slots.outputs) for name, slots in self._slots.items()}
+        sizes = {name: (slots.inputs, slots.shards[shard]) for name, (slots, shard) in self._slots.items()}
         self._read = adapters.read(directory, sizes, self._renames, self._max_rank)
 
     def place(self, slot: int) -> None:
@@ -49,9 +52,9 @@ class LoraTables:
         weights, self._read = self._read, None
         if weights is None:
             raise RuntimeError("no adapter has been read")
-        for name, slots in self._slots.items():
-            slots.place(slot, weights.get(name))
+        for name, (slots, shard) in self._slots.items():
+            slots.place(slot, shard, weights.get(name))
 
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return sum(slots.num_bytes() for slots in self._slots.values())
+        return self._bytes

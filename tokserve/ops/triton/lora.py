@@ -21,7 +21,7 @@ SPLIT = 512  # inputs of one partial sum; part of the arithmetic, like BLOCK_K
 
 @triton.jit(do_not_specialize=["rows"])
 def lora_down_kernel(
-    x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, x_stride,
+    x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, shards, x_stride,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """x down^T over one stretch of K, for a tile of rows and a part of the rank."""
@@ -34,7 +34,7 @@ def lora_down_kernel(
     for slot in range(slots):
         here = mine == slot
         if tl.sum(here.to(tl.int32), 0) > 0:
-            used = tl.load(ranks_ptr + slot)
+            used = tl.load(ranks_ptr + slot * shards)
             if first < used:
                 sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 for start in range(begin, tl.minimum(begin + SPLIT, inputs), BLOCK_K):
@@ -44,7 +44,7 @@ def lora_down_kernel(
                         mask=here[:, None] & (k < inputs)[None, :], other=0.0,
                     )  # fmt: skip
                     weight = tl.load(
-                        down_ptr + (slot * rank + r).to(tl.int64)[:, None] * inputs + k[None, :],
+                        down_ptr + (slot * shards * rank + r).to(tl.int64)[:, None] * inputs + k[None, :],
                         mask=(r < used)[:, None] & (k < inputs)[None, :], other=0.0,
                     )  # fmt: skip
                     sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
@@ -54,7 +54,8 @@ def lora_down_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def lora_up_kernel(
-    partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, splits, out_stride,
+    partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, shards, splits,
+    up_stride, out_stride,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out += scale * (the stretches' sum) up, for a tile of rows and outputs."""
@@ -64,8 +65,8 @@ def lora_up_kernel(
     for slot in range(slots):
         here = mine == slot
         if tl.sum(here.to(tl.int32), 0) > 0:
-            used = tl.load(ranks_ptr + slot)
-            scale = tl.load(scales_ptr + slot)
+            used = tl.load(ranks_ptr + slot * shards)
+            scale = tl.load(scales_ptr + slot * shards)
             sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
             for first in range(0, used, BLOCK_R):
                 r = first + tl.arange(0, BLOCK_R)
@@ -74,7 +75,7 @@ def lora_up_kernel(
                     place = (split * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
                     inner += tl.load(partial_ptr + place, mask=here[:, None] & (r < used)[None, :], other=0.0)
                 weight = tl.load(
-                    up_ptr + (slot * rank + r).to(tl.int64)[:, None] * outputs + output[None, :],
+                    up_ptr + (slot * rank + r).to(tl.int64)[:, None] * up_stride + output[None, :],
                     mask=(r < used)[:, None] & (output < outputs)[None, :], other=0.0,
                 )  # fmt: skip
                 sums = tl.dot(inner * scale, weight.to(tl.float32), sums, input_precision="ieee")
@@ -86,20 +87,33 @@ def lora_up_kernel(
 
 
 @add_lora_op.implement("triton", device="cuda")
-def add_lora(out: Tensor, x: Tensor, adapters: Tensor, down: Tensor, up: Tensor, ranks: Tensor, scales: Tensor) -> None:
+def add_lora(
+    out: Tensor,
+    x: Tensor,
+    adapters: Tensor,
+    down: Tensor,
+    up: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    sizes: tuple[int, ...],
+) -> None:
     """As the reference."""
-    rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[1]
-    slots, rank, _ = down.shape
+    rows, inputs = x.shape
+    slots, shards, rank, _ = down.shape
     if rows == 0:
         return
     tiles, splits = triton.cdiv(rows, BLOCK_T), triton.cdiv(inputs, SPLIT)
     block_r = max(16, min(MOST_R, triton.next_power_of_2(rank)))
     partial = x.new_empty((splits, rows, rank), dtype=scales.dtype)
-    lora_down_kernel[(tiles, splits, triton.cdiv(rank, block_r))](
-        x, adapters, down, ranks, partial, rows, inputs, rank, slots, x.stride(0),
-        BLOCK_T, BLOCK_K, block_r, SPLIT, num_warps=4, **EXACT,
-    )  # fmt: skip
-    lora_up_kernel[(tiles, triton.cdiv(outputs, BLOCK_N))](
-        partial, adapters, up, ranks, scales, out, rows, outputs, rank, slots, splits, out.stride(0),
-        BLOCK_T, BLOCK_N, block_r, num_warps=4, **EXACT,
-    )  # fmt: skip
+    first = 0
+    for shard, size in enumerate(sizes):
+        lora_down_kernel[(tiles, splits, triton.cdiv(rank, block_r))](
+            x, adapters, down[:, shard], ranks[:, shard], partial, rows, inputs, rank, slots, shards, x.stride(0),
+            BLOCK_T, BLOCK_K, block_r, SPLIT, num_warps=4, **EXACT,
+        )  # fmt: skip
+        lora_up_kernel[(tiles, triton.cdiv(size, BLOCK_N))](
+            partial, adapters, up[:, :, first:], ranks[:, shard], scales[:, shard], out[:, first:], rows, size, rank,
+            slots, shards, splits, up.stride(1), out.stride(0),
+            BLOCK_T, BLOCK_N, block_r, num_warps=4, **EXACT,
+        )  # fmt: skip
+        first += size
