@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
+#include <string>
 
 #include "pool.h"
 #include "record.h"
@@ -39,6 +41,15 @@ inline Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind,
   require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
   return c;
 }
+
+// Panels of a weight of n rows; of a gated one, of n outputs.
+inline int64_t panels_of(int64_t n, bool gated) {
+  const int64_t width = gated ? kGatedPanel : kPanel;
+  return (n + width - 1) / width;
+}
+
+// What an activation's name (none: nothing is applied) makes of a gated product; defined beside linear.
+Gate gate_of(const std::optional<std::string>& activation);
 
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);

@@ -10,13 +10,13 @@ namespace nb = nanobind;
 
 namespace tokserve {
 
-namespace {
-
-// Panels of a weight of n rows; of a gated one, of n outputs.
-int64_t panels_of(int64_t n, bool gated) {
-  const int64_t width = gated ? kGatedPanel : kPanel;
-  return (n + width - 1) / width;
+Gate gate_of(const std::optional<std::string>& activation) {
+  if (!activation) return Gate::both;
+  require(*activation == "silu" || *activation == "gelu_tanh", "gated_linear", "activation must be silu or gelu_tanh");
+  return *activation == "silu" ? Gate::silu : Gate::gelu;
 }
+
+namespace {
 
 // Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
 int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPanel * (pairs ? (k + 1) / 2 * 2 : k); }
@@ -133,12 +133,6 @@ void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
     const int64_t block = i / pieces, piece = i % pieces;
     kernel.linear(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces, thread_scratch(scratch));
   });
-}
-
-Gate gate_of(const std::optional<std::string>& activation) {
-  if (!activation) return Gate::both;
-  require(*activation == "silu" || *activation == "gelu_tanh", "gated_linear", "activation must be silu or gelu_tanh");
-  return *activation == "silu" ? Gate::silu : Gate::gelu;
 }
 
 void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out, Gate gate) {

@@ -1,5 +1,6 @@
 // Bindings of the int8 matrix product, and the packing of its weights, which is the same for all instruction sets.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <cstring>
 
@@ -14,8 +15,7 @@ namespace {
 constexpr int64_t kLongest = 1 << 17;  // of K: 127 * 127 * 2^17 is below 2^31, so no sum overflows
 constexpr int64_t kQuad = 4;           // elements of K side by side in a panel
 
-int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
-int64_t packed_int8_size(int64_t n, int64_t k) { return panels_of(n) * kPanel * ((k + kQuad - 1) / kQuad * kQuad); }
+int64_t packed_int8_size(int64_t panels, int64_t k) { return panels * kPanel * ((k + kQuad - 1) / kQuad * kQuad); }
 
 void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) {
   const char* op = "quantize_rows";
@@ -30,12 +30,10 @@ void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) 
   });
 }
 
-// One panel of quantized rows: element (row r, column c of K) goes to [c / 4][r][c % 4], plus 128.
-void pack_panel(const int8_t* values, int64_t rows, int64_t k, uint8_t* panel) {
-  const int64_t quads = packed_int8_size(kPanel, k) / (kPanel * kQuad);
-  std::memset(panel, 128, quads * kPanel * kQuad);
+// Rows of a panel: element (row r, column c of K) goes to [c / 4][r][c % 4], plus 128.
+void pack_rows(const int8_t* values, int64_t rows, int64_t k, uint8_t* panel) {
   for (int64_t r = 0; r < rows; r++) {
-    for (int64_t q = 0; q < quads; q++) {
+    for (int64_t q = 0; q * kQuad < k; q++) {
       uint32_t quad = 0;
       std::memcpy(&quad, values + r * k + q * kQuad, std::min(kQuad, k - q * kQuad));
       quad ^= 0x80808080;  // the same as adding 128 to each
@@ -44,30 +42,37 @@ void pack_panel(const int8_t* values, int64_t rows, int64_t k, uint8_t* panel) {
   }
 }
 
-void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales) {
-  const char* op = "pack_linear_int8";
+void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales, bool gated) {
+  const char* op = gated ? "pack_gated_int8" : "pack_linear_int8";
   const DType dtype = float_type(weight, op);
   require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
-  const int64_t n = weight.size(0), k = weight.size(1);
+  require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
+  const int64_t n = weight.size(0) / (gated ? 2 : 1), k = weight.size(1), size = packed_int8_size(1, k);
   require(k <= kLongest, op, "takes at most 131072 columns");
-  require(packed, Kind::u8, {packed_int8_size(n, k)}, op, "packed has the wrong size or dtype");
-  require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
+  require(packed, Kind::u8, {packed_int8_size(panels_of(n, gated), k)}, op, "packed has the wrong size or dtype");
+  require(scales, Kind::f32, {weight.size(0)}, op, "scales must be float32 [N]");
   nb::gil_scoped_release unlocked;
-  parallel(panels_of(n), [&](int64_t i) {
-    const int64_t first = i * kPanel, rows = std::min(kPanel, n - first);
+  const int64_t width = gated ? kGatedPanel : kPanel;
+  parallel(panels_of(n, gated), [&](int64_t i) {
+    uint8_t* panel = packed.data<uint8_t>() + i * size;
+    const int64_t rows = std::min(width, n - i * width);
     int8_t* values = reinterpret_cast<int8_t*>(thread_scratch(rows * k));
-    const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
-    kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
-    pack_panel(values, rows, k, packed.data<uint8_t>() + i * packed_int8_size(kPanel, k));
+    std::memset(panel, 128, size);
+    for (int64_t place = 0; place < kPanel; place += width) {
+      const int64_t first = (place > 0 ? n : 0) + i * width;
+      const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
+      kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
+      pack_rows(values, rows, k, panel + place * kQuad);
+    }
   });
 }
 
 // The product, here or in all threads.
-void multiply(Int8Args a) {
+void multiply(Int8Args a, int64_t panels, int64_t sums) {
   const Kernels& kernel = kernels();
-  const int64_t m = a.m, panels = panels_of(a.n), blocks = (m + kRowBlock - 1) / kRowBlock;
+  const int64_t m = a.m, blocks = (m + kRowBlock - 1) / kRowBlock;
   a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
-  const double cost = static_cast<double>(a.n) * a.k * std::max(0.02, 0.0025 * m);  // ns of one core, about
+  const double cost = static_cast<double>(sums) * a.k * std::max(0.02, 0.0025 * m);  // ns of one core, about
   if (cost < 6000.0 || pool().threads() == 1) {
     const Unlocked unlocked(cost > 20000.0);
     kernel.int8_rows(a, 0, m);
@@ -91,30 +96,40 @@ void multiply(Int8Args a) {
 }
 
 void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-                 const Tensor& out) {
-  const char* op = "linear_int8";
+                 const Tensor& out, Gate gate) {
+  const bool gated = gate != Gate::none;
+  const char* op = gated ? "gated_linear_int8" : "linear_int8";
   const DType dtype = float_type(x, op);
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
-  require(out.kind() == x.kind() || out.kind() == Kind::f32, op, "out must be float32 or have x's dtype");
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
+  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
+  const int64_t m = x.size(0), k = x.size(1), n = gate == Gate::both ? out.size(1) / 2 : out.size(1);
+  const int64_t panels = panels_of(n, gated), sums = gated ? 2 * n : n;
   require(k <= kLongest, op, "takes at most 131072 columns");
-  require(packed, Kind::u8, {packed_int8_size(n, k)}, op, "the weight was packed for another shape");
-  require(scales, Kind::f32, {n}, op, "scales must be float32 [N]");
-  if (bias) require(*bias, x.kind(), {n}, op, "bias must be [N] of x's dtype");
+  require(packed, Kind::u8, {packed_int8_size(panels, k)}, op, "the weight was packed for another shape");
+  require(scales, Kind::f32, {sums}, op, "scales must be float32 with an entry for each row of the weight");
+  if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
   if (m == 0 || n == 0) return;
-  const Int8Args a{dtype, float_type(out, op), x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
+  const Int8Args a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
                    bias ? bias->data<void>() : nullptr, out.data<void>(), m, n, k, x.stride(0), nullptr};
-  perform([=] { multiply(a); });
+  perform([=] { multiply(a, panels, sums); });
 }
 
 }  // namespace
 
 void bind_quant(nb::module_& m) {
-  m.def("packed_int8_size", packed_int8_size, nb::arg("rows"), nb::arg("columns"));
+  m.def("packed_int8_size", [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
+        nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
   m.def("quantize_rows", quantize_rows);
-  m.def("pack_linear_int8", pack);
-  m.def("linear_int8", linear_int8, nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
+  m.def("pack_linear_int8", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("scales"), nb::arg("gated"));
+  m.def("linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+                          const Tensor& out) { linear_int8(x, packed, scales, bias, out, Gate::none); },
+        nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
+  m.def("gated_linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+                                const std::optional<std::string>& activation, const Tensor& out) {
+    linear_int8(x, packed, scales, bias, out, gate_of(activation));
+  }, nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -1,7 +1,7 @@
 // linear: x [M, K] times packed weights, plus bias, rounded once; and, where the weight is gated, an activation of it.
 // K is never split between threads or sums; the panel's stretch of K that fits the first-level cache is used by all
 // rows before the next stretch is read.
-#include "activation.h"
+#include "epilogue.h"
 #include "table.h"
 #include "tile.h"
 
@@ -41,69 +41,12 @@ const float* widened_rows(const T* x, int64_t& stride, int64_t rows, int64_t k, 
   return widened_rows(x, stride, rows, k, padded, scratch);
 }
 
-template <class T, class Out>
-void write_out(const LinearArgs& a, const float* sums, int64_t row0, int64_t rows, int64_t column0) {
-  const int64_t columns = least(kPanel, a.n - column0);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + column0 : nullptr;
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = least(kLanes, columns - c);
-    const F shift = bias ? load_part(bias + c, n) : fzero();
-    Out* out = static_cast<Out*>(a.out) + row0 * a.n + column0 + c;
-    for (int64_t r = 0; r < rows; r++) {
-      const F value = load(sums + r * kPanel + c);
-      store_part(out + r * a.n, bias ? value + shift : value, n);
-    }
+struct FloatSums {
+  const float* sums;  // [rows][64]
+  TOKSERVE_INLINE auto columns(int64_t place, int64_t, int64_t) const {
+    return [from = sums + place](int64_t row) { return load(from + row * kPanel); };
   }
-}
-
-// As if the product had been written and read again.
-template <class T>
-TOKSERVE_INLINE F rounded(F x) {
-  T words[kLanes];
-  store(words, x);
-  return load(words);
-}
-template <>
-TOKSERVE_INLINE F rounded<float>(F x) {
-  return x;
-}
-
-// A panel's sums [rows][gate | up] become activation(gate) * up.
-template <class T, class Activation>
-void write_gated(const LinearArgs& a, const float* sums, int64_t row0, int64_t rows, int64_t column0) {
-  const Activation activation;
-  const int64_t columns = least(kGatedPanel, a.n - column0);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + column0 : nullptr;
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = least(kLanes, columns - c);
-    const F gate_shift = bias ? load_part(bias + c, n) : fzero(), up_shift = bias ? load_part(bias + a.n + c, n) : fzero();
-    T* out = static_cast<T*>(a.out) + row0 * a.n + column0 + c;
-    for (int64_t r = 0; r < rows; r++) {
-      const F gate = load(sums + r * kPanel + c), up = load(sums + r * kPanel + kGatedPanel + c);
-      const F shifted_gate = rounded<T>(bias ? gate + gate_shift : gate), shifted_up = rounded<T>(bias ? up + up_shift : up);
-      store_part(out + r * a.n, activation(shifted_gate) * shifted_up, n);
-    }
-  }
-}
-
-// A panel's sums [rows][gate | up] go where the gate's outputs and, behind all of them, what they gate lie.
-template <class T>
-void write_both(const LinearArgs& a, const float* sums, int64_t row0, int64_t rows, int64_t column0) {
-  const int64_t columns = least(kGatedPanel, a.n - column0);
-  for (int64_t half = 0; half < 2; half++) {
-    const int64_t first = half * a.n + column0;
-    const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      const int64_t n = least(kLanes, columns - c);
-      const F shift = bias ? load_part(bias + c, n) : fzero();
-      T* out = static_cast<T*>(a.out) + row0 * 2 * a.n + first + c;
-      for (int64_t r = 0; r < rows; r++) {
-        const F value = load(sums + r * kPanel + half * kGatedPanel + c);
-        store_part(out + r * 2 * a.n, bias ? value + shift : value, n);
-      }
-    }
-  }
-}
+};
 
 template <class Format, class T>
 void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
@@ -116,11 +59,7 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
   for (int64_t panel = begin; panel < end; panel++) {
     const auto* w = static_cast<const typename Format::Weight*>(a.packed) + panel * padded * kPanel;
     multiply_panel<Format>(ready, stride, rows, w, padded, sums);
-    if (a.gate == Gate::silu) write_gated<T, Silu>(a, sums, row0, rows, panel * kGatedPanel);
-    else if (a.gate == Gate::gelu) write_gated<T, Gelu>(a, sums, row0, rows, panel * kGatedPanel);
-    else if (a.gate == Gate::both) write_both<T>(a, sums, row0, rows, panel * kGatedPanel);
-    else if (a.out_dtype == DType::f32) write_out<T, float>(a, sums, row0, rows, panel * kPanel);
-    else write_out<T, T>(a, sums, row0, rows, panel * kPanel);
+    write_panel<T>(a, FloatSums{sums}, row0, rows, panel);
   }
 }
 

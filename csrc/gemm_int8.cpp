@@ -1,6 +1,7 @@
 // linear_int8: rows quantized to int8 as they come, times packed int8 weights, in int32: exact in any order.
 // What is rounded, is rounded by one fixed expression for each element, without fma: all instruction sets give the
-// same bits.
+// same bits.  Only a gate's activation is not that strict.
+#include "epilogue.h"
 #include "table.h"
 #include "tile.h"
 
@@ -152,21 +153,19 @@ void int8_rows_typed(const Int8Args& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class T, class Out>
-void write_out(const Int8Args& a, const Rows& rows, const uint32_t* sums, int64_t row0, int64_t count, int64_t column0) {
-  const int64_t columns = least(kPanel, a.n - column0);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + column0 : nullptr;
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    const int64_t n = least(kLanes, columns - c);
-    const F shift = bias ? load_part(bias + c, n) : fzero(), scale = load_part(a.scales + column0 + c, n);
-    Out* out = static_cast<Out*>(a.out) + row0 * a.n + column0 + c;
-    for (int64_t r = 0; r < count; r++) {
-      const F dot = from_int(iload(sums + r * kPanel + c) - iset(rows.offsets[row0 + r]));
-      const F value = dot * fset(rows.scales[row0 + r]) * scale;
-      store_part(out + r * a.n, bias ? value + shift : value, n);
-    }
+// What was added to the weights is taken away, both scales multiplied.
+struct ScaledSums {
+  const uint32_t* sums;     // [rows][64]
+  const float* row_scales;  // [rows]
+  const uint32_t* offsets;  // [rows]
+  const float* scales;      // of the weight's rows
+  TOKSERVE_INLINE auto columns(int64_t place, int64_t output, int64_t n) const {
+    return [this, place, scale = load_part(scales + output, n)](int64_t row) {
+      const F dot = from_int(iload(sums + row * kPanel + place) - iset(offsets[row]));
+      return dot * fset(row_scales[row]) * scale;
+    };
   }
-}
+};
 
 template <class T>
 void linear_int8_typed(const Int8Args& a, int64_t row0, int64_t begin, int64_t end) {
@@ -176,8 +175,7 @@ void linear_int8_typed(const Int8Args& a, int64_t row0, int64_t begin, int64_t e
   const Quads::Row* x = rows.values + row0 * rows.stride;
   for (int64_t panel = begin; panel < end; panel++) {
     multiply_panel<Quads>(x, rows.stride, count, a.packed + panel * rows.stride * kPanel, rows.stride, sums);
-    if (a.out_dtype == DType::f32) write_out<T, float>(a, rows, sums, row0, count, panel * kPanel);
-    else write_out<T, T>(a, rows, sums, row0, count, panel * kPanel);
+    write_panel<T>(a, ScaledSums{sums, rows.scales + row0, rows.offsets + row0, a.scales}, row0, count, panel);
   }
 }
 

@@ -123,6 +123,7 @@ struct QuantizeArgs {
 
 struct Int8Args {
   DType dtype, out_dtype;
+  Gate gate;              // as in LinearArgs; scales are [2 * N] then, as bias is
   const void* x;          // [M, K], rows x_stride elements apart
   const uint8_t* packed;  // [panels][ceil(K / 4)][64][4], each value plus 128
   const float* scales;    // [N], of the weight's rows

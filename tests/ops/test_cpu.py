@@ -21,7 +21,8 @@ from tokserve.ops.registry import OPS
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"
+    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
+    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
 }  # fmt: skip
 # for devices with memory of their own, and for those that compute with float8
 ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
@@ -113,6 +114,11 @@ def test_int8_has_the_bits_of_the_reference_on_every_instruction_set(rows: int, 
                 _C.set_threads(threads)
                 assert torch.equal(CALLS["pack_linear_int8"](weight).packed, packed.packed)
                 assert torch.equal(CALLS["linear_int8"](x, packed, bias), expected)
+                if rows % 2 == 0:
+                    gated = CALLS["pack_gated_int8"](weight)
+                    assert torch.equal(CALLS["gated_linear_int8"](x, gated, bias, None), expected)
+                    whole = CALLS["gated_linear_int8"](x, gated, bias, "silu")
+                    assert torch.equal(whole, CALLS["silu_mul"](expected))
 
 
 @pytest.mark.parametrize("isa", _C.instruction_sets())
@@ -159,6 +165,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2500], dtype=torch.int32), 0.125, 0,
         ),
         "gated_linear": (randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "silu"),
+        "gated_linear_int8": (
+            randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "gelu_tanh"
+        ),
         "add_lora": (
             randn(300, 700, dtype=bf16), randn(300, 512, dtype=bf16), (torch.arange(300) // 7 % 4 - 1).int(),
             randn(3, 2, 16, 512, dtype=bf16), randn(3, 16, 700, dtype=bf16),
@@ -352,6 +361,12 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "int8: too many rows": ("linear_int8", (x, replace(eight, rows=65, scales=torch.ones(65)), None)),
         "int8: sums could overflow": ("pack_linear_int8", (torch.ones(1, 131073),)),
         "int8: pack integers": ("pack_linear_int8", (x.int(),)),
+        "int8: pack odd gated rows": ("pack_gated_int8", (randn(9, 64),)),
+        "int8: activation": ("gated_linear_int8", (x, CALLS["pack_gated_int8"](randn(10, 64)), None, "relu")),
+        "int8: short gated bias": (
+            "gated_linear_int8",
+            (x, CALLS["pack_gated_int8"](randn(10, 64)), torch.ones(5), "silu"),
+        ),
         "quantize: integers": ("quantize_rows", (x.int(),)),
         "quantize: strided rows": ("quantize_rows", (randn(64, 3).t(),)),
         "store: slot past the end": ("store_kv", (heads[:, :1], heads[:, :1], *caches, torch.tensor([0, 1, 64]))),

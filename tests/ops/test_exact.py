@@ -19,7 +19,10 @@ from tokserve.ops.registry import OPS
 registry.load_extension("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MOST = 70  # rows
-PACKING = {"linear": "pack_linear", "linear_int8": "pack_linear_int8"}
+PACKING = {
+    "linear": "pack_linear", "linear_int8": "pack_linear_int8",
+    "gated_linear": "pack_gated", "gated_linear_int8": "pack_gated_int8",
+}  # fmt: skip
 Outputs = tuple[Tensor, ...]
 
 
@@ -144,10 +147,10 @@ def test_linear_rows_stand_alone(name: str, call: Any, columns: int, rows: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (33, 17), (64, 32), (127, 65), (192, 96), (512, 31)])
-@every("gated_linear")
+@every("gated_linear", "gated_linear_int8")
 def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner: int, dtype: torch.dtype) -> None:
     x, bias = randn(dtype, 1, MOST, columns), randn(dtype, 3, 2 * inner)
-    packed = packing("pack_gated", name, call)(randn(dtype, 2, 2 * inner, columns))
+    packed = packing(PACKING[name], name, call)(randn(dtype, 2, 2 * inner, columns))
     rows_stand_alone(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
     rows_stand_alone(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
     rows_stand_alone(lambda rows: call(x[rows], packed, bias, None), trials=2)
@@ -183,9 +186,6 @@ def test_rows_of_adapters_stand_alone(
         zeros = torch.zeros(len(rows), dtype=torch.int32)
         call(out, x[rows], zeros, *(each.index_select(0, only) for each in (down, up, ranks, scales)), sizes)
         assert torch.equal(out, added(rows))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
     first = 0
     for shard, size in enumerate(sizes):  # a shard, as the only one there is
         mine = slice(first, first + size)
@@ -194,6 +194,9 @@ def test_rows_of_adapters_stand_alone(
         call(part, x, adapters, its_down, up[..., mine].contiguous(), its_ranks, its_scales, (size,))
         assert torch.equal(part, added(torch.arange(MOST))[:, mine])
         first += size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @every("embedding")
 def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) -> None:
     packed = packing("pack_linear", name, call)(randn(dtype, 2, MOST, 37))

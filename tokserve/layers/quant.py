@@ -85,12 +85,12 @@ class Int8:
         return ops.linear_int8(x, packed, bias, out_dtype)
 
     def pack_gated(self, weight: Tensor) -> Packed:
-        """As any other."""
-        return self.pack(weight)
+        """Likewise, in the layout of `ops.gated_linear_int8`."""
+        return ops.pack_gated_int8(weight)
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Two ops: the product, then the gate."""
-        return _gated(self.linear(x, packed, bias, None), activation)
+        """One op."""
+        return ops.gated_linear_int8(x, packed, bias, activation)
 
 
 class Float8:
@@ -120,13 +120,10 @@ class Float8:
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """Two ops: the product, then the gate."""
-        return _gated(self.linear(x, packed, bias, None), activation)
-
-
-def _gated(both: Tensor, activation: str | None) -> Tensor:
-    if activation is None:
-        return both
-    return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+        both = self.linear(x, packed, bias, None)
+        if activation is None:
+            return both
+        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
 
 
 UNQUANTIZED = Unquantized()

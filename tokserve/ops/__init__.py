@@ -33,7 +33,9 @@ from tokserve.ops.linear import pack_gated as _pack_gated
 from tokserve.ops.linear import pack_linear as _pack_linear
 from tokserve.ops.lora import add_lora as _add_lora
 from tokserve.ops.quant import PackedInt8
+from tokserve.ops.quant import gated_linear_int8 as _gated_linear_int8
 from tokserve.ops.quant import linear_int8 as _linear_int8
+from tokserve.ops.quant import pack_gated_int8 as _pack_gated_int8
 from tokserve.ops.quant import pack_linear_int8 as _pack_linear_int8
 from tokserve.ops.quant import quantize_rows as _quantize_rows
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
@@ -47,10 +49,10 @@ from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw",
-    "edit_rows", "embedding", "filter_logits", "gated_linear", "gelu_mul", "linear", "linear_float8", "linear_int8",
-    "logprobs", "norm_rope_store", "pack_gated", "pack_linear", "pack_linear_float8", "pack_linear_int8",
-    "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows", "rms_norm", "rope",
-    "sample", "silu_mul", "store_kv",
+    "edit_rows", "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
+    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear",
+    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step",
+    "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ add_lora = _add_lora.reference
 quantize_rows = _quantize_rows.reference
 pack_linear_int8 = _pack_linear_int8.reference
 linear_int8 = _linear_int8.reference
+pack_gated_int8 = _pack_gated_int8.reference
+gated_linear_int8 = _gated_linear_int8.reference
 pack_linear_float8 = _pack_linear_float8.reference
 pack_scaled_float8 = _pack_scaled_float8.reference
 linear_float8 = _linear_float8.reference

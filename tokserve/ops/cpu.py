@@ -167,9 +167,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @quant.pack_linear_int8.implement("cpp", device="cpu")
 def pack_linear_int8(weight: Tensor) -> PackedInt8:
     """In panels of 64 outputs, [N/64][K/4][64][4], each value plus 128: the product's unsigned operand."""
+    return _packed_int8(weight, gated=False)
+
+
+@quant.pack_gated_int8.implement("cpp", device="cpu")
+def pack_gated_int8(weight: Tensor) -> PackedInt8:
+    """As `pack_linear_int8`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
+    return _packed_int8(weight, gated=True)
+
+
+def _packed_int8(weight: Tensor, gated: bool) -> PackedInt8:
     rows, columns = weight.shape
-    packed, scales = _weights.empty(_C.packed_int8_size(rows, columns), torch.uint8), torch.empty(rows)
-    _C.pack_linear_int8(weight, packed, scales)
+    outputs = rows // 2 if gated else rows
+    packed, scales = _weights.empty(_C.packed_int8_size(outputs, columns, gated), torch.uint8), torch.empty(rows)
+    _C.pack_linear_int8(weight, packed, scales, gated)
     return PackedInt8(rows, columns, packed, scales)
 
 
@@ -180,6 +191,16 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
         raise ValueError(f"linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
     out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     _C.linear_int8(x, packed.packed, packed.scales, bias, out)
+    return out
+
+
+@quant.gated_linear_int8.implement("cpp", device="cpu")
+def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activation: str | None) -> Tensor:
+    """As the reference; rows of x may lie apart."""
+    if x.shape[-1] != packed.columns:
+        raise ValueError(f"gated_linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
+    out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
+    _C.gated_linear_int8(x, packed.packed, packed.scales, bias, activation, out)
     return out
 
 

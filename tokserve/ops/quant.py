@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokserve.ops import elementwise
 from tokserve.ops.registry import op
 
 LEVELS = 127.0
@@ -119,3 +120,29 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
     if bias is not None:
         result = result + bias.float()
     return result.to(out_dtype or x.dtype)
+
+
+@op(samples=_pack_samples, tolerance=EXACT, follows="gated_linear_int8")
+def pack_gated_int8(weight: Tensor) -> PackedInt8:
+    """As `pack_linear_int8`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_int8`."""
+    return pack_linear_int8.reference(weight)
+
+
+def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for number, (x, weight, bias, out_dtype) in enumerate(_linear_samples(dtype)):
+        if out_dtype is None and len(weight) % 2 == 0:
+            yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
+            yield x, weight, bias, None
+
+
+@op(samples=_gated_samples, tolerance=elementwise.TOLERANCE)
+def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(gate) * up for the `linear_int8` of x [T,K] and a gated weight plus bias [2I] (gate, then up): [T,I].
+
+    `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
+    `silu_mul` or `gelu_mul` of `linear_int8` is.  None: the product itself, [T,2I], bit for bit that of `linear_int8`.
+    """
+    both = linear_int8.reference(x, packed, bias)
+    if activation is None:
+        return both
+    return (elementwise.silu_mul if activation == "silu" else elementwise.gelu_mul).reference(both)
