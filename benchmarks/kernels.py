@@ -1,12 +1,14 @@
 """Every op by implementation and shape, as shares of what this machine can do at all, and beside torch's own.
 
-    python benchmarks/kernels.py [--ops linear,linear_int8] [--threads 2] [--quick] [--all-sets] [--json FILE]
+    python benchmarks/kernels.py [--ops linear,linear_int8] [--threads 2] [--seconds 0.3] [--quick] [--all-sets]
+        [--json FILE]
 
 Shapes are those of a 0.6B decoder (hidden 1024, inner 3072, 16 query and 8 KV heads of 128, vocabulary 151936).  The
 ceilings are measured in the same run: reading memory (the maximum of a float32 array that fits no cache) with one and
 all threads, and the best bfloat16 product of square matrices of any library here.  A weight that decoding streams is
 taken in turn from copies that together fit no cache.  A time is the lower quartile of the calls', a ceiling the best of
-them: the machine may be shared.  More than 100 % of reading: the data was in a cache; of computing: int8.
+them: the machine may be shared.  More than 100 % of reading: the data was in a cache; of computing: int8.  What only a
+device with memory of its own computes with (float8, tables kept there) is in gpu.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ BF16 = torch.bfloat16
 CACHES = 256 << 20  # bytes that fit no cache of this machine
 WEIGHTS = {"qkv": (4096, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
 HEAD = {"lm_head": (VOCAB, HIDDEN)}
-PACKING = {"linear": "pack_linear", "gated_linear": "pack_gated", "linear_int8": "pack_linear_int8"}
+PACKING = {
+    "linear": "pack_linear", "gated_linear": "pack_gated",
+    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
+}  # fmt: skip
+SHARDS = {"qkv": (2048, 1024, 1024), "gate_up": (INNER, INNER), "down": (HIDDEN,)}
+RANK = 16
 
 Call = Callable[[], object]
 
@@ -98,24 +105,54 @@ def plain(
 
 
 def linear_case(op: str, label: str, tokens: int, out_dtype: torch.dtype | None = None) -> Case:
-    """linear_int8's rival in torch is the bfloat16 product it replaces, gated_linear's the product without the gate."""
+    """An int8 product's rival in torch is the bfloat16 product it replaces, a gated one's the one without the gate."""
     rows, columns = (WEIGHTS | HEAD)[label]
+    gated = op.startswith("gated_")
     x, weight = randn(tokens, columns), randn(rows, columns)
-    size = 1 if op == "linear_int8" else 2
+    size = 1 if op.endswith("_int8") else 2
     copies = max(1, min(24, CACHES // (rows * columns * size))) if tokens < 64 else 1
 
     def make(name: str) -> Call:
         pack, call = OPS[PACKING[op]].implementations[name].call, OPS[op].implementations[name].call
         packed = [pack(weight) for _ in range(copies if name != registry.REFERENCE else 1)]
-        last = "silu" if op == "gated_linear" else out_dtype
+        last = "silu" if gated else out_dtype
         return in_turn([lambda p=one: call(x, p, None, last) for one in packed])  # type: ignore[misc]
 
     def own() -> Call:
         weights = [weight.clone() for _ in range(max(1, min(12, CACHES // weight.nbytes)) if tokens < 64 else 1)]
         return in_turn([lambda w=one: F.linear(x, w) for one in weights])  # type: ignore[misc]
 
-    moved = rows * columns * size + tokens * columns * 2 + tokens * rows * (4 if out_dtype else 2)
+    moved = rows * columns * size + tokens * columns * 2 + tokens * rows * (4 if out_dtype else 1 if gated else 2)
     return Case(op, f"{label} [{rows},{columns}] x {tokens}", moved, 2 * rows * columns * tokens, make, own)
+
+
+def lora_case(label: str, tokens: int, adapters: int) -> Case:
+    """Rows of several adapters side by side; torch's own: two products for each adapter and shard."""
+    sizes, columns = SHARDS[label], WEIGHTS[label][1]
+    shards, outputs = len(sizes), sum(sizes)
+    used = adapters * RANK * (shards * columns + outputs)
+    x, out = randn(tokens, columns), randn(tokens, outputs)
+    copies = max(1, min(64, CACHES // (2 * used))) if tokens < 64 else 1
+    down, up = randn(adapters, shards, RANK, columns), randn(adapters, RANK, outputs)
+    factors = [(down.clone(), up.clone()) for _ in range(copies)]
+    slots = (torch.arange(tokens) * adapters // tokens).int()
+    ranks, scales = torch.full((adapters, shards), RANK, dtype=torch.int32), torch.ones(adapters, shards)
+
+    def make(name: str) -> Call:
+        call = OPS["add_lora"].implementations[name].call
+        return in_turn([lambda p=pair: call(out, x, slots, *p, ranks, scales, sizes) for pair in factors])  # type: ignore[misc]
+
+    def one(first: Tensor, second: Tensor) -> None:
+        for slot in range(adapters):
+            rows = slots == slot
+            inner = (F.linear(x[rows], first[slot, shard]) for shard in range(shards))
+            parts = zip(inner, second[slot].split(sizes, 1), strict=True)
+            out[rows] += torch.cat([each @ part for each, part in parts], 1)
+
+    moved = 2 * (used + tokens * (columns + 2 * outputs))
+    work = 2 * tokens * RANK * (shards * columns + outputs)
+    shape = f"{label}, rank {RANK}, {adapters} adapters, {tokens} rows"
+    return Case("add_lora", shape, moved, work, make, lambda: in_turn([lambda p=pair: one(*p) for pair in factors]))  # type: ignore[misc]
 
 
 def embedding_case(tokens: int) -> Case:
@@ -220,16 +257,21 @@ def sampling_cases(rows: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Decode alone, decode in a batch, prefill."""
+def cases(quick: bool, wanted: set[str]) -> Iterator[Case]:
+    """Decode alone, decode in a batch, prefill; some of ops that are not wanted are left out."""
     for tokens in (1, 512) if quick else (1, 16, 512):
         yield from elementwise_cases(tokens)
-        yield embedding_case(tokens)
-    for op, tokens in itertools.product(PACKING, (1, 16, 512) if quick else (1, 4, 16, 64, 512)):
-        for label in ("gate_up",) if quick or op == "gated_linear" else WEIGHTS:
+        if "embedding" in wanted:
+            yield embedding_case(tokens)
+    products = [op for op in PACKING if op in wanted]
+    for op, tokens in itertools.product(products, (1, 16, 512) if quick else (1, 4, 16, 64, 512)):
+        for label in ("gate_up",) if quick or op.startswith("gated_") else WEIGHTS:
             yield linear_case(op, label, tokens)
-        if tokens <= 16 and not quick and op != "gated_linear":
+        if tokens <= 16 and not quick and not op.startswith("gated_"):
             yield linear_case(op, "lm_head", tokens, torch.float32)
+    for tokens, adapters in ((1, 1), (16, 4), (512, 1)) if "add_lora" in wanted else ():
+        for label in ("gate_up",) if quick else SHARDS:
+            yield lora_case(label, tokens, adapters)
     for rows, queries, length in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 4096)):
         yield from attention_cases(rows, queries, length)
     for rows in (1,) if quick else (1, 16):
@@ -296,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", help="names, with commas between; default: all")
     parser.add_argument("--threads", type=int, default=device.set_threads(None), help="default: all cores")
+    parser.add_argument("--seconds", type=float, help="for each measurement; default: 0.3, with --quick 0.05")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter measurements")
     parser.add_argument("--all-sets", action="store_true", help="every instruction set this machine runs")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
@@ -310,11 +353,11 @@ def main() -> None:
     reading = ", ".join(f"{speed:.1f} GB/s with {n} threads" for n, speed in read.items())
     print(f"ceilings: read {reading}; bf16 {compute:.0f} GFLOP/s\n")
     sets = _C.instruction_sets() if options.all_sets else _C.instruction_sets()[:1]
-    budget = 0.05 if options.quick else 0.3
+    budget = options.seconds or (0.05 if options.quick else 0.3)
     rows: list[Row] = []
     print(HEADER, flush=True)
     with torch.inference_mode():
-        for case in cases(options.quick):
+        for case in cases(options.quick, wanted):
             if case.op not in wanted:
                 continue
             for row in measure(case, sets, options.threads, budget, max(read.values()), compute):
