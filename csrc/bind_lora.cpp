@@ -9,17 +9,27 @@ namespace tokserve {
 
 namespace {
 
+// What a call works on besides the kernels' arguments, whose `sizes` come from here.
+struct Batch {
+  const int32_t* adapters;  // [tokens]
+  int64_t tokens, slots;
+  std::vector<int64_t> sizes;
+};
+
 // Rows that have an adapter, sorted by it, in groups of one adapter; `rows` is what the groups point into.
-std::vector<LoraGroup> grouped(const LoraArgs& a, const int32_t* adapters, int64_t tokens, int64_t slots, std::vector<int32_t>& rows) {
+std::vector<LoraGroup> grouped(const LoraArgs& a, const Batch& batch, std::vector<int32_t>& rows) {
+  const int64_t slots = batch.slots;
+  const int32_t* adapters = batch.adapters;
+  for (int64_t i = 0; i < slots * a.shards; i++) require(a.ranks[i] >= 0 && a.ranks[i] <= a.r, "add_lora", "a rank is not within 0 and R");
   std::vector<int64_t> first(slots + 1, 0);  // of each slot in `rows`
-  for (int64_t t = 0; t < tokens; t++) {
+  for (int64_t t = 0; t < batch.tokens; t++) {
     require(adapters[t] < slots, "add_lora", "an adapter has no slot");
     if (adapters[t] >= 0) first[adapters[t] + 1]++;
   }
   for (int64_t s = 0; s < slots; s++) first[s + 1] += first[s];
   rows.resize(first[slots]);
   std::vector<int64_t> next(first.begin(), first.end() - 1);
-  for (int64_t t = 0; t < tokens; t++) {
+  for (int64_t t = 0; t < batch.tokens; t++) {
     if (adapters[t] >= 0) rows[next[adapters[t]]++] = static_cast<int32_t>(t);
   }
   std::vector<LoraGroup> groups;
@@ -63,6 +73,24 @@ void add_in_pieces(const LoraArgs& a, const std::vector<LoraGroup>& groups, int6
   });
 }
 
+void add_rows(LoraArgs a, const Batch& batch) {
+  a.sizes = batch.sizes.data();
+  std::vector<int32_t> by_adapter;
+  const std::vector<LoraGroup> groups = grouped(a, batch, by_adapter);
+  const int64_t count = static_cast<int64_t>(groups.size()), scratch = kernels().lora_scratch(a);
+  double cost = 0;  // about nanoseconds of one core
+  for (const LoraGroup& group : groups) {
+    for (int64_t p = 0; p < a.shards; p++) cost += 0.1 * a.ranks[group.slot * a.shards + p] * static_cast<double>(a.k + a.sizes[p]);
+  }
+  if (cost < 15000.0) {  // not worth a thread's wake-up
+    for (const LoraGroup& group : groups) add_group(a, group, scratch);
+    return;
+  }
+  const Unlocked unlocked;
+  if (count < 2 * pool().threads() && pool().threads() > 1) return add_in_pieces(a, groups, scratch);
+  parallel(count, [&](int64_t i) { add_group(a, groups[i], scratch); });
+}
+
 void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const Tensor& down, const Tensor& up,
               const Tensor& ranks, const Tensor& scales, const std::vector<int64_t>& sizes) {
   const char* op = "add_lora";
@@ -84,22 +112,9 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const 
   }
   require(outputs == out.size(1), op, "sizes must add up to N");
   const LoraArgs a{dtype, x.data<void>(), down.data<void>(), up.data<void>(), ranks.data<int32_t>(), scales.data<float>(),
-                   sizes.data(), out.data<void>(), x.size(1), out.size(1), r, shards, x.stride(0), out.stride(0)};
-  for (int64_t i = 0; i < slots * shards; i++) require(a.ranks[i] >= 0 && a.ranks[i] <= r, op, "a rank is not within 0 and R");
-  std::vector<int32_t> by_adapter;
-  const std::vector<LoraGroup> groups = grouped(a, adapters.data<int32_t>(), rows, slots, by_adapter);
-  const int64_t count = static_cast<int64_t>(groups.size()), scratch = kernels().lora_scratch(a);
-  double cost = 0;  // about nanoseconds of one core
-  for (const LoraGroup& group : groups) {
-    for (int64_t p = 0; p < shards; p++) cost += 0.1 * a.ranks[group.slot * shards + p] * static_cast<double>(a.k + sizes[p]);
-  }
-  if (cost < 15000.0) {  // not worth a thread's wake-up
-    for (const LoraGroup& group : groups) add_group(a, group, scratch);
-    return;
-  }
-  nb::gil_scoped_release unlocked;
-  if (count < 2 * pool().threads() && pool().threads() > 1) return add_in_pieces(a, groups, scratch);
-  parallel(count, [&](int64_t i) { add_group(a, groups[i], scratch); });
+                   nullptr, out.data<void>(), x.size(1), out.size(1), r, shards, x.stride(0), out.stride(0)};
+  const Batch batch{adapters.data<int32_t>(), rows, slots, sizes};
+  perform([=] { add_rows(a, batch); });
 }
 
 }  // namespace

@@ -36,12 +36,15 @@ class Layer:
         pack = ops.pack_linear_int8 if int8 else ops.pack_linear
         self.embed = ops.pack_linear(weight(VOCAB, HIDDEN))
         self.qkv, self.out = pack(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN)), pack(weight(HIDDEN, HEADS * DIM))
-        self.gate_up = ops.pack_gated(weight(2 * HIDDEN, HIDDEN))
+        self.gate_up = (ops.pack_gated_int8 if int8 else ops.pack_gated)(weight(2 * HIDDEN, HIDDEN))
+        self.down, self.up = weight(2, 2, 8, HIDDEN), weight(2, 8, HIDDEN)
+        self.ranks, self.scales = torch.tensor([[8, 5], [0, 8]], dtype=torch.int32), torch.ones(2, 2)
         self.norm, self.head_norm, self.bias = weight(HIDDEN), weight(DIM), weight(HIDDEN)
         self.table = torch.randn(PAGE * BLOCKS, DIM)
         self.keys, self.values = (torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM, dtype=dtype) for _ in range(2))
         self.ids, self.positions, self.places = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
         self.starts, self.lens = torch.arange(rows + 1, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+        self.adapters = torch.zeros(rows, dtype=torch.int32)
         self.tables = torch.arange(rows * 4, dtype=torch.int32).view(rows, 4) % BLOCKS
 
     def fill(self, seed: int) -> None:
@@ -49,6 +52,7 @@ class Layer:
         self.ids.random_(VOCAB)
         self.positions.random_(PAGE * 4)
         self.lens.copy_(self.positions + 1)
+        self.adapters.random_(-1, 2)
         self.tables.random_(BLOCKS)
         pages = self.tables.gather(1, self.positions[:, None] // PAGE)[:, 0]
         self.places.copy_(pages * PAGE + self.positions % PAGE)
@@ -67,8 +71,10 @@ class Layer:
         )  # fmt: skip
         mixed = ops.paged_attention(q, self.keys, self.values, self.tables, self.starts, self.lens, 0.2, 0)
         x = self.linear(mixed.view(self.rows, HEADS * DIM), self.out, self.bias)
+        ops.add_lora(x, residual, self.adapters, self.down, self.up, self.ranks, self.scales, (60, HIDDEN - 60))
         x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)
-        x, _ = ops.add_rms_norm(ops.gated_linear(x, self.gate_up, None, "silu"), residual, self.norm, 1e-5)
+        gated = ops.gated_linear_int8 if self.int8 else ops.gated_linear
+        x, _ = ops.add_rms_norm(gated(x, self.gate_up, None, "silu"), residual, self.norm, 1e-5)
         return ops.linear(x, self.embed, None, torch.float32)
 
 
@@ -144,14 +150,14 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_nothing_behind(what: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ids", VOCAB), ("positions", -1), ("places", BLOCKS * PAGE), ("lens", 65)]
+    ("name", "value"), [("ids", VOCAB), ("positions", -1), ("places", BLOCKS * PAGE), ("lens", 65), ("adapters", 2)]
 )
 def test_contents_are_checked_at_each_repetition(name: str, value: int) -> None:
     layer = Layer(3, torch.float32, int8=False)
     layer.fill(0)
     found, repeat = record(layer, Memory(1 << 20))
     getattr(layer, name)[1] = value
-    with pytest.raises(ValueError, match=r"outside|longer"):
+    with pytest.raises(ValueError, match=r"outside|longer|no slot"):
         repeat()
     layer.fill(3)
     repeat()

@@ -128,6 +128,17 @@ def test_company_changes_no_bit(base: Path, adapters: list[Path], options: dict[
         assert outcomes(Driver(single, single_facts, seed=3).run(mine)) == expected
 
 
+def test_recorded_steps_with_adapters_have_the_bits_of_steps_run_op_by_op(base: Path, adapters: list[Path]) -> None:
+    expected = outcomes(Driver(*loaded(base, adapters, enforce_eager=True)).run(jobs()))
+    runner, facts = loaded(base, adapters, cpu_threads=2)
+    for seed in (1, 2):
+        assert outcomes(Driver(runner, facts, seed=seed).run(jobs())) == expected
+    load(runner, 0, adapters[2])  # another adapter in a slot whose steps are recorded
+    again = outcomes(Driver(runner, facts).run(jobs()))
+    load(runner, 0, adapters[0])
+    assert again != expected and outcomes(Driver(runner, facts).run(jobs())) == expected
+
+
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_a_device_of_its_own_has_the_bits_of_the_cpu(
     base: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch, eager: bool

@@ -1,4 +1,4 @@
-"""Decode steps of the CPU, recorded when they first come: as many graphs as there are numbers of rows.
+"""Decode steps of the CPU, recorded when they first come: a graph for each number of rows, with adapters and without.
 
 What the interpreter and torch take per op and layer is spent once; a repeated step is one call.  Rows do not touch
 each other and a repeated op is the same op, so bits are those of a step that is not recorded.  Knows nothing of
@@ -44,31 +44,30 @@ class Records:
         self._kv = kv
         self._step = step
         self._memory = Memory(MOST_ROWS * row_bytes)
-        self._recorded: dict[int, Recorded] = {}  # by number of rows
+        self._recorded: dict[tuple[int, bool], Recorded] = {}  # by number of rows, and whether one has an adapter
         self._possible = True
 
     @property
     def sizes(self) -> list[int]:
         """The numbers of rows that are recorded."""
-        return sorted(self._recorded)
+        return sorted({rows for rows, _ in self._recorded})
 
     def fitting(self, plan: StepPlan) -> Records | None:
         """This, if the plan is a decode step that can be recorded."""
-        fits = self._possible and len(plan.slots) <= MOST_ROWS and decodes(plan) and not self._slots.has_adapters(plan)
-        return self if fits else None
+        return self if self._possible and len(plan.slots) <= MOST_ROWS and decodes(plan) else None
 
     def run(self, plan: StepPlan) -> Tensor:
         """Logits [R, V] of the plan's rows."""
-        rows = len(plan.slots)
-        recorded = self._recorded.get(rows)
+        recorded = self._recorded.get((len(plan.slots), self._slots.has_adapters(plan)))
         if recorded is None:
-            return self._first(rows, plan)
+            return self._first(plan)
         self._slots.build(plan, self._kv, recorded.batch)
         recorded.repeat()
         return recorded.logits
 
-    def _first(self, rows: int, plan: StepPlan) -> Tensor:
-        batch = self._slots.blank(rows, self._kv)
+    def _first(self, plan: StepPlan) -> Tensor:
+        rows, adapted = len(plan.slots), self._slots.has_adapters(plan)
+        batch = self._slots.blank(rows, self._kv, adapters=adapted)
         self._slots.build(plan, self._kv, batch)
         try:
             logits, repeat = record(lambda: self._step(batch), self._memory)
@@ -76,5 +75,5 @@ class Records:
             logger.info("decode steps run op by op: %s", error)
             self._possible = False
             return self._step(batch)
-        self._recorded[rows] = Recorded(batch, logits, repeat)
+        self._recorded[rows, adapted] = Recorded(batch, logits, repeat)
         return logits

@@ -103,8 +103,8 @@ class Slots:
     def keep(self, token_ids: Tensor) -> None:
         """Tokens drawn for the step's rows; here `learn` is soon enough."""
 
-    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]]) -> ForwardBatch:
-        """A batch of `rows` decode rows without adapters, for `build` to fill again and again."""
+    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]], *, adapters: bool = False) -> ForwardBatch:
+        """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
         return ForwardBatch(
             input_ids=torch.zeros(rows, dtype=torch.int64),
             positions=torch.zeros(rows, dtype=torch.int64),
@@ -113,6 +113,7 @@ class Slots:
             block_tables=torch.zeros(rows, self.blocks.shape[1], dtype=torch.int32),
             slot_mapping=torch.zeros(rows, dtype=torch.int64),
             kv=kv,
+            adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
         )
 
     def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]], into: ForwardBatch | None = None) -> ForwardBatch:
@@ -138,6 +139,8 @@ class Slots:
             into.seq_lens.numpy()[:] = seq_lens
             into.block_tables.numpy()[:, :width] = self.blocks[slots, :width]
             into.slot_mapping.numpy()[:] = slot_mapping
+            if into.adapters is not None:
+                into.adapters.numpy()[:] = self.adapters[slots]
             return into
         return ForwardBatch(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
