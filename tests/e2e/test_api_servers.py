@@ -38,8 +38,16 @@ LAG = "tokserve:event_loop_lag_seconds"  # is measured all the time: no two scra
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Server]:
-    with Server("demo", *FLAGS) as server:
+    with Server("demo", *(flag for flag in FLAGS if flag != "--tokens-only")) as server:
         yield server
+
+
+def test_text_is_everywhere_and_in_the_engine_too(two: Server) -> None:
+    params = {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 1}
+    for index in (0, 1):
+        with via(two, index) as client:
+            answer = client.post(GENERATE, json={"token_ids": [5, 6], "sampling_params": params, "output_mode": "text"})
+            assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in ("yes", "no"), answer.text
 
 
 def test_an_adapter_loaded_through_one_process_serves_through_all(two: Server, tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ class Supervisor:
     """`start`, then `serve`; `end` whatever happens.  `llm` is the engine's owner and sends no requests."""
 
     def __init__(self, config: Config, sock: socket.socket) -> None:
-        replace = msgspec.structs.replace
-        self.llm = AsyncLLM.from_config(replace(config, server=replace(config.server, tokens_only=True)))
+        self.llm = AsyncLLM.from_config(config, text=False)
         self.llm.on_replaced = self._on_replaced
         self._config = config
         self._count = config.server.api_server_count

@@ -46,14 +46,15 @@ class AsyncLLM:
         self._set_up(resolve(Config.make(model=model, **options)))
 
     @classmethod
-    def from_config(cls, config: Config) -> AsyncLLM:
-        """With a configuration, resolved or not."""
+    def from_config(cls, config: Config, *, text: bool = True) -> AsyncLLM:
+        """With a configuration, resolved or not.  `text` False: no tokenizer is loaded here; the engine has its own."""
         llm = cls.__new__(cls)
-        llm._set_up(resolve(config) if config.cache.block_size is None else config)
+        llm._set_up(resolve(config) if config.cache.block_size is None else config, text)
         return llm
 
-    def _set_up(self, config: Config) -> None:
+    def _set_up(self, config: Config, text: bool = True) -> None:
         self.config = config
+        self._text = text and not config.server.tokens_only
         self.stats = StepStats()
         self.on_replaced: Callable[[], object] = lambda: None  # another engine serves, or none will
         self._connection = Connection(config, self)
@@ -120,8 +121,8 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, loaded on first use; None with tokens_only."""
-        if self._tokenizer is None and not self.config.server.tokens_only:
+        """The model's tokenizer, loaded on first use; None with tokens_only, or without `text`."""
+        if self._tokenizer is None and self._text:
             with self._tokenizer_lock:
                 if self._tokenizer is None:
                     model = self.config.model
