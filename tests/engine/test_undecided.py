@@ -135,23 +135,18 @@ def test_a_preempted_request_keeps_its_place(depth: int) -> None:
     assert seen[0] == 0 < seen[1]
 
 
-def test_with_ignore_eos_the_grammar_ends_the_output() -> None:
+@pytest.mark.parametrize("barrier", [
+    {"ignore_eos": True}, {"min_tokens": 8}, {"bad_token_ids": list(EOS)}, {"bad_token_sequences": [[t] for t in EOS]},
+    {"allowed_token_ids": [3, 5, 6, 13, 16]},
+])  # fmt: skip
+def test_a_complete_text_that_no_eos_may_follow_ends_the_output(barrier: dict[str, Any]) -> None:
     engine, grammars = made()
     for seed in range(6):
-        send(engine, f"g{seed}", seed=seed, ignore_eos=True, call_id=20 + seed)
+        send(engine, f"g{seed}", seed=seed, call_id=20 + seed, **barrier)
     grammars.finish()
     engine.run()
-    ends = {(detail(engine, f"g{i}"), len(engine.tokens(f"g{i}"))) for i in range(6)}
-    assert ends <= {("grammar", 3), ("error", 3)} and ("grammar", 3) in ends
-
-
-def test_min_tokens_beyond_the_grammar_is_the_requests_own_error() -> None:
-    engine, grammars = made()
-    send(engine, "g", min_tokens=8)
-    grammars.finish()
-    engine.run()
-    finish = engine.received["g"].finish
-    assert finish is not None and finish.reason == "error" and "structured_outputs" in (finish.message or "")
+    ends = {(detail(engine, f"g{i}"), len(engine.tokens(f"g{i}")), engine.tokens(f"g{i}")[2]) for i in range(6)}
+    assert ends <= {("grammar", 3, 6), ("error", 3, 16)} and ("grammar", 3, 6) in ends
     engine.check_empty()
 
 

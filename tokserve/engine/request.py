@@ -89,6 +89,7 @@ class Request:
         circles = params.repetition_detection
         self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
         self.matcher: Matcher | None = None  # of a request with structured outputs, once its grammar is there
+        self._ends = False  # an EOS may end what the matcher follows
         self.finish: Finish | None = None
         self._first_token: float | None = None
         self._next_to_send = self.prompt_len  # position
@@ -190,7 +191,14 @@ class Request:
     def follow(self, grammar: Grammar) -> None:
         """The grammar that was waited for is there."""
         self.grammar = None
-        self.matcher = Matcher(grammar, ends=bool(self._eos))
+        self._ends = any(map(self._drawable, self._eos))
+        self.matcher = Matcher(grammar, ends=self._ends)
+
+    def _drawable(self, token: int) -> bool:
+        """Whether the request's lists of ids let it come."""
+        params = self.params
+        named = params.allowed_token_ids is None or token in params.allowed_token_ids
+        return named and token not in params.bad_token_ids and [token] not in params.bad_token_sequences
 
     def _follow(self, matcher: Matcher, token: int, now: float) -> None:
         """After a token that has not ended the request: what may come next, if anything."""
@@ -198,11 +206,8 @@ class Request:
             matcher.advance(token)
         except RequestError as error:
             return self.end("error", "error", now, message=f"structured_outputs cannot be followed: {error.message}")
-        if matcher.complete and not self._eos:
+        if matcher.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
             self.end("stop", "grammar", now)
-        elif matcher.complete and self.num_output < (least := self.params.min_tokens):
-            message = f"structured_outputs is complete after {self.num_output} tokens, before min_tokens {least}"
-            self.end("error", "error", now, message=message)
 
     def _stop(self, token: int, now: float) -> None:
         """The order of these lines is the order of the stop conditions."""
