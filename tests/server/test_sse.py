@@ -417,3 +417,17 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
         rows = None if logprobs is None or not new else columns(new, logprobs, [])
         delta = Completion(index, new, 'say "\\é\x01"' if mode == "text" else None, rows)
         assert render._plain_event(delta) == render._event(delta) == render.delta(delta)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) -> None:
+    params = SamplingParams(prompt_logprobs=0, n=2)
+    asked = tokens.GenerateBody(token_ids=[5, 6], stream=True)
+    flight: Any = SimpleNamespace(key="r", ended=False, seed=1, prompt_ids=lambda: [5, 6])
+    render = tokens._Render(site().app.state.serving, flight, asked, params, packed=False)
+    never = Completion(0, [], finish_reason="deadline", stop_detail="queue_timeout")
+    assert "prompt_logprobs" not in json.loads(render.delta(never).removeprefix(b"data: "))
+    other = Completion(1, [7], prompt_logprobs=columns([6], 0, [])) if read else never
+    flight.ended = not read
+    scores = json.loads(render.delta(other).removeprefix(b"data: "))["prompt_logprobs"]
+    assert scores == [None, {"6": {"logprob": -0.125, "rank": 1, "decoded_token": None}} if read else None]

@@ -229,6 +229,15 @@ def test_msgpack_request(prompt: Any) -> None:
     assert s.llm.calls[0].prompt == PROMPT and s.llm.calls[0].params.logit_bias == {5: 1.0}
 
 
+def test_base64_is_base64_in_msgpack_too() -> None:
+    s = site()
+    for text, status in ((base64.b64encode(np.array(PROMPT, "<i4").tobytes()).decode(), 200), ("%%%", 400)):
+        raw = msgspec.msgpack.encode({"token_ids_b64": text, "sampling_params": {"max_tokens": 2}})
+        answer = s.post(GENERATE, content=raw, headers={"Content-Type": MSGPACK})
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "token_ids_b64" and s.llm.calls[0].prompt == PROMPT
+
+
 def test_msgpack_reply_has_byte_strings_for_ids_and_arrays() -> None:
     fields = {"logprobs_format": "arrays", "return_token_ids": True}
     answer = site().post(GENERATE, body(logprobs=1, prompt_logprobs=1) | fields, headers={"Accept": MSGPACK})

@@ -7,6 +7,7 @@ nothing here are listed below by name.
 
 from __future__ import annotations
 
+import base64
 import time
 from array import array
 from collections.abc import Mapping
@@ -55,7 +56,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    token_ids_b64: bytes | None = None
     sampling_params: Raw | UnsetType = UNSET  # a `SamplingParams`, decoded by itself
     request_id: str | None = None
     model: str | None = None
@@ -86,12 +86,14 @@ class GenerateBody(_Generate, kw_only=True):
     """The body of /inference/v1/generate."""
 
     token_ids: list[int] | None = None
+    token_ids_b64: bytes | None = None
 
 
 class PackedGenerateBody(_Generate, kw_only=True):
-    """The same in msgpack, where ids may be a byte string."""
+    """The same in msgpack, where ids may be a byte string, and nothing but `prompt_of` decodes base64."""
 
     token_ids: list[int] | bytes | None = None
+    token_ids_b64: str | None = None
 
 
 AnyBody = GenerateBody | PackedGenerateBody
@@ -233,13 +235,19 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
 
 def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
     """The prompt, as a list or packed, and how its client names things."""
-    if asked.token_ids_b64 is None:
+    in_base64 = asked.token_ids_b64
+    if in_base64 is None:
         if asked.token_ids is None:
             raise RequestError("token_ids is required", field="token_ids")
         return asked.token_ids, Fields("token_ids", SAMPLING)
     if asked.token_ids is not None:
         raise RequestError("give token_ids or token_ids_b64, not both", field="token_ids_b64")
-    return asked.token_ids_b64, Fields("token_ids_b64", SAMPLING)
+    if isinstance(in_base64, str):
+        try:
+            in_base64 = base64.b64decode(in_base64, validate=True)
+        except ValueError:
+            raise RequestError("token_ids_b64 is not base64", field="token_ids_b64") from None
+    return in_base64, Fields("token_ids_b64", SAMPLING)
 
 
 async def generate(serving: Serving, request: Request) -> Response:
@@ -305,7 +313,8 @@ class _Render:
         return logprobs.packed(columns) if self._packed or self._format == "base64" else logprobs.arrays(columns)
 
     def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
-        """What was asked for about the prompt.  A prompt of one token has no logprobs, and no columns."""
+        """What was asked for about the prompt.  A prompt of one token has no logprobs, and no columns; nor has one that
+        no choice has read."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or NO_ROWS
         if self._format == "objects":
@@ -361,7 +370,7 @@ class _Render:
             chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._flight.seed
             if self._echo:
                 chunk.prompt_token_ids = self._flight.prompt_ids()
-        if self._scores_due and (delta.prompt_logprobs or delta.finish_reason):
+        if self._scores_due and (delta.prompt_logprobs or self._flight.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
         return sse.event(body.encode_json(chunk))
