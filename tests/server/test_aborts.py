@@ -56,6 +56,16 @@ def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
     play(scene)
 
 
+def test_a_request_that_is_named_twice_counts_once() -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        a = await begin(s, "a")
+        answer = (await client.post(ROUTES[0], json={"request_ids": ["a", "generate-tokens-a", "a"]})).json()
+        assert answer == {"aborted": 1, "results": {"a": "aborted", "generate-tokens-a": "aborted"}}
+        await a.task
+
+    play(scene)
+
+
 def test_an_aborted_call_returns_200_with_what_it_has() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         s.llm.hold = False

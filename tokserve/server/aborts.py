@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.inputs import bare_id
 from tokserve.errors import RequestError
 from tokserve.server import body, errors
 from tokserve.server.serving import Serving
@@ -57,4 +58,7 @@ async def abort_requests(serving: Serving, request: Request) -> Response:
         results = await serving.llm.abort_group(asked.group_id)
     else:
         results = await serving.llm.abort(asked.request_ids or [])
-    return body.reply(request, AbortReply(sum(r == "aborted" for r in results.values()), results))
+    ended = [name for name, result in results.items() if result == "aborted"]
+    if asked.request_ids:
+        ended = list({bare_id(name) for name in ended})  # a request counts once, whatever it was called
+    return body.reply(request, AbortReply(len(ended), results))
