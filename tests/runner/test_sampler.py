@@ -117,6 +117,25 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
         assert stats.chisquare(counts[possible], expected[possible] * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("bias", [1e3, 1e9, 1e30])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_among_huge_logits_follow_the_logprobs_that_are_told(bias: float, temperature: float) -> None:
+    params = SamplingParams(
+        logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
+    )
+    logits = model_logits()
+    told = sampler([params])[0].draw(logits.clone(), rows_of([0])).logprobs
+    assert told is not None
+    made, slots = sampler([params] * BATCH)
+    slots.seeds[:] = np.arange(BATCH) * 7919
+    drawn = made.draw(logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
+    counts = np.bincount(drawn.token_ids, minlength=VOCAB)
+    best = told.top_ids[0, :3]
+    assert sorted(best) == [4, 9, 20] and counts[best].sum() == BATCH
+    expected = np.exp(told.top_logprobs[0, :3].astype(np.float64))
+    assert stats.chisquare(counts[best], expected / expected.sum() * BATCH).pvalue > 1e-3
+
+
 def test_same_seed_draws_independently_at_every_position() -> None:
     made, slots = sampler([SamplingParams()] * BATCH)
     logits, rows = model_logits(), rows_of(np.arange(BATCH))
@@ -233,6 +252,16 @@ def test_a_row_is_the_same_bits_in_any_company() -> None:
         which = rng.permutation(60)[:count]
         drawn = made.draw(logits[torch.from_numpy(which)].clone(), rows_of(which))
         assert [own_row(asked[i], drawn, n) for n, i in enumerate(which.tolist())] == [alone[i] for i in which.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 5e-7, 1e-20])
+def test_a_cold_row_draws_the_same_among_near_ties_in_any_company(temperature: float) -> None:
+    made, slots = sampler([SamplingParams(temperature=temperature), SamplingParams(top_k=3, logprobs=2)])
+    logits = 9.0 + torch.arange(VOCAB).repeat(2, 1) % 5 * 2.0**-20
+    for seed in range(100):
+        slots.seeds[0] = seed
+        alone = made.draw(logits[:1].clone(), rows_of([0])).token_ids[0]
+        assert made.draw(logits.clone(), rows_of([0, 1])).token_ids[0] == alone
 
 
 def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 """What is done to logits before a token is drawn: a list of small objects whose order is the specification.
 
-bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> temperature -> top-k, top-p,
-min-p.
+bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> (extreme rows: from the largest)
+-> temperature -> top-k, top-p, min-p.
 Each object keeps what requests in its care asked for, by slot, and edits only the rows that need it; a
 batch in which nobody needs anything is not even copied.  What a row becomes depends on its own slot and
-history alone, never on the other rows.  Parameters that could take a logit out of float32's range mark their
-row as extreme: its values are clamped after the penalties and reckoned from the largest before the division
-by T, so that something is always left to draw.  Nothing is drawn here and no logprob is known here.
+history alone, never on the other rows.  Parameters that could make logits so large that the noise of a draw is lost
+in their rounding, or take them out of float32's range, mark their row as extreme: its values are clamped after the
+penalties and reckoned from the largest.  Nothing is drawn here and no logprob is known here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokserve.runner.slots import Int64, Slots
 
 INF = float("inf")
 MOST = float(np.finfo(np.float32).max)
-COLD, LARGE, FACTOR = 2.0**-20, 2.0**60, 2.0**30  # within these, logits up to 2**27 stay far inside the range
+COLD, LARGE, FACTOR = 2.0**-7, 2.0**8, 2.0**4  # within one of these, logits of a model are rounded by less than 0.001
 PART = 1 << 18  # token ids in a list that are handled at a time
 WINDOW = 8  # bad sequences are compared in windows of a multiple of this many tokens
 
@@ -123,6 +123,7 @@ class Pipeline:
             MinTokens(slots, vocab_size),
             self.grammar,
             Penalties(slots),
+            FromLargest(),
             temperature,
             Filter(slots, vocab_size),
         ]
@@ -172,7 +173,7 @@ class Pipeline:
 
 
 def extreme(params: SamplingParams) -> bool:
-    """Whether bias, repetition penalty and temperature together may leave float32's range."""
+    """Whether bias, repetition penalty or temperature may make logits of a magnitude that no model gives them."""
     biased = any(abs(bias) > LARGE for bias in (params.logit_bias or {}).values())
     return biased or not 1 / FACTOR <= params.repetition_penalty <= FACTOR or 0.0 < params.temperature < COLD
 
@@ -352,6 +353,19 @@ class Penalties(Processor):
         work.put(which, penalized.clamp(-MOST, MOST).where(far, penalized) if far.any() else penalized)
 
 
+class FromLargest(Processor):
+    """Extreme rows less their largest logit: no probability changes, and what can be drawn comes near zero."""
+
+    masks = False
+
+    def enter(self, row: NewRow) -> bool:
+        return extreme(row.params)
+
+    def apply(self, work: Work, rows: Rows, which: Int64) -> None:
+        logits = work.take(which)
+        work.put(which, logits - logits.amax(1, keepdim=True).clamp(min=-MOST))
+
+
 class Temperature(Processor):
     """logits / T.  Dividing the other rows by 1 changes no bit of them."""
 
@@ -359,17 +373,11 @@ class Temperature(Processor):
 
     def __init__(self, slots: Slots) -> None:
         self._column = slots.temperature
-        self._extreme: NDArray[np.bool_] = np.zeros(len(slots.seeds), np.bool_)
 
     def enter(self, row: NewRow) -> bool:
-        self._extreme[row.slot] = self._column[row.slot] < 1.0 and extreme(row.params)
         return bool(self._column[row.slot] != 1.0)
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
-        far = which[self._extreme[rows.slots[which]]]
-        if far.size:
-            logits = work.take(far)
-            work.put(far, logits - logits.amax(1, keepdim=True).clamp(min=-MOST))
         temperature = work.tensor(self._column[rows.slots])[:, None]
         work.logits = torch.div(work.logits, temperature, out=work.buffer)
 
