@@ -248,6 +248,18 @@ def test_the_reply_comes_when_the_blocks_are_free() -> None:
     assert engine.replies and engine.stats.blocks_held == 0
 
 
+def test_a_second_abort_is_not_answered_before_the_first() -> None:
+    engine = Engine(depth=2)
+    engine.add("a", [3, 4], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    engine.abort("a", call_id=1)
+    engine.abort("a", call_id=2)
+    engine.call("abort_all", call_id=3)
+    assert not engine.replies and engine.stats.blocks_held
+    engine.run()
+    assert engine.replies == [Reply(1, {"a": "aborted"}), Reply(2, {"a": "finished"}), Reply(3, {})]
+
+
 def test_aborts_of_waiting_finished_unknown_and_repeated_ids() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("done", [3], max_tokens=1)

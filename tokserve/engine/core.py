@@ -126,7 +126,7 @@ class EngineCore:
         self._tasks: list[_Task] = []
         self._status = self._state_now()
         self._deadlines: list[tuple[float, int, str, Request]] = []  # a heap
-        self._acknowledgements: list[_Acknowledgement] = []
+        self._acknowledgements: deque[_Acknowledgement] = deque()
         self._front_ends: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
         self._left: set[bytes] = set()  # front ends whose process has ended
         self._stopping = False
@@ -239,14 +239,12 @@ class EngineCore:
                     self._send_step(identity, StepColumns(), stats)
 
     def _acknowledge(self) -> None:
-        waiting = []
-        for due in self._acknowledgements:
-            if all(request.released for request in due.requests):
-                self._emit(due.identity, Reply(due.call_id, due.result))
-            else:
-                waiting.append(due)
-        self._acknowledgements = waiting
-        self.stopped = self._stopping and not waiting
+        """In order: a second abort of the same request must not be answered before its blocks are free either."""
+        due = self._acknowledgements
+        while due and all(request.released for request in due[0].requests):
+            done = due.popleft()
+            self._emit(done.identity, Reply(done.call_id, done.result))
+        self.stopped = self._stopping and not due
 
     # --- messages ---
 
