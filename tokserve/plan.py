@@ -137,9 +137,10 @@ class LogprobRows:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came of a plan.  `token_ids`, `finite` and `logprobs` have a row per plan row with `samples`,
-    in plan order; `logprobs` is None if no row asked for any.  `finite` False: the logits held NaN or
-    only -inf, and the token means nothing.  `prompt_logprobs`: plan row -> rows for the prompt tokens
-    that follow this chunk's positions (token num_computed + 1 ..), restricted to those that the request asks for.
+    in plan order; `logprobs` is None if no row asked for any.  `finite` False: there was nothing to draw from, and
+    the token means nothing; with `forbidden` (None: nowhere) because of the request's parameters, else because the
+    logits held NaN or only -inf.  `prompt_logprobs`: plan row -> rows for the prompt tokens that follow this chunk's
+    positions (token num_computed + 1 ..), restricted to those that the request asks for.
     """
 
     step: int
@@ -148,3 +149,4 @@ class StepResult:
     logprobs: LogprobRows | None = None
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     seconds: float = 0.0
+    forbidden: NDArray[np.bool_] | None = None

@@ -193,7 +193,8 @@ class Deferred(Future[StepResult]):
 
 
 class ScriptedExecutor:
-    """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `fail_at`: a step that raises."""
+    """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
+    leave nothing; `fail_at`: a step that raises."""
 
     def __init__(self, config: Config, num_blocks: int = 64, block_size: int = 4) -> None:
         self.scheduler = config.scheduler
@@ -209,6 +210,7 @@ class ScriptedExecutor:
         self.plans: list[StepPlan] = []
         self.computed: dict[str, int] = {}  # positions by request
         self.spoil: set[tuple[int, int]] = set()
+        self.bar: set[tuple[int, int]] = set()
         self.fail_at: int | None = None
         self.start_error: Exception | None = None
         self.permits: threading.Semaphore | None = None  # if set, each step takes one
@@ -414,7 +416,7 @@ class ScriptedExecutor:
             demand(found == slot.prefixes[position + 1], f"{slot.row.rid} reads a stale block at {position}")
 
     def _result(self, plan: StepPlan) -> StepResult:
-        tokens, finite, rows = [], [], []
+        tokens, finite, forbidden, rows = [], [], [], []
         prompt_rows = {}
         masks = dict(zip(plan.masks.slots.tolist(), plan.masks.words[:, 0].tolist(), strict=True)) if plan.masks else {}
         for i, number in enumerate(plan.slots.tolist()):
@@ -435,11 +437,15 @@ class ScriptedExecutor:
                 width = logprob_width(params)
                 rows.append(logprob_row(slot.prefixes[-1], token, width, params.logprob_token_ids or ()))
                 tokens.append(token)
-                finite.append((row.seed, end) not in self.spoil)
+                finite.append((row.seed, end) not in self.spoil | self.bar)
+                forbidden.append((row.seed, end) in self.bar)
                 slot.learn(token)
         widest = max((len(row[2]) for row in rows), default=0)
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
-        return StepResult(plan.step, np.array(tokens, np.int32), np.array(finite, np.bool_), logprobs, prompt_rows)
+        return StepResult(
+            plan.step, np.array(tokens, np.int32), np.array(finite, np.bool_), logprobs, prompt_rows,
+            forbidden=np.array(forbidden, np.bool_) if any(forbidden) else None,
+        )  # fmt: skip
 
 
 # --- the harness ---

@@ -109,6 +109,19 @@ def test_a_stop_keeps_the_stop_token_and_says_which() -> None:
 
 
 @DEPTHS
+def test_parameters_that_leave_nothing_are_not_the_models_fault(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.executor.bar.add((7, 6))
+    engine.executor.spoil.add((8, 6))
+    for seed, rid in ((7, "a"), (8, "b"), (9, "c")):
+        engine.add(rid, [3, 4, 5], seed=seed, max_tokens=9, ignore_eos=True)
+    engine.run()
+    assert [finish(engine, rid).detail for rid in "abc"] == ["forbidden", "nan", "max_tokens"]
+    assert engine.stats.nan_requests == 1 and len(engine.tokens("a")) == 3
+    engine.check_empty()
+
+
+@DEPTHS
 def test_logits_of_nan_end_one_request_and_no_other(depth: int) -> None:
     engine = Engine(depth=depth)
     engine.executor.spoil.add((7, 6))

@@ -281,12 +281,14 @@ def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatc
     logits = model_logits(21, seed=4)
     sound = made.draw(logits.clone(), rows_of(np.arange(21)))
     assert sound.finite.tolist() == [True] * 20 + [False]
+    assert sound.forbidden is not None and np.flatnonzero(sound.forbidden).tolist() == [20]
     logits[3] = float("nan")
     logits[8, 5] = float("nan")
     logits[11] = float("-inf")
     logits[15, 2] = float("inf")
     drawn = made.draw(logits.clone(), rows_of(np.arange(21)))
     assert np.flatnonzero(~drawn.finite).tolist() == [3, 8, 11, 15, 20]
+    assert drawn.forbidden is not None and np.flatnonzero(drawn.forbidden).tolist() == [20]
     assert ((drawn.token_ids >= 0) & (drawn.token_ids < VOCAB)).all()
     for n in np.flatnonzero(drawn.finite).tolist():
         assert own_row(asked[n], drawn, n) == own_row(asked[n], sound, n)

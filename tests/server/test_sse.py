@@ -11,7 +11,7 @@ from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says
 from tokserve.client.outputs import Completion
 from tokserve.params import SamplingParams
 from tokserve.server import tokens
-from tokserve.server.sse import _Wire
+from tokserve.server.sse import _Wire, failure
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 BODY = {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 6, "seed": 3}}
@@ -431,3 +431,14 @@ def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) 
     flight.ended = not read
     scores = json.loads(render.delta(other).removeprefix(b"data: "))["prompt_logprobs"]
     assert scores == [None, {"6": {"logprob": -0.125, "rank": 1, "decoded_token": None}} if read else None]
+
+
+def test_a_failure_is_the_clients_own_if_its_parameters_left_nothing() -> None:
+    own, other, sound = (
+        Completion(0, [], finish_reason=reason, stop_detail=detail, message="why")
+        for reason, detail in (("error", "forbidden"), ("error", "nan"), ("length", "max_tokens"))
+    )
+    assert failure([own, sound]) is None and failure([]) is None
+    for ends, status in (([own, own], 400), ([own, other], 500), ([other], 500)):
+        error = failure(ends)
+        assert error is not None and error.status == status and error.message == "why"

@@ -318,8 +318,11 @@ class Scheduler:
                     request.add_prompt_rows(row.start, scores[index])
                 if row.samples:
                     request.pending -= 1
-                    token = tokens[drawn] if finite[drawn] else None
-                    self._draw(request, token, logprobs, drawn, flight.weight_version, now)
+                    if finite[drawn]:
+                        self.counters.output_tokens += 1
+                        request.append(tokens[drawn], logprobs, drawn, flight.weight_version, now)
+                    else:
+                        self._fail(request, result.forbidden is not None and bool(result.forbidden[drawn]), now)
                 self._cache.settle(request.table, request.tokens, row.start + row.count)
                 if request.finish is not None:
                     self.drop(request)
@@ -330,16 +333,13 @@ class Scheduler:
             drawn += row.samples
         return told
 
-    def _draw(
-        self, request: Request, token: int | None, rows: PackedRows | None, row: int, version: str, now: float
-    ) -> None:
-        if token is None:
-            self.counters.nan_requests += 1
-            message = "the model's logits held NaN, or every token was forbidden"
-            request.end("error", "nan", now, message=message)
-        else:
-            self.counters.output_tokens += 1
-            request.append(token, rows, row, version, now)
+    def _fail(self, request: Request, forbidden: bool, now: float) -> None:
+        """There was nothing to draw from, by the request's own doing or the model's."""
+        if forbidden:
+            message = "what the sampling_params forbid and allow leaves no token to draw"
+            return request.end("error", "forbidden", now, message=f"{message} after {request.num_output}")
+        self.counters.nan_requests += 1
+        request.end("error", "nan", now, message="the model's logits are not finite")
 
     def _leave(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""

@@ -50,6 +50,7 @@ class Flight:
             drawn = NOTHING if self._drawing is None else self._drawing.result()
             seconds = time.perf_counter() - self._began
             self._result = StepResult(
-                self._plan.step, drawn.token_ids, drawn.finite, drawn.logprobs, self._prompt_logprobs, seconds
-            )
+                self._plan.step, drawn.token_ids, drawn.finite, drawn.logprobs, self._prompt_logprobs,
+                seconds, drawn.forbidden,
+            )  # fmt: skip
         return self._result

@@ -35,6 +35,7 @@ class Drawn:
     token_ids: Int32  # [n]
     finite: NDArray[np.bool_]  # [n]; False: there was nothing to draw from, the id means nothing
     logprobs: LogprobRows | None
+    forbidden: NDArray[np.bool_] | None = None  # [n]; those of them that the request's own parameters left nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Drawing:
 
     token_ids: Tensor  # [n] int64, where the logits are
     fetched: Fetched  # ids; and unless `known`: finite, and the columns of `LogprobRows` if there are any
-    known: tuple[NDArray[np.bool_], LogprobRows | None] | None = None
+    known: tuple[NDArray[np.bool_], LogprobRows | None, NDArray[np.bool_] | None] | None = None
 
     def result(self) -> Drawn:
         """Waits for them."""
@@ -119,13 +120,15 @@ class Sampler:
         if np.count_nonzero(finite) < len(finite):
             logits[self._tensor(~finite)] = 0.0
         work, drawable = self._pipeline.run(logits, rows)
+        forbidden = None
         if drawable is not None and not drawable.all():
             work[self._tensor(~drawable)] = 0.0
+            forbidden = finite & ~drawable
             finite &= drawable
         columns = self._slots.columns(rows.slots, rows.lengths)
         token_ids = ops.sample(work, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
         logprobs = self._drawn_logprobs(logits, work, rows, token_ids) if self._asking else None
-        return Drawing(token_ids, self._device.fetch([token_ids]), (finite, logprobs))
+        return Drawing(token_ids, self._device.fetch([token_ids]), (finite, logprobs, forbidden))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device.home)

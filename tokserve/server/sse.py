@@ -72,7 +72,7 @@ class Watch:
 
 
 async def collect(flight: Flight, request: Request) -> list[Completion]:
-    """All choices in order.  Raises `Gone` if the client leaves, `RequestFailed` if no choice came to an end."""
+    """All choices in order.  Raises `Gone` if the client leaves, `failure`'s error if no choice came to an end."""
     done: list[Completion] = []
     ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
@@ -104,9 +104,11 @@ def _index(completion: Completion) -> int:
     return completion.index
 
 
-def failure(ends: list[Completion]) -> RequestFailed | None:
-    """The error of a request all of whose choices ended in one."""
+def failure(ends: list[Completion]) -> RequestError | None:
+    """The error of a request all of whose choices ended in one; the client's own, if its parameters are to blame."""
     if ends and all(end.finish_reason == "error" for end in ends):
+        if all(end.stop_detail == "forbidden" for end in ends):
+            return RequestError(ends[0].message or "")
         return RequestFailed(ends[0].message or "the engine could not serve this request")
     return None
 
