@@ -269,6 +269,76 @@ def test_large_conversations_are_rendered_in_a_thread() -> None:
     assert ask(s, [{"role": "user", "content": "x" * 40_000}])["usage"]["prompt_tokens"] > 40_000
 
 
+# what only some templates read
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALLED = [
+    *MESSAGES,
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "5"},
+]
+THINKER = "{{ enable_thinking }} {{ reasoning_effort }}"
+
+
+def shown(template: str, messages: Any = None, **fields: Any) -> str:
+    s = site(says("a"), chat_template=template, strict=True)
+    ask(s, messages, **fields)
+    return TOKENIZER.decode(s.llm.calls[0].prompt, False)
+
+
+def test_tools_are_shown_to_the_model_if_no_calls_are_wanted() -> None:
+    show = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages|length }}"
+    assert shown(show, tools=TOOLS, tool_choice="none") == "f 1"
+    assert shown(show, tools=[]) == shown(show, tools=None, tool_choice="auto") == "1"
+    s = site(chat_template=show)
+    tokenized = s.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()["tokens"]
+    assert TOKENIZER.decode(tokenized, False) == "f 1"
+
+
+def test_the_history_may_have_calls_and_their_results() -> None:
+    assert prompt({}, CALLED) == "user:hi;assistant:;tool:5;assistant:"
+    show = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}={% endfor %}{{ m.content }}"
+    assert shown(show + "{% endfor %}", CALLED) == "hif=5"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("path", [CHAT, CHAT + "/tokens", CHAT + "/render"])
+def test_calls_are_refused_with_a_way_out(path: str, choice: Any) -> None:
+    asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    error = site().post(path, asked).json()["error"]
+    assert error["param"] == "tool_choice" and error["code"] == "unsupported" and '"none"' in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        (TOOLS, "tools"),  # the template has no place for them
+        ([{}], "tools[0].type"), ([*TOOLS, {"type": "function"}], "tools[1].function.name"), ([5], "tools[0]"),
+        ([{"type": "function", "function": {"name": 5}}], "tools[0].function.name"), ("f", "tools"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_shown(tools: Any, param: str) -> None:
+    assert refusal(tools=tools, tool_choice="none")[:2] == (400, param)
+    assert refusal("/tokenize", tools=tools)[:2] == (400, param)
+
+
+def test_reasoning_effort_is_the_templates() -> None:
+    assert shown(THINKER, reasoning_effort="none") == "False none"
+    assert shown(THINKER, reasoning_effort="low") == "True low"
+    sent = {"enable_thinking": 7, "reasoning_effort": 8}
+    assert shown(THINKER, reasoning_effort="low", chat_template_kwargs=sent) == "7 8"
+    assert shown(THINKER) == " "
+
+
+def test_reasoning_effort_that_nothing_reads() -> None:
+    for path, prompt_ids in ((CHAT, {}), (CHAT + "/tokens", {"tokens": [5]})):
+        asked = {"messages": MESSAGES, "reasoning_effort": "low"} | prompt_ids
+        assert site(says("a")).post(path, asked).headers["x-ignored-fields"] == "reasoning_effort"
+        refused = site(strict=True).post(path, asked)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
+    assert refusal(reasoning_effort="a bit")[:2] == (400, "reasoning_effort")
+
+
 # what is ignored
 
 
@@ -295,7 +365,7 @@ def test_strict_refuses_unknown_fields() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
+        {"tools": TOOLS}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
         {"functions": [{}]}, {"audio": {}}, {"modalities": ["audio"]},
         {"web_search_options": {}}, {"guided_decoding": {"regex": "a"}},
         {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3}, {"suffix": "x"}, {"echo": True},

@@ -139,7 +139,7 @@ def test_tool_arguments_as_json_text_become_an_object(rich: Pair) -> None:
 
 
 def test_text_parts_are_flattened(chatml: Pair) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}, "three"]
+    parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
     flat = chatml.ours.render([{"role": "user", "content": parts}])
     assert flat == chatml.ours.render([{"role": "user", "content": "one\ntwo\nthree"}])
     assert chatml.ours.render([{"role": "user", "content": []}]) == chatml.ours.render(
@@ -152,6 +152,8 @@ def test_text_parts_are_flattened(chatml: Pair) -> None:
     [
         ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}], "messages[1].content[1].type"),
         ([{"type": "text"}], "messages[1].content[0].text"),
+        ([{"type": "refusal", "text": "a"}], "messages[1].content[0].refusal"),
+        ([{"type": ["text"], "text": "a"}], "messages[1].content[0].type"),
         ([7], "messages[1].content[0]"),
         (7, "messages[1].content"),
         ({"a": 1}, "messages[1].content"),
@@ -171,6 +173,8 @@ def test_bad_content_is_named(chatml: Pair, content: Any, field: str) -> None:
         (["hi"], {}, "messages[0]"),
         ([{"content": "x"}], {}, "messages[0].role"),
         (TALK, {"tools": ["f"]}, "tools[0]"),
+        (TALK, {"tools": TOOLS}, "tools"),  # ChatML prints none
+        (TALK, {"tools": TOOLS, "template": "{% for %}"}, "chat_template"),
         (TALK, {"documents": [1]}, "documents[0]"),
         (TALK, {"kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (TALK, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -234,13 +238,19 @@ def test_continue_final_message_needs_a_template_that_prints_it(chatml: Pair, te
     assert caught.value.field == "continue_final_message"
 
 
+def test_what_a_template_reads(chatml: Pair, rich: Pair) -> None:
+    assert [pair.ours.reads("enable_thinking") for pair in (chatml, rich)] == [False, True]
+    perhaps = "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"
+    assert chatml.ours.reads("tools", perhaps) and not chatml.ours.reads("tools", "{% set tools = 1 %}{{ tools }}")
+
+
 def test_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D{{ messages|length }}"}, {"name": "tool_use", "template": "T"}]
+    named = [{"name": "default", "template": "D{{ messages|length }}"}, {"name": "tool_use", "template": "T{{ tools|length }}"}]
     pair = Pair(tmp_path, chat_template=[*named, {"name": "rag", "template": "R{{ eos_token }}"}])
-    assert pair.check(TALK) == "D4" and pair.check(TALK, tools=TOOLS) == "T"
+    assert pair.check(TALK) == "D4" and pair.check(TALK, tools=TOOLS) == "T1"
     assert pair.check(TALK, template="rag") == "R<|im_end|>"
     only = ChatTemplate(Tokenizer.load(write_chatml(tmp_path / "only", chat_template=[named[1]])))
-    assert only.text(TALK, tools=TOOLS) == "T"
+    assert only.text(TALK, tools=TOOLS) == "T1"
     with pytest.raises(RequestError, match="tool_use"):
         only.text(TALK)
 

@@ -25,6 +25,7 @@ from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, versions
 
 ID_PREFIX = "chatcmpl-"
+THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
 LARGE = 1 << 15  # bytes of a body from which text is encoded in a thread, so that others' tokens are not delayed
 T = TypeVar("T")
 
@@ -144,7 +145,11 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     else:
         if asked.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(len(raw), lambda: rendered(serving, asked))
+        prompt = await off_loop(len(raw), lambda: rendered(serving, asked, asked.reasoning_effort))
+    if asked.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, asked)):
+        if serving.config.server.strict:
+            raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
+        ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
     if asked.structured_outputs is None:
@@ -158,8 +163,12 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 
-def rendered(serving: Serving, asked: ChatBody | TokenizeBody) -> list[int]:
-    """The conversation as token ids."""
+def _thinks(serving: Serving, asked: ChatBody) -> bool:
+    return any(serving.template.reads(name, asked.chat_template) for name in THINKING)
+
+
+def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | None = None) -> list[int]:
+    """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
     if asked.messages is None:
         raise RequestError("messages is required", field="messages")
     if "{" in (asked.chat_template or "") and not serving.config.server.trust_request_chat_template:
@@ -167,11 +176,12 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody) -> list[int]:
             "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
             field="chat_template", code="untrusted_template",
         )  # fmt: skip
+    thinking = {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
     try:
         return serving.template.render(
             asked.messages, add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=bool(asked.continue_final_message), documents=asked.documents,
-            template=asked.chat_template, kwargs=asked.chat_template_kwargs,
+            continue_final_message=bool(asked.continue_final_message), tools=asked.tools, documents=asked.documents,
+            template=asked.chat_template, kwargs=thinking | (asked.chat_template_kwargs or {}),
             add_special_tokens=bool(asked.add_special_tokens),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
-from tokserve.server import errors, structured
+from tokserve.server import errors, structured, tools
 
 # Fields this server does not have, with the values that ask for nothing (null always does).
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -33,7 +33,7 @@ ACCEPTED = frozenset({
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "prediction",
 })  # fmt: skip
-NO_REASONING = (None, "none")  # any other reasoning_effort is ignored, and named
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; there is none here
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
@@ -116,6 +116,9 @@ class ChatBody(TextBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    reasoning_effort: Effort | None = None
 
 
 class CompletionBody(TextBody):
@@ -140,6 +143,7 @@ class TokenizeBody(BaseModel):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -163,10 +167,12 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         structured.refuse_other_names(name, extra)
         if name in REFUSED:
             errors.refuse_unsupported(name, extra, REFUSED[name])
-        elif name not in ACCEPTED | structured.OTHER_NAMES.keys() and not (
-            name == "reasoning_effort" and extra in NO_REASONING
-        ):
+        elif name not in ACCEPTED | structured.OTHER_NAMES.keys():
             ignored.append(name)
+    if isinstance(body, ChatBody):
+        tools.check(body.tools, body.tool_choice)
+    elif isinstance(body, TokenizeBody):
+        tools.check_shape(body.tools or [])
     options = body.stream_options if isinstance(body, TextBody) else None
     ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or () if name != OBFUSCATION]
     if strict and ignored:

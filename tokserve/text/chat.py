@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,7 +25,7 @@ from tokserve.errors import RequestError, StartError
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its text's name
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # what a template's own code may raise
@@ -85,6 +85,12 @@ _ENVIRONMENT = _environment()
 @lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
     return _ENVIRONMENT.from_string(source)
+
+
+@lru_cache(maxsize=32)
+def _variables(source: str) -> frozenset[str]:
+    """The names that a template takes from outside."""
+    return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
 
 
 class ChatTemplate:
@@ -167,7 +173,13 @@ class ChatTemplate:
             mark = f"END{secrets.token_hex(16)} "
             content = _marked_content(chat, mark)
         rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        if variables["tools"] is not None and "tools" not in _variables(source):
+            raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
+
+    def reads(self, variable: str, template: str | None = None) -> bool:
+        """Whether the text can depend on a variable; `template` as in `text`, and one that renders."""
+        return variable in _variables(self._source(template, with_tools=False))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
         if template is not None:
@@ -231,11 +243,12 @@ def _part_text(where: str, part: Any) -> str:
         return part
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} must be an object", field=where)
-    if part.get("type") not in TEXT_PARTS:
-        raise RequestError(f"{where}.type must be 'text', got {part.get('type')!r}", field=f"{where}.type")
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text must be a string", field=f"{where}.text")
-    text: str = part["text"]
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise RequestError(f"{where}.type must be 'text', got {kind!r}", field=f"{where}.type")
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
     return text
 
 
