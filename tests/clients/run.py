@@ -32,9 +32,9 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
 CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
-           "schemathesis": "schemathesis"}  # fmt: skip
+           "frameworks": "frameworks", "schemathesis": "schemathesis"}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-           "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
 FLAGS = {
     "schemathesis": ("--max-model-len", "48")
 }  # a server of its own: it asks for 1024 choices of the whole context

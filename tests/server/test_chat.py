@@ -368,7 +368,7 @@ def test_strict_refuses_unknown_fields() -> None:
         {"tools": TOOLS}, {"tool_choice": "required"}, {"tool_choice": {"type": "function"}},
         {"functions": [{}]}, {"audio": {}}, {"modalities": ["audio"]},
         {"web_search_options": {}}, {"guided_decoding": {"regex": "a"}},
-        {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3}, {"suffix": "x"}, {"echo": True},
+        {"guided_json": {}}, {"use_beam_search": True}, {"best_of": 3, "n": 2}, {"suffix": "x"}, {"echo": True},
         {"truncate_prompt_tokens": 4}, {"logits_processors": ["x"]}, {"kv_transfer_params": {}},
     ],
 )  # fmt: skip
@@ -382,6 +382,7 @@ def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) 
     [
         {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}, {"tool_choice": None},
         {"response_format": {"type": "text"}}, {"response_format": None}, {"modalities": ["text"]}, {"best_of": 1},
+        {"best_of": 2, "n": 2},
         {"echo": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"parallel_tool_calls": False},
         {"stop": None, "logit_bias": None, "n": None, "stream": None, "stream_options": None, "seed": None},
         {"metadata": {"a": "b"}}, {"service_tier": "auto"}, {"reasoning_effort": None}, {"reasoning_effort": "none"},

@@ -166,7 +166,8 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     for name, extra in (body.model_extra or {}).items():
         structured.refuse_other_names(name, extra)
         if name in REFUSED:
-            errors.refuse_unsupported(name, extra, REFUSED[name])
+            all_of_them = (value.get("n"),) if name == "best_of" else ()  # the best n of n
+            errors.refuse_unsupported(name, extra, REFUSED[name] + all_of_them)
         elif name not in ACCEPTED | structured.OTHER_NAMES.keys():
             ignored.append(name)
     if isinstance(body, ChatBody):
