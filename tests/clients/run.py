@@ -3,7 +3,8 @@
 Environments are made under build/clients/NAME from tests/clients/NAME.txt (pinned) and kept until that file changes.
 What a client needs at run time it finds here: the hub is switched off.  With --record the traffic goes through a small
 proxy and one example of each kind of request is written to tests/conformance/recorded/NAME.jsonl, which `make test`
-sends again.
+sends again.  A client that has no driver here is recorded with `--record NAME=COMMAND`, where {url} is the server's
+address.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -34,7 +36,8 @@ RECORDED = HERE.parent / "conformance" / "recorded"
 CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "schemathesis": "schemathesis"}  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
-           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+           "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+           "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
 FLAGS = {
     "schemathesis": ("--max-model-len", "48")
 }  # a server of its own: it asks for 1024 choices of the whole context
@@ -135,8 +138,8 @@ class Proxy(ThreadingHTTPServer):
 
 
 @contextmanager
-def recording(name: str, url: str) -> Iterator[str]:
-    """The address of a proxy to `url`; what went through it is written at the end."""
+def recording(stem: str, url: str) -> Iterator[str]:
+    """The address of a proxy to `url`; what went through it is written at the end, to `stem`.jsonl."""
     handler = type("Handler", (Recorder,), {"upstream": url, "kinds": {}})
     with Proxy(("127.0.0.1", 0), handler) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
@@ -144,23 +147,35 @@ def recording(name: str, url: str) -> Iterator[str]:
         proxy.shutdown()
     RECORDED.mkdir(exist_ok=True)
     lines = [json.dumps(entry, separators=(",", ":"), ensure_ascii=False) for entry in handler.kinds.values()]
-    (RECORDED / f"{CLIENTS[name]}.jsonl").write_text("\n".join(lines) + "\n")
+    (RECORDED / f"{stem}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def run(name: str, url: str, record: bool) -> bool:
     """Drive a client, perhaps through the proxy; whether it passed."""
     if not record:
         return drive(name, url) is not None
-    with recording(name, url) as proxy:
+    with recording(CLIENTS[name], url) as proxy:
         return drive(name, proxy) is not None
+
+
+def record(asked: str) -> int:
+    """Record what a command sends; `asked` is NAME=COMMAND."""
+    stem, _, command = asked.partition("=")
+    with Server("demo") as server, recording(stem, server.url) as proxy:
+        return subprocess.run([word.replace("{url}", proxy) for word in shlex.split(command)]).returncode
 
 
 def main() -> int:
     """All clients, or those that are named."""
     parser = argparse.ArgumentParser(description="Run real clients against a demo server.")
     parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], help="Default: all.")
-    parser.add_argument("--record", action="store_true", help="Write tests/conformance/recorded/NAME.jsonl.")
+    parser.add_argument(
+        "--record", nargs="?", const="", metavar="NAME=COMMAND",
+        help="Write tests/conformance/recorded/NAME.jsonl: of the clients, or of a command that talks to {url}.",
+    )  # fmt: skip
     asked = parser.parse_args()
+    if asked.record:
+        return record(asked.record)
     names = asked.names or list(CLIENTS)
     for name in names:
         python_of(name)
@@ -169,7 +184,7 @@ def main() -> int:
     for flags in sorted({FLAGS.get(name, ()) for name in names}):
         with Server("demo", *flags) as server:
             for name in names:
-                if FLAGS.get(name, ()) == flags and not run(name, server.url, asked.record and not flags):
+                if FLAGS.get(name, ()) == flags and not run(name, server.url, asked.record == "" and not flags):
                     failed.append(name)
             alive &= server.get("/health?deep=1").status_code == 200
     print(f"{len(names) - len(failed)} of {len(names)} clients passed" + ("" if alive else "; THE SERVER IS NOT WELL"))

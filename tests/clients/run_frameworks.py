@@ -15,7 +15,7 @@ import langchain_openai
 import litellm
 import openai
 import pydantic_ai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from report import Report
@@ -28,6 +28,7 @@ LIMIT = 300  # tokens: the model likes white space, of which the grammar lets it
 
 
 class Verdict(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or the schema allows others, and the model writes them
     right: bool
 
 
@@ -52,7 +53,7 @@ def with_litellm(report: Report, base: str) -> None:
             try:
                 litellm.completion(**common, **wrong)
             except litellm.BadRequestError as error:
-                report.check(f"refusal of {list(wrong)}", list(wrong)[0] in str(error))
+                report.check(f"refusal of {list(wrong)}", next(iter(wrong)) in str(error))
             else:
                 report.check(f"{wrong} must be refused", False)
     text: dict[str, Any] = {
@@ -137,9 +138,7 @@ def main() -> None:
     with_instructor(report, base)
     with_langchain(report, base)
     asyncio.run(with_agents(report, base))
-    report.done(
-        "litellm", "pydantic-ai-slim", "instructor", "langchain-openai", "openai-agents", "openai"
-    )
+    report.done("litellm", "pydantic-ai-slim", "instructor", "langchain-openai", "openai-agents", "openai")
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_an_unknown_model_is_404(text: Api, route: str) -> None:
 
 def test_the_shape_of_a_chat(text: Api) -> None:
     reply = text.ok(CHAT, ASK)
-    assert set(reply) == {"id", "object", "created", "model", "choices", "usage"}
+    assert set(reply) == {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
     assert reply["object"] == "chat.completion" and reply["model"] == text.model
     [choice] = reply["choices"]
     assert {"index", "message", "logprobs", "finish_reason", "stop_reason"} <= set(choice)

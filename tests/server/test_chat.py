@@ -269,6 +269,25 @@ def test_large_conversations_are_rendered_in_a_thread() -> None:
     assert ask(s, [{"role": "user", "content": "x" * 40_000}])["usage"]["prompt_tokens"] > 40_000
 
 
+# the fingerprint
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+def test_the_fingerprint_changes_with_the_weights_and_options(route: str) -> None:
+    asked = {"messages": MESSAGES} if route == CHAT else {"prompt": "hi"}
+    s = site(says("ab"))
+    first = s.post(route, asked).json()["system_fingerprint"]
+    assert first.startswith("tokserve-") and s.post(route, asked).json()["system_fingerprint"] == first
+    choices = [event for event in s.events(route, asked | {"n": 2}) if event["choices"][0]["finish_reason"]]
+    assert [event["system_fingerprint"] for event in choices] == [first] * 2
+    s.llm.status = msgspec.structs.replace(s.llm.status, epoch=1)
+    second = s.post(route, asked).json()["system_fingerprint"]
+    other = site(says("ab"), dtype="float32").post(route, asked).json()["system_fingerprint"]
+    assert len({first, second, other}) == 3
+    made = s.post("/inference/v1/generate", {"token_ids": [5]}).json()
+    assert s.post(CHAT + "/derender", {"generate_response": made}).json()["system_fingerprint"] is None
+
+
 # what only some templates read
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -245,7 +245,8 @@ def test_what_a_template_reads(chatml: Pair, rich: Pair) -> None:
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "D{{ messages|length }}"}, {"name": "tool_use", "template": "T{{ tools|length }}"}]
+    shows = {"name": "tool_use", "template": "T{{ tools|length }}"}
+    named = [{"name": "default", "template": "D{{ messages|length }}"}, shows]
     pair = Pair(tmp_path, chat_template=[*named, {"name": "rag", "template": "R{{ eos_token }}"}])
     assert pair.check(TALK) == "D4" and pair.check(TALK, tools=TOOLS) == "T1"
     assert pair.check(TALK, template="rag") == "R<|im_end|>"

@@ -61,6 +61,7 @@ class Reply(msgspec.Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    system_fingerprint: str | None = None
     object: str = "chat.completion"
 
 
@@ -93,6 +94,7 @@ class Chunk(msgspec.Struct):
     choices: list[ChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
 
@@ -227,7 +229,10 @@ class Render:
             for c in completions
         ]  # fmt: skip
         prompt = self._flight.prompt_ids() if self._ids else UNSET
-        return Reply(self._id, self._created, self._model, choices, self._flight.usage(), prompt, scores)
+        flight = self._flight
+        return Reply(
+            self._id, self._created, self._model, choices, flight.usage(), prompt, scores, flight.fingerprint
+        )  # fmt: skip
 
     def _logprobs(self, c: Completion) -> logprobs.Content | None:
         if not self._wanted:
@@ -254,7 +259,9 @@ class Render:
             choice = ChunkChoice(delta.index, Delta(), None, delta.finish_reason, delta.stop_reason, detail)
             if self._ids:
                 choice.weight_versions = versions(delta)
-            events += self._event(choice)
+            chunk = self._chunk(choice)
+            chunk.system_fingerprint = self._flight.fingerprint
+            events += sse.event(body.encode_json(chunk))
         return events
 
     def _role(self, delta: Completion) -> bytes:

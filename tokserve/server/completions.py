@@ -55,6 +55,7 @@ class Reply(msgspec.Struct):
     model: str
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
     object: str = "text_completion"
 
 
@@ -209,7 +210,8 @@ class Render:
     def reply(self, ends: list[Completion]) -> Reply:
         """The whole answer."""
         choices = [self._choice(c) for c in ends]
-        return Reply(self._id, self._created, self._model, choices, self._flight.usage())
+        flight = self._flight
+        return Reply(self._id, self._created, self._model, choices, flight.usage(), flight.fingerprint)
 
     def _choice(self, c: Completion) -> Choice:
         """A choice from a delta; its first also carries what is said about the prompt."""
@@ -262,6 +264,8 @@ class Render:
         reply = Reply(self._id, self._created, self._model, [choice])
         if self._usage:
             reply.usage = self._flight.usage() if self._continuous else None
+        if delta.finish_reason is not None:
+            reply.system_fingerprint = self._flight.fingerprint
         return sse.event(body.encode_json(reply))
 
     def tail(self) -> bytes:

@@ -116,6 +116,7 @@ class _Landed:
     def __init__(self, request_id: str | None, n: int) -> None:
         self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
         self.n = n
+        self.fingerprint: str | None = None
         self.prompts: list[list[int]] = []
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 

@@ -61,6 +61,7 @@ class Answered(Protocol):
 
     key: str
     n: int
+    fingerprint: str | None  # of the server that generates; None: elsewhere
 
     def usage(self) -> Usage:
         """Tokens read and written."""
@@ -76,6 +77,7 @@ class Flight:
         self.request_id = request_id
         self.key = bare_id(request_id)
         self.n = n
+        self.fingerprint: str | None = None
         self.streams: list[Stream] = []
         self.adjust: Callable[[Completion], Completion] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is

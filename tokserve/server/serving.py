@@ -6,6 +6,7 @@ alike; routes differ only in how they come to token ids and what they make of th
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import time
@@ -17,7 +18,7 @@ import msgspec
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from tokserve import log
+from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import RECOMMENDED, Order, Prepared, bare_id, generation_defaults
 from tokserve.config import Config
@@ -115,6 +116,19 @@ class Serving:
         """The chat template, the operator's or the model's own."""
         return ChatTemplate(self.tokenizer, self.config.server.chat_template)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of what a request's tokens depend on besides the request: the program, the model's options, the kernels that
+        are bound, and the weights that serve now."""
+        status = self.llm.status
+        parts = [self._options, status.weight_version, status.epoch]
+        return f"tokserve-{__version__}-{hashlib.sha256(body.encode_json(parts)).hexdigest()[:8]}"
+
+    @cached_property
+    def _options(self) -> str:
+        ops = self.llm.ready.facts.get("ops")
+        return body.encode_json([self.config.model, self.config.cache.kv_cache_dtype, ops]).decode()
+
     def check_model(self, name: str | None) -> None:
         """Raise `NotFound` unless `name` is absent or one this server answers to, or that of an adapter."""
         if name is not None and not self._knows(name):
@@ -176,6 +190,8 @@ class Serving:
         """
         flight = Flight(terms.request_id, params.n, self._observers(request))
         flight.timed = self.metrics.timed
+        if text:
+            flight.fingerprint = self.fingerprint
         self.metrics.came()
         accepted = False
         try:

@@ -25,7 +25,7 @@ from tokserve.errors import RequestError, StartError
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its text's name
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 # what a template's own code may raise
