@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_runner import jobs, outcomes
+from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.ops.registry import load_extension
 from tokserve.runner.records import MOST_ROWS, Records
@@ -72,3 +74,20 @@ def test_many_rows_are_run_op_by_op(tmp_path: Path) -> None:
         == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MOST_ROWS + 1]
     )
     assert max(recorded(runner)) <= MOST_ROWS
+
+
+def swap_head(model: Decoder) -> None:
+    """Foreign code that puts another weight in the place of the head's."""
+    model.head.linear.load("lm_head", torch.randn(model.spec.vocab, model.spec.hidden))
+
+
+def test_foreign_code_that_replaces_weights_is_seen_by_the_next_step(tmp_path: Path) -> None:
+    found = []
+    for enforce_eager in (False, True):
+        torch.manual_seed(0)
+        runner, facts = make_runner(tmp_path / "model", tiny_config("llama"), enforce_eager=enforce_eager)
+        before = run(runner, facts, 1)
+        runner.call("apply_model", {"function": f"{__name__}:swap_head"})
+        found.append((before, run(runner, facts, 1)))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

@@ -411,10 +411,21 @@ class Runner:
             self._record_again()
 
     def _collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        return extension.call(self._extension, method, args, kwargs)
+        try:
+            return extension.call(self._extension, method, args, kwargs)
+        finally:
+            self._distrust_records()
 
     def _apply_model(self, function: str) -> Any:
-        return extension.plain(extension.named(function)(self._model))
+        try:
+            return extension.plain(extension.named(function)(self._model))
+        finally:
+            self._distrust_records()
+
+    def _distrust_records(self) -> None:
+        """Foreign code may have put other tensors in the place of those that recorded steps read."""
+        if not self._device.staged:  # where recording takes seconds, foreign code has to copy into the tensors
+            self._record_again()
 
     def _memory(self) -> dict[str, int]:
         """Bytes by use."""
