@@ -539,6 +539,11 @@ class Engine:
         assert self.submit(rid, add, group=group, owner=owner) == Verdict(7)
         return add
 
+    def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", group: str = "") -> None:
+        """Submit `count` requests of 40 tokens under one key, with ids "key#0" and so on; they must be accepted."""
+        adds = [self.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True) for i in range(count)]
+        assert self.submit(key, *adds, group=group, owner=owner) == Verdict(7)
+
     def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
         """By key and acknowledged; without a call id, as their owner does it."""
         if call_id is None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import VOCAB, Engine
-from tokserve.engine import core, registry
-from tokserve.messages import Abort, Finish, Ready, Reply, Status, Step, StepStats, Submit, Verdict
+from tokserve.engine import registry
+from tokserve.messages import Abort, Finish, Ready, Reply, Status, Step, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -48,54 +48,6 @@ def test_held_requests_send_one_output(depth: int) -> None:
     engine.add("a", [3, 4, 5], max_tokens=9, hold=True, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     engine.run()
     engine.check_complete("a")
-
-
-def test_every_step_carries_statistics() -> None:
-    engine = Engine(num_blocks=20)
-    engine.add("a", list(range(10)), max_tokens=2, ignore_eos=True)
-    engine.add("b", list(range(3, 10)), max_tokens=9, ignore_eos=True)
-    engine.step()
-    _, message = engine.messages[-1]
-    assert isinstance(message, Step)
-    stats = message.stats
-    assert (stats.running, stats.waiting, stats.steps) == (2, 0, 1)
-    assert (stats.blocks_held, stats.blocks_cached, stats.blocks_total) == (5, 0, 20)
-    assert (stats.prompt_tokens, stats.output_tokens, stats.prefix_queries) == (17, 2, 17)
-    engine.run()
-    assert (engine.stats.running, engine.stats.blocks_held, engine.stats.output_tokens) == (0, 0, 11)
-    assert engine.stats.blocks_cached > 0
-
-
-@DEPTHS
-def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
-    engine = Engine(depth=depth, num_blocks=100, context=300)
-    engine.call("hello", owner=b"B")
-    engine.add("a", [3], max_tokens=100, hold=True, ignore_eos=True)
-    for _ in range(60):
-        engine.clock.now += 0.1
-        engine.step()
-    for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
-        assert 9 <= len(told) <= 12 and not any(m.rids for m in told)
-        assert told[-1].stats.running == 1
-
-
-@DEPTHS
-def test_going_idle_is_told_once_to_everybody(depth: int) -> None:
-    engine = Engine(depth=depth)
-    engine.call("hello", owner=b"B")
-    engine.add("a", [3], max_tokens=3, ignore_eos=True)
-    engine.run()
-    count = len(engine.messages)
-    for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
-        assert told[-1].stats == engine.stats
-        assert (told[-1].stats.running, told[-1].stats.blocks_held) == (0, 0)
-    if depth == 1:  # the owner's last output said it already
-        assert sum(i == b"A" and isinstance(m, Step) for i, m in engine.messages) == 3
-    engine.clock.now += 9
-    assert not engine.step()
-    assert len(engine.messages) == count
 
 
 def test_a_stop_keeps_the_stop_token_and_says_which() -> None:
@@ -154,73 +106,6 @@ def test_time_in_the_inbox_counts() -> None:
     engine.core.receive(b"A", Submit(1, "a", [add]), received=engine.clock.now - 5)
     engine.run()
     assert finish(engine, "a").total == 5.0
-
-
-# --- admission ---
-
-
-@pytest.mark.parametrize(("prompt", "message"), [([5, VOCAB], "vocabulary"), ([5] * 64, "64 tokens")])
-def test_a_request_that_cannot_be_served_is_refused_with_a_message(prompt: list[int], message: str) -> None:
-    engine = Engine()
-    verdict = engine.submit("bad", engine.make("bad#0", [3]), engine.make("bad#1", prompt))
-    assert verdict.refusal == "invalid" and message in verdict.message
-    engine.add("good", [3], max_tokens=2)
-    engine.run()
-    assert set(engine.received) == {"good"}
-    engine.check_complete("good")
-
-
-def test_a_request_that_could_never_fit_is_refused_and_others_are_cut_to_the_cache() -> None:
-    engine = Engine(num_blocks=4, context=64)
-    assert engine.core.limits.context == 16
-    assert "KV cache" in engine.submit("bad", engine.make("bad", [5] * 16)).message
-    engine.add("good", [5] * 15, max_tokens=30)
-    engine.run()
-    engine.check_complete("good")
-
-
-def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(core, "Request", broken)
-        verdict = engine.submit("bad", engine.make("bad", [3]))
-    assert (verdict.refusal, verdict.message) == ("internal", "internal error at admission")
-    engine.add("good", [3], max_tokens=2)
-    engine.run()
-    engine.check_complete("good")
-
-
-def test_a_key_in_use_is_refused_to_everybody_and_free_again_after_its_end() -> None:
-    engine = Engine()
-    first = [engine.make(f"a#{i}", [3], max_tokens=3 + i, ignore_eos=True) for i in range(2)]
-    assert engine.submit("a", *first) == Verdict(7)
-    for _ in range(4):
-        engine.step()
-        if len(engine.received) == 2 and engine.received["a#1"].finish:
-            break
-        for owner in (b"A", b"B"):
-            refused = engine.submit("a", engine.make("a#9", [3], owner=owner), owner=owner)
-            assert refused.refusal == "duplicate_id" and "'a' is in use" in refused.message
-    engine.check_complete("a#0")
-    engine.check_complete("a#1")
-    assert "a#9" not in engine.received
-    assert engine.submit("b", engine.make("a#1", [3])) == Verdict(7), "its end was told"
-    assert engine.submit("c", engine.make("a#1", [3])).refusal == "duplicate_id"
-
-
-def test_an_id_is_free_as_soon_as_its_end_was_told() -> None:
-    engine = Engine(depth=2, eos_token_ids=list(range(VOCAB)))
-    engine.add("a", [3], max_tokens=9)
-    engine.steps(2)
-    assert engine.received.pop("a").finish and engine.stats.blocks_held  # its surplus step is in flight
-    engine.add("a", [4], max_tokens=9)
-    engine.run()
-    engine.check_complete("a")
-    engine.check_empty()
 
 
 # --- aborts ---
@@ -329,16 +214,11 @@ def test_aborting_a_preempted_request_frees_it(depth: int) -> None:
     engine.check_empty()
 
 
-def submit_choices(engine: Engine, key: str, count: int = 2, *, group: str = "", owner: bytes = b"A") -> None:
-    adds = [engine.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True) for i in range(count)]
-    assert engine.submit(key, *adds, group=group, owner=owner) == Verdict(7)
-
-
 @DEPTHS
 def test_an_abort_by_key_reaches_all_choices_of_any_front_end(depth: int) -> None:
     engine = Engine(depth=depth)
-    submit_choices(engine, "a", 3)
-    submit_choices(engine, "b", owner=b"B")
+    engine.add_choices("a", 3)
+    engine.add_choices("b", owner=b"B")
     engine.steps(3)
     engine.abort("a", "b", "a#0", owner=b"C", call_id=3)
     engine.run()
@@ -361,10 +241,10 @@ def test_a_request_is_aborted_as_long_as_one_choice_lives() -> None:
 
 def test_a_group_is_aborted_whoever_sent_it() -> None:
     engine = Engine()
-    submit_choices(engine, "a", group="g")
-    submit_choices(engine, "b", group="g", owner=b"B")
-    submit_choices(engine, "c", group="h")
-    submit_choices(engine, "d")
+    engine.add_choices("a", group="g")
+    engine.add_choices("b", group="g", owner=b"B")
+    engine.add_choices("c", group="h")
+    engine.add_choices("d")
     engine.step()
     for call_id, owner in ((1, b"C"), (2, b"A")):
         engine.call("abort_group", group="g", call_id=call_id, owner=owner)
@@ -379,221 +259,13 @@ def test_a_group_is_aborted_whoever_sent_it() -> None:
 
 def test_who_gives_up_a_request_must_own_it() -> None:
     engine = Engine()
-    submit_choices(engine, "a")
+    engine.add_choices("a")
     engine.step()
     engine.core.receive(b"B", Abort(["a#0"], "abort_disconnect"))
     engine.core.receive(b"A", Abort(["a#1"], "abort_disconnect"))
     engine.run()
     engine.check_complete("a#0")
     assert finish(engine, "a#1").detail == "abort_disconnect"
-
-
-@DEPTHS
-def test_a_front_end_that_has_left_leaves_nothing(depth: int) -> None:
-    engine = Engine(depth=depth, max_num_seqs=3)
-    submit_choices(engine, "a")
-    submit_choices(engine, "b", owner=b"B")
-    engine.steps(3)
-    engine.call("leave", front_end="B", call_id=4)
-    assert last_reply(engine) == Reply(4, 2)
-    count = len(engine.verdicts)
-    late = engine.make("late", [3], owner=b"B")
-    engine.core.receive(b"B", Submit(9, "late", [late]))
-    assert len(engine.verdicts) == count, "what it said last came too late"
-    before = len(engine.messages)
-    engine.run()
-    assert not [m for identity, m in engine.messages[before:] if identity == b"B"]
-    engine.check_complete("a#0")
-    engine.received.clear()
-    submit_choices(engine, "b")
-    engine.run()
-    engine.check_complete("b#0")
-    engine.check_empty()
-
-
-def test_stats_are_told_to_who_asks_ahead_of_the_reply() -> None:
-    engine = Engine()
-    engine.add("a", [3], max_tokens=9, hold=True, ignore_eos=True)
-    engine.steps(2)
-    engine.call("stats", call_id=3, owner=b"C")
-    told = [m for identity, m in engine.messages if identity == b"C"]
-    assert told == [Step(engine.stats), Reply(3, {})] and isinstance(engine.stats, StepStats)
-    assert engine.stats.output_tokens == 2
-
-
-# --- the queue's limits ---
-
-
-def waiting(engine: Engine, key: str, *lengths: int, **fields: Any) -> str:
-    """Submit prompts of these lengths under one key; what is refused."""
-    prompts = [[3 + (ord(key[0]) + i) % 10] * length for i, length in enumerate(lengths)]
-    adds = [engine.make(f"{key}#{i}", p, max_tokens=30, ignore_eos=True, **fields) for i, p in enumerate(prompts)]
-    return engine.submit(key, *adds).refusal
-
-
-@DEPTHS
-def test_a_request_over_the_limit_is_refused_and_leaves_no_trace(depth: int) -> None:
-    engine = Engine(depth=depth, max_num_seqs=2, max_queued_requests=3)
-    assert [waiting(engine, key, 4) for key in "abcde"] == [""] * 5, "two of them have a slot as good as taken"
-    assert waiting(engine, "f", 4) == "queue_full"
-    engine.step()
-    assert waiting(engine, "f", 4) == "queue_full"
-    assert (engine.stats.running, engine.stats.waiting) == (2, 3)
-    verdict = engine.verdicts[-1]
-    assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in verdict.message
-    assert verdict.retry_after == 1
-    engine.abort("f")
-    assert last_reply(engine).result == {"f": "not_found"}
-    engine.abort("c")
-    assert waiting(engine, "f", 4) == ""
-    engine.run()
-    for key in "abdef":
-        engine.check_complete(f"{key}#0")
-    engine.check_empty()
-
-
-def test_all_choices_or_none() -> None:
-    engine = Engine(max_num_seqs=2, max_queued_requests=3)
-    assert waiting(engine, "a", 4, 4) == ""
-    engine.step()
-    assert waiting(engine, "b", 4, 4) == ""
-    assert waiting(engine, "c", 4, 4) == "queue_full"
-    assert engine.stats.waiting == 2
-    assert waiting(engine, "d", 4) == ""
-    assert waiting(engine, "e", 4) == "queue_full"
-
-
-def test_no_queue_at_all() -> None:
-    engine = Engine(max_num_seqs=2, max_queued_requests=0)
-    assert [waiting(engine, key, 4) for key in "abc"] == ["", "", "queue_full"]
-    engine.step()
-    assert waiting(engine, "c", 4) == "queue_full"
-    engine.abort("a")
-    assert waiting(engine, "c", 4) == ""
-
-
-def test_prompt_tokens_that_wait() -> None:
-    engine = Engine(max_num_seqs=1, max_queued_tokens=10)
-    assert waiting(engine, "a", 20) == "", "it does not wait"
-    assert waiting(engine, "b", 6) == ""
-    assert waiting(engine, "c", 2, 3) == "queue_full"
-    assert "11 prompt tokens would wait, and at most 10 may (--max-queued-tokens)" in engine.verdicts[-1].message
-    assert waiting(engine, "d", 4) == ""
-    engine.step()
-    assert waiting(engine, "e", 1) == "queue_full"
-    engine.run()
-    assert waiting(engine, "f", 50) == ""
-    engine.run()
-    engine.check_empty()
-
-
-def test_free_slots_do_not_count_while_blocks_are_missing() -> None:
-    engine = Engine(num_blocks=8, context=32, max_num_seqs=8, max_queued_requests=1)
-    assert waiting(engine, "a", 24) == ""
-    engine.step()
-    assert waiting(engine, "b", 20) == ""
-    engine.step()
-    assert (engine.stats.running, engine.stats.waiting) == (1, 1)
-    assert waiting(engine, "c", 4) == "queue_full"
-    engine.run()
-    engine.check_empty()
-
-
-@DEPTHS
-def test_who_had_a_slot_once_is_not_queued(depth: int) -> None:
-    engine = Engine(num_blocks=8, context=32, depth=depth, max_num_seqs=2, max_queued_requests=1)
-    for key in "ab":
-        assert waiting(engine, key, 6) == ""
-    while engine.stats.preemptions == 0:
-        engine.step()
-    assert waiting(engine, "c", 4) == ""
-    assert waiting(engine, "d", 4) == "queue_full"
-    engine.run()
-    engine.check_empty()
-    limits = engine.core.scheduler._limits
-    assert (limits.requests, limits.tokens) == (0, 0)
-
-
-def test_a_deadline_in_the_queue_makes_room() -> None:
-    engine = Engine(max_num_seqs=1, max_queued_requests=1)
-    assert waiting(engine, "a", 4) == ""
-    assert waiting(engine, "b", 4, queue_timeout_ms=500) == ""
-    engine.step()
-    assert waiting(engine, "c", 4) == "queue_full"
-    engine.clock.now += 1
-    engine.step()
-    assert waiting(engine, "c", 4) == ""
-
-
-def test_when_to_come_back_is_judged_by_the_pace_of_late() -> None:
-    engine = Engine(max_num_seqs=1, max_queued_requests=2)
-    for number in range(5):  # one leaves the queue every 3 seconds
-        assert engine.submit(f"r{number}", engine.make(f"r{number}", [3], max_tokens=1)).refusal == ""
-        engine.run()
-        engine.clock.now += 3
-    assert [waiting(engine, key, 4) for key in "abc"] == [""] * 3
-    engine.step()
-    assert waiting(engine, "d", 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 3
-    assert waiting(engine, "e", 4, 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 6
-    engine.clock.now += 1000
-    assert waiting(engine, "e", 4, 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 60
-
-
-# --- deadlines ---
-
-
-@DEPTHS
-def test_past_its_deadline_a_request_ends_with_what_it_has(depth: int) -> None:
-    engine = Engine(depth=depth)
-    engine.add("a", [3], max_tokens=60, ignore_eos=True, deadline_ms=2500)
-    for _ in range(10):
-        engine.step()
-        engine.clock.now += 1
-    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("deadline", "deadline")
-    assert 1 <= len(engine.tokens("a")) <= 3
-    assert engine.tokens("a") == engine.solo("a").tokens[: len(engine.tokens("a"))]
-    engine.run()
-    engine.check_empty()
-
-
-def test_queue_timeout_ends_only_who_was_never_admitted() -> None:
-    engine = Engine(max_num_seqs=1)
-    for name in "ab":
-        engine.add(name, [3], max_tokens=5, ignore_eos=True, queue_timeout_ms=1500)
-    for _ in range(8):
-        engine.step()
-        engine.clock.now += 1
-    assert (finish(engine, "b").reason, finish(engine, "b").detail) == ("deadline", "queue_timeout")
-    assert engine.tokens("b") == []
-    engine.check_complete("a")
-    engine.check_empty()
-
-
-def test_sleep_is_bounded_by_the_nearest_deadline_that_still_counts() -> None:
-    engine = Engine()
-    assert engine.core.seconds_to_deadline() is None
-    engine.add("a", [3], max_tokens=2, deadline_ms=7000, ignore_eos=True)
-    engine.add("b", [3], max_tokens=2, deadline_ms=9000, queue_timeout_ms=3000, ignore_eos=True)
-    assert engine.core.seconds_to_deadline() == pytest.approx(3.0)
-    engine.step()
-    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
-    engine.clock.now += 2
-    assert engine.core.seconds_to_deadline() == pytest.approx(5.0)
-    engine.abort("a")
-    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
-    engine.run()
-    assert engine.core.seconds_to_deadline() is None
-
-
-def test_deadlines_of_ended_requests_are_forgotten() -> None:
-    engine = Engine()
-    for number in range(200):
-        engine.add(f"r{number}", [3], max_tokens=1, deadline_ms=10**9)
-        engine.run()
-    assert len(engine.core._deadlines) < 100
 
 
 # --- verbs ---
@@ -706,17 +378,3 @@ def test_requests_that_nobody_can_run_are_a_bug_not_a_silence(monkeypatch: pytes
     monkeypatch.setattr(engine.core.cache, "admit", lambda *_, **__: False)
     with pytest.raises(RuntimeError, match="1 requests wait"):
         engine.step()
-
-
-def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "FRONT_ENDS_KEPT", 2)
-    engine = Engine()
-    engine.add("a", [3], max_tokens=2, ignore_eos=True, owner=b"0")
-    for owner in (b"1", b"2", b"3"):
-        engine.call("ping", owner=owner)
-    engine.run()
-    engine.check_complete("a")
-    assert len(engine.core._front_ends) == 2
-    engine.add("b", [3], max_tokens=1, owner=b"3")
-    engine.run()
-    assert b"1" not in {i for i, m in engine.messages if isinstance(m, Step)}

@@ -60,7 +60,7 @@ class Grammars:
 
 def made(**options: Any) -> tuple[Engine, Grammars]:
     engine, grammars = Engine(**options), Grammars()
-    engine.core.grammars = cast(Any, grammars)
+    engine.core._admission._grammars = cast(Any, grammars)
     return engine, grammars
 
 

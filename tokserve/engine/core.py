@@ -8,10 +8,9 @@ clock is given.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,27 +20,24 @@ import msgspec
 
 from tokserve.config import Config
 from tokserve.engine import listing
-from tokserve.engine.adapters import MAX_NAME, Adapters
+from tokserve.engine.adapters import Adapters
+from tokserve.engine.admission import Admission
 from tokserve.engine.cache import Cache
-from tokserve.engine.columns import StepColumns
 from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
+from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.front_ends import Emit, FrontEnds
 from tokserve.engine.grammar import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.undecided import Undecided
 from tokserve.errors import RequestError
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Call, FromEngine, Ready, Reply, Status, StepStats, Submit, ToEngine, Verdict
+from tokserve.messages import Abort, Call, Ready, Reply, Status, Submit, ToEngine
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-FRONT_ENDS_KEPT = 256
-DRAINING_RETRY = 5  # seconds
 STATS_INTERVAL = 0.5  # seconds
-
-Emit = Callable[[bytes, FromEngine], None]
 
 
 @dataclass(slots=True)
@@ -110,7 +106,6 @@ class EngineCore:
         self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
-        self._undecided = Undecided(emit, self._withdraw, self._fail_waiting)
         self.stopped = False
         self._facts = facts
         self._executor = executor
@@ -121,15 +116,15 @@ class EngineCore:
         self._flights: deque[tuple[StepPlan, Future[StepResult]]] = deque()
         self._last_plan: StepPlan | None = None
         self._registry = Registry()
-        self._reject_while_paused = config.server.reject_while_paused
-        self.num_received = 0
+        self._deadlines = Deadlines()
+        self._front_ends = FrontEnds(emit, clock, self.scheduler.stats)
+        self._admission = Admission(
+            config, self.limits, self._registry, self.scheduler, self.adapters, self.grammars, self._deadlines,
+            emit, self._fail, wake,
+        )  # fmt: skip
         self._tasks: list[_Task] = []
         self._status = self._state_now()
-        self._deadlines: list[tuple[float, int, str, Request]] = []  # a heap
         self._acknowledgements: deque[_Acknowledgement] = deque()
-        self._front_ends: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
-        self._left: set[bytes] = set()  # front ends whose process has ended
-        self._stopping = False
         self._verbs: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "ping": self._ping,
@@ -151,8 +146,7 @@ class EngineCore:
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
-        if self._undecided:
-            self._undecided.decide()
+        self._admission.undecided.decide()
         for task in list(self._tasks):
             self._go_on(task)
         if len(self._flights) < self._depth and not self._held_back:
@@ -165,7 +159,7 @@ class EngineCore:
         if self._flights:
             self._collect()
             return True
-        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._undecided:
+        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._admission.undecided:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
         self._rest()
         return False
@@ -186,18 +180,18 @@ class EngineCore:
         for request in told:
             if request.finish is not None:
                 self._forget(request)
-        self._send(told)
-        self._send_stats(now - STATS_INTERVAL)
+        self._front_ends.send(told)
+        self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._acknowledge()
 
     def _rest(self) -> None:
         """Nothing to do: look for lost blocks, and tell the last gauges to those who have seen others."""
         if len(self._registry):  # frozen, and more may come in
-            self._send_stats(self._clock())
+            self._front_ends.refresh_stats(self._clock())
         elif self._last_plan is not None:
             self._last_plan = None
             self.cache.check_idle()
-            self._send_stats(self._clock())
+            self._front_ends.refresh_stats(self._clock())
 
     def summary(self) -> str:
         """What was being computed, for the log of a crash."""
@@ -206,137 +200,42 @@ class EngineCore:
             plans.append(self._last_plan)
         return "; ".join(plan.summary() for plan in plans) or "no step was in flight"
 
-    # --- answers ---
-
-    def _send(self, requests: Iterable[Request]) -> None:
-        """The new output of these requests, one message per front end."""
-        steps: dict[bytes, StepColumns] = {}
-        for request in requests:
-            columns = steps.get(request.owner)
-            if columns is None:
-                columns = steps[request.owner] = StepColumns()
-            request.tell(columns)
-        for identity, columns in steps.items():
-            self._send_step(identity, columns, self.scheduler.stats())
-
-    def _send_step(self, identity: bytes, columns: StepColumns, stats: StepStats) -> None:
-        self._remember(identity, stats)
-        self._emit(identity, columns.step(stats))
-
-    def _remember(self, identity: bytes, stats: StepStats | None) -> None:
-        """Who is there, and what it was told last."""
-        self._front_ends[identity] = (self._clock(), stats)
-        if len(self._front_ends) > FRONT_ENDS_KEPT:
-            self._front_ends.popitem(last=False)
-
-    def _send_stats(self, before: float) -> None:
-        """Gauges alone to the front ends that were told none since `before` and would see a difference."""
-        stale = [identity for identity, (when, _) in self._front_ends.items() if when <= before]
-        if stale:
-            stats = self.scheduler.stats()
-            for identity in stale:
-                if self._front_ends[identity][1] != stats:
-                    self._send_step(identity, StepColumns(), stats)
-
     def _acknowledge(self) -> None:
         """In order: a second abort of the same request must not be answered before its blocks are free either."""
         due = self._acknowledgements
         while due and all(request.released for request in due[0].requests):
             done = due.popleft()
             self._emit(done.identity, Reply(done.call_id, done.result))
-        self.stopped = self._stopping and not due
+        self.stopped = self._admission.closed and not due
 
     # --- messages ---
 
     def receive(self, identity: bytes, message: ToEngine, received: float | None = None) -> None:
         """Take a message of the front end `identity`; `received`: when it came in, by the same clock."""
-        if identity in self._left:
-            return  # its last words came after the news of its end
-        if identity not in self._front_ends:
-            self._remember(identity, None)
+        if self._front_ends.has_left(identity):
+            return
+        self._front_ends.enter(identity)
         if isinstance(message, Submit):
-            self._submit(identity, message, self._clock() if received is None else received)
+            now = self._clock()
+            self._admission.submit(identity, message, now if received is None else received, self._status, now)
         elif isinstance(message, Abort):
             found = [self._registry.find(rid, identity) for rid in message.rids]
             self._abort([request for request in found if request is not None], message.reason)
         else:
             self._call(identity, message)
 
-    def _submit(self, identity: bytes, submit: Submit, received: float) -> None:
-        verdict = self._refusal(submit)
-        if verdict is None:
-            try:
-                requests = [
-                    Request(
-                        add, identity, self.num_received + i, received, self.limits, self.adapters.find(add.adapter)
-                    )
-                    for i, add in enumerate(submit.adds)
-                ]
-            except RequestError as error:
-                verdict = Verdict(submit.call_id, "invalid", error.message)
-            except Exception:  # admission: whatever one request does to us, the others go on
-                logger.exception("a request could not be admitted", extra={"request_id": submit.key})
-                verdict = Verdict(submit.call_id, "internal", "internal error at admission")
-            else:
-                self._accept(submit, requests)
-                if self._compile(requests):
-                    return self._undecided.add(identity, submit.call_id, requests)
-                verdict = Verdict(submit.call_id)
-        self._emit(identity, verdict)
-
-    def _compile(self, requests: list[Request]) -> bool:
-        """Begin with the grammars that these ask for; whether there are any."""
-        for request in requests:
-            if request.params.structured_outputs is not None:
-                request.grammar = self.grammars.compile(request.params.structured_outputs)
-                request.grammar.add_done_callback(lambda _: self._wake())
-        return any(request.grammar is not None for request in requests)
-
-    def _withdraw(self, request: Request) -> None:
-        """Take out a request that is refused after all; nobody is told of its end."""
-        request.end("error", "error", self._clock())
-        self.scheduler.drop(request)
-        self._forget(request)
-
-    def _fail_waiting(self, request: Request, message: str) -> None:
+    def _fail(self, request: Request, message: str) -> None:
+        """End a request that cannot go on."""
         request.end("error", "error", self._clock(), message=message)
         self._end(request)
-        self._send([request])
-
-    def _refusal(self, submit: Submit) -> Verdict | None:
-        """Why these requests are not accepted, if so; nothing of them is kept then."""
-        if self._stopping:
-            return Verdict(submit.call_id, "draining", "the server is shutting down", DRAINING_RETRY)
-        status = self._status
-        if status.quarantine is not None:
-            return Verdict(submit.call_id, "quarantined", status.quarantine)
-        if self._reject_while_paused and (status.paused or status.sleeping or status.state == "pausing"):
-            return Verdict(submit.call_id, "paused", f"the engine is {status.state} (--reject-while-paused)")
-        unknown = next((add.adapter for add in submit.adds if add.adapter and not self.adapters.find(add.adapter)), "")
-        if unknown:
-            return Verdict(submit.call_id, "model_not_found", f"no adapter {unknown[:MAX_NAME]!r} is loaded")
-        if self._registry.in_use(submit.key, (add.rid for add in submit.adds)):
-            message = f"request_id {submit.key!r} is in use by a request in flight"
-            return Verdict(submit.call_id, "duplicate_id", message)
-        excess = self.scheduler.excess([len(add.prompt) // 4 for add in submit.adds], self._clock())
-        return None if excess is None else Verdict(submit.call_id, "queue_full", *excess)
-
-    def _accept(self, submit: Submit, requests: list[Request]) -> None:
-        self.num_received += len(requests)
-        self._registry.add(submit.key, submit.group, requests)
-        for request, add in zip(requests, submit.adds, strict=True):
-            for detail, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
-                if limit is not None:
-                    due = request.received + limit / 1e3
-                    heapq.heappush(self._deadlines, (due, request.number, detail, request))
-            self.scheduler.add(request)
+        self._front_ends.send([request])
 
     def _abort(self, requests: list[Request], reason: str) -> None:
         """End these, and tell their owners."""
         for request in requests:
             request.end("abort", reason, self._clock())
             self._end(request)
-        self._send(requests)
+        self._front_ends.send(requests)
 
     def _abort_acknowledged(self, identity: bytes, call_id: int, keys: Iterable[str], reason: str) -> None:
         """The reply, {key: "aborted" | "finished" | "not_found"}, comes when all is free again."""
@@ -354,9 +253,14 @@ class EngineCore:
     def _end(self, request: Request) -> None:
         """A request that got its `finish` between steps."""
         if request.grammar is not None:
-            self._undecided.ending(request)
+            self._admission.undecided.ending(request)
         self.scheduler.drop(request)
         self._forget(request)
+
+    @property
+    def num_received(self) -> int:
+        """The number that the next request will get."""
+        return self._admission.num_received
 
     @property
     def live(self) -> Iterable[Request]:
@@ -371,33 +275,22 @@ class EngineCore:
         self.scheduler.count_ages(request)
         self._registry.remove(request)
 
-    # --- deadlines ---
-
     def _expire(self) -> None:
         """End what is past its deadline, with what it has."""
         if not self._deadlines:
             return
         now = self._clock()
         expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, detail, request = heapq.heappop(self._deadlines)
-            if self._concerns(detail, request):
-                request.end("deadline", detail, now)
-                self._end(request)
-                expired.append(request)
-        self._send(expired)
-        if len(self._deadlines) > 2 * len(self._registry) + 64:  # most are of requests that ended in time
-            self._deadlines = [entry for entry in self._deadlines if self._concerns(entry[2], entry[3])]
-            heapq.heapify(self._deadlines)
-
-    def _concerns(self, detail: str, request: Request) -> bool:
-        return request.finish is None and (detail == "deadline" or request.admitted is None)
+        for request, detail in self._deadlines.passed(now):
+            request.end("deadline", detail, now)
+            self._end(request)
+            expired.append(request)
+        self._front_ends.send(expired)
+        self._deadlines.tidy(len(self._registry))
 
     def seconds_to_deadline(self) -> float | None:
         """How long the loop may sleep when idle; None: until a message comes."""
-        while self._deadlines and not self._concerns(self._deadlines[0][2], self._deadlines[0][3]):
-            heapq.heappop(self._deadlines)
-        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+        return self._deadlines.seconds_to_next(self._clock())
 
     # --- verbs: called with (identity, call id) and the caller's arguments, each answers by itself ---
 
@@ -414,9 +307,9 @@ class EngineCore:
             elif verb is not None:
                 verb(identity, call.call_id, **call.args)
         except Exception as error:  # a failed admin call is its caller's affair, the loop goes on
-            self._fail(identity, call.call_id, error)
+            self._fail_call(identity, call.call_id, error)
 
-    def _fail(self, identity: bytes, call_id: int, error: Exception) -> None:
+    def _fail_call(self, identity: bytes, call_id: int, error: Exception) -> None:
         if isinstance(error, RequestError):
             reply = Reply(call_id, error=_sendable(error.message), status=error.status, field=error.field)
         else:
@@ -438,7 +331,7 @@ class EngineCore:
             except Exception as error:  # as above
                 self._tasks.remove(task)
                 self._tell_status()
-                return self._fail(task.identity, task.call_id, error)
+                return self._fail_call(task.identity, task.call_id, error)
         self._tell_status()
 
     def _is_due(self, wait: Wait) -> bool:
@@ -453,8 +346,7 @@ class EngineCore:
         status = self._state_now()
         if status != self._status:
             self._status = status
-            for identity in self._front_ends:
-                self._emit(identity, status)
+            self._front_ends.send_status(status)
 
     def _hello(self, identity: bytes, call_id: int) -> None:
         layout = self._facts.layout
@@ -481,7 +373,7 @@ class EngineCore:
 
     def _stats(self, identity: bytes, call_id: int) -> None:
         """Gauges and counters of this moment, ahead of the reply."""
-        self._send_step(identity, StepColumns(), self.scheduler.stats())
+        self._front_ends.send_stats(identity)
         self._emit(identity, Reply(call_id, {}))
 
     def _requests(self, identity: bytes, call_id: int, limit: int) -> None:
@@ -505,14 +397,13 @@ class EngineCore:
     def _leave(self, identity: bytes, call_id: int, front_end: str) -> None:
         """A front end's process has ended: so do its requests.  The reply is how many those were."""
         gone = front_end.encode()
-        self._left.add(gone)
         requests = self._registry.of(gone)
         self._abort(requests, "abort_disconnect")
-        self._front_ends.pop(gone, None)
+        self._front_ends.leave(gone)
         self._emit(identity, Reply(call_id, len(requests)))
 
     def _shutdown(self, identity: bytes, call_id: int) -> None:
-        self._stopping = True
+        self._admission.closed = True
         self._abort_acknowledged(identity, call_id, self._registry.keys(), "shutdown")
 
     def _reset_prefix_cache(self, identity: bytes, call_id: int) -> None:

@@ -1,0 +1,203 @@
+"""What is accepted and what is refused: bad requests, keys in use, the limits of the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import VOCAB, Engine
+from tokserve.engine import admission
+from tokserve.messages import Reply, Verdict
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+def last_reply(engine: Engine) -> Reply:
+    assert engine.replies, "no reply yet"
+    return engine.replies[-1]
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([5, VOCAB], "vocabulary"), ([5] * 64, "64 tokens")])
+def test_a_request_that_cannot_be_served_is_refused_with_a_message(prompt: list[int], message: str) -> None:
+    engine = Engine()
+    verdict = engine.submit("bad", engine.make("bad#0", [3]), engine.make("bad#1", prompt))
+    assert verdict.refusal == "invalid" and message in verdict.message
+    engine.add("good", [3], max_tokens=2)
+    engine.run()
+    assert set(engine.received) == {"good"}
+    engine.check_complete("good")
+
+
+def test_a_request_that_could_never_fit_is_refused_and_others_are_cut_to_the_cache() -> None:
+    engine = Engine(num_blocks=4, context=64)
+    assert engine.core.limits.context == 16
+    assert "KV cache" in engine.submit("bad", engine.make("bad", [5] * 16)).message
+    engine.add("good", [5] * 15, max_tokens=30)
+    engine.run()
+    engine.check_complete("good")
+
+
+def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "Request", broken)
+        verdict = engine.submit("bad", engine.make("bad", [3]))
+    assert (verdict.refusal, verdict.message) == ("internal", "internal error at admission")
+    engine.add("good", [3], max_tokens=2)
+    engine.run()
+    engine.check_complete("good")
+
+
+def test_a_key_in_use_is_refused_to_everybody_and_free_again_after_its_end() -> None:
+    engine = Engine()
+    first = [engine.make(f"a#{i}", [3], max_tokens=3 + i, ignore_eos=True) for i in range(2)]
+    assert engine.submit("a", *first) == Verdict(7)
+    for _ in range(4):
+        engine.step()
+        if len(engine.received) == 2 and engine.received["a#1"].finish:
+            break
+        for owner in (b"A", b"B"):
+            refused = engine.submit("a", engine.make("a#9", [3], owner=owner), owner=owner)
+            assert refused.refusal == "duplicate_id" and "'a' is in use" in refused.message
+    engine.check_complete("a#0")
+    engine.check_complete("a#1")
+    assert "a#9" not in engine.received
+    assert engine.submit("b", engine.make("a#1", [3])) == Verdict(7), "its end was told"
+    assert engine.submit("c", engine.make("a#1", [3])).refusal == "duplicate_id"
+
+
+def test_an_id_is_free_as_soon_as_its_end_was_told() -> None:
+    engine = Engine(depth=2, eos_token_ids=list(range(VOCAB)))
+    engine.add("a", [3], max_tokens=9)
+    engine.steps(2)
+    assert engine.received.pop("a").finish and engine.stats.blocks_held  # its surplus step is in flight
+    engine.add("a", [4], max_tokens=9)
+    engine.run()
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+# --- the queue's limits ---
+
+
+def waiting(engine: Engine, key: str, *lengths: int, **fields: Any) -> str:
+    """Submit prompts of these lengths under one key; what is refused."""
+    prompts = [[3 + (ord(key[0]) + i) % 10] * length for i, length in enumerate(lengths)]
+    adds = [engine.make(f"{key}#{i}", p, max_tokens=30, ignore_eos=True, **fields) for i, p in enumerate(prompts)]
+    return engine.submit(key, *adds).refusal
+
+
+@DEPTHS
+def test_a_request_over_the_limit_is_refused_and_leaves_no_trace(depth: int) -> None:
+    engine = Engine(depth=depth, max_num_seqs=2, max_queued_requests=3)
+    assert [waiting(engine, key, 4) for key in "abcde"] == [""] * 5, "two of them have a slot as good as taken"
+    assert waiting(engine, "f", 4) == "queue_full"
+    engine.step()
+    assert waiting(engine, "f", 4) == "queue_full"
+    assert (engine.stats.running, engine.stats.waiting) == (2, 3)
+    verdict = engine.verdicts[-1]
+    assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in verdict.message
+    assert verdict.retry_after == 1
+    engine.abort("f")
+    assert last_reply(engine).result == {"f": "not_found"}
+    engine.abort("c")
+    assert waiting(engine, "f", 4) == ""
+    engine.run()
+    for key in "abdef":
+        engine.check_complete(f"{key}#0")
+    engine.check_empty()
+
+
+def test_all_choices_or_none() -> None:
+    engine = Engine(max_num_seqs=2, max_queued_requests=3)
+    assert waiting(engine, "a", 4, 4) == ""
+    engine.step()
+    assert waiting(engine, "b", 4, 4) == ""
+    assert waiting(engine, "c", 4, 4) == "queue_full"
+    assert engine.stats.waiting == 2
+    assert waiting(engine, "d", 4) == ""
+    assert waiting(engine, "e", 4) == "queue_full"
+
+
+def test_no_queue_at_all() -> None:
+    engine = Engine(max_num_seqs=2, max_queued_requests=0)
+    assert [waiting(engine, key, 4) for key in "abc"] == ["", "", "queue_full"]
+    engine.step()
+    assert waiting(engine, "c", 4) == "queue_full"
+    engine.abort("a")
+    assert waiting(engine, "c", 4) == ""
+
+
+def test_prompt_tokens_that_wait() -> None:
+    engine = Engine(max_num_seqs=1, max_queued_tokens=10)
+    assert waiting(engine, "a", 20) == "", "it does not wait"
+    assert waiting(engine, "b", 6) == ""
+    assert waiting(engine, "c", 2, 3) == "queue_full"
+    assert "11 prompt tokens would wait, and at most 10 may (--max-queued-tokens)" in engine.verdicts[-1].message
+    assert waiting(engine, "d", 4) == ""
+    engine.step()
+    assert waiting(engine, "e", 1) == "queue_full"
+    engine.run()
+    assert waiting(engine, "f", 50) == ""
+    engine.run()
+    engine.check_empty()
+
+
+def test_free_slots_do_not_count_while_blocks_are_missing() -> None:
+    engine = Engine(num_blocks=8, context=32, max_num_seqs=8, max_queued_requests=1)
+    assert waiting(engine, "a", 24) == ""
+    engine.step()
+    assert waiting(engine, "b", 20) == ""
+    engine.step()
+    assert (engine.stats.running, engine.stats.waiting) == (1, 1)
+    assert waiting(engine, "c", 4) == "queue_full"
+    engine.run()
+    engine.check_empty()
+
+
+@DEPTHS
+def test_who_had_a_slot_once_is_not_queued(depth: int) -> None:
+    engine = Engine(num_blocks=8, context=32, depth=depth, max_num_seqs=2, max_queued_requests=1)
+    for key in "ab":
+        assert waiting(engine, key, 6) == ""
+    while engine.stats.preemptions == 0:
+        engine.step()
+    assert waiting(engine, "c", 4) == ""
+    assert waiting(engine, "d", 4) == "queue_full"
+    engine.run()
+    engine.check_empty()
+    limits = engine.core.scheduler._limits
+    assert (limits.requests, limits.tokens) == (0, 0)
+
+
+def test_a_deadline_in_the_queue_makes_room() -> None:
+    engine = Engine(max_num_seqs=1, max_queued_requests=1)
+    assert waiting(engine, "a", 4) == ""
+    assert waiting(engine, "b", 4, queue_timeout_ms=500) == ""
+    engine.step()
+    assert waiting(engine, "c", 4) == "queue_full"
+    engine.clock.now += 1
+    engine.step()
+    assert waiting(engine, "c", 4) == ""
+
+
+def test_when_to_come_back_is_judged_by_the_pace_of_late() -> None:
+    engine = Engine(max_num_seqs=1, max_queued_requests=2)
+    for number in range(5):  # one leaves the queue every 3 seconds
+        assert engine.submit(f"r{number}", engine.make(f"r{number}", [3], max_tokens=1)).refusal == ""
+        engine.run()
+        engine.clock.now += 3
+    assert [waiting(engine, key, 4) for key in "abc"] == [""] * 3
+    engine.step()
+    assert waiting(engine, "d", 4) == "queue_full"
+    assert engine.verdicts[-1].retry_after == 3
+    assert waiting(engine, "e", 4, 4) == "queue_full"
+    assert engine.verdicts[-1].retry_after == 6
+    engine.clock.now += 1000
+    assert waiting(engine, "e", 4, 4) == "queue_full"
+    assert engine.verdicts[-1].retry_after == 60

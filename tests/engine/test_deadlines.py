@@ -1,0 +1,67 @@
+"""Deadlines: of the whole request and of its time in the queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tokserve.messages import Finish
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+def finish(engine: Engine, rid: str) -> Finish:
+    found = engine.received[rid].finish
+    assert found is not None
+    return found
+
+
+@DEPTHS
+def test_past_its_deadline_a_request_ends_with_what_it_has(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.add("a", [3], max_tokens=60, ignore_eos=True, deadline_ms=2500)
+    for _ in range(10):
+        engine.step()
+        engine.clock.now += 1
+    assert (finish(engine, "a").reason, finish(engine, "a").detail) == ("deadline", "deadline")
+    assert 1 <= len(engine.tokens("a")) <= 3
+    assert engine.tokens("a") == engine.solo("a").tokens[: len(engine.tokens("a"))]
+    engine.run()
+    engine.check_empty()
+
+
+def test_queue_timeout_ends_only_who_was_never_admitted() -> None:
+    engine = Engine(max_num_seqs=1)
+    for name in "ab":
+        engine.add(name, [3], max_tokens=5, ignore_eos=True, queue_timeout_ms=1500)
+    for _ in range(8):
+        engine.step()
+        engine.clock.now += 1
+    assert (finish(engine, "b").reason, finish(engine, "b").detail) == ("deadline", "queue_timeout")
+    assert engine.tokens("b") == []
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+def test_sleep_is_bounded_by_the_nearest_deadline_that_still_counts() -> None:
+    engine = Engine()
+    assert engine.core.seconds_to_deadline() is None
+    engine.add("a", [3], max_tokens=2, deadline_ms=7000, ignore_eos=True)
+    engine.add("b", [3], max_tokens=2, deadline_ms=9000, queue_timeout_ms=3000, ignore_eos=True)
+    assert engine.core.seconds_to_deadline() == pytest.approx(3.0)
+    engine.step()
+    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
+    engine.clock.now += 2
+    assert engine.core.seconds_to_deadline() == pytest.approx(5.0)
+    engine.abort("a")
+    assert engine.core.seconds_to_deadline() == pytest.approx(7.0)
+    engine.run()
+    assert engine.core.seconds_to_deadline() is None
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine = Engine()
+    for number in range(200):
+        engine.add(f"r{number}", [3], max_tokens=1, deadline_ms=10**9)
+        engine.run()
+    assert len(engine.core._deadlines) < 100

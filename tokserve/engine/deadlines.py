@@ -1,0 +1,53 @@
+"""When requests must have ended, or must have left the queue: the nearest first.
+
+Knows no clock: the moment is given.  What becomes of a request that is late is the core's business.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from tokserve.engine.request import Request
+from tokserve.messages import Add
+
+SPARE = 64  # entries of ended requests that are not worth a look
+
+
+class Deadlines:
+    """A heap of (when, number, which, request); entries of requests that ended in time are dropped by and by."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request, add: Add) -> None:
+        """Those that the request came with, counted from when it was received."""
+        for which, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
+            if limit is not None:
+                heapq.heappush(self._heap, (request.received + limit / 1e3, request.number, which, request))
+
+    def passed(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Requests that are late, and for what ("deadline" or "queue_timeout"); end each before the next is taken."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, which, request = heapq.heappop(self._heap)
+            if _counts(which, request):
+                yield request, which
+
+    def tidy(self, num_live: int) -> None:
+        """Forget those of ended requests, once most are."""
+        if len(self._heap) > 2 * num_live + SPARE:
+            self._heap = [entry for entry in self._heap if _counts(entry[2], entry[3])]
+            heapq.heapify(self._heap)
+
+    def seconds_to_next(self, now: float) -> float | None:
+        """Until the nearest that still counts; None: there is none."""
+        while self._heap and not _counts(self._heap[0][2], self._heap[0][3]):
+            heapq.heappop(self._heap)
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+
+def _counts(which: str, request: Request) -> bool:
+    return request.finish is None and (which == "deadline" or request.admitted is None)
