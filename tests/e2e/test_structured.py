@@ -55,6 +55,15 @@ def test_beside_others_every_row_is_what_it_is_alone(demo: Server) -> None:
             assert choice["text"] in ("yes", "no") and choice["stop_detail"]["kind"] == "grammar"
 
 
+def test_who_sits_out_steps_for_a_slow_mask_draws_the_same_tokens(demo: Server) -> None:
+    slow = body({"regex": r"(\w+\s*\d*){0,2000}"}, max_tokens=12, ignore_eos=True, logprobs=2)
+    asked = [slow | {"sampling_params": slow["sampling_params"] | {"seed": seed}} for seed in range(3)]
+    alone = [choices(demo, each) for each in asked]
+    asked += [body({"regex": "[a-z]{9}"}), body(None, ignore_eos=True)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(lambda each: choices(demo, each), asked))[:3] == alone
+
+
 def test_greedy_is_the_most_probable_of_what_is_allowed(demo: Server) -> None:
     params = {"temperature": 0, "logprobs": 0, "logprob_token_ids": list(range(15, 25))}  # the digits are among these
     (choice,) = choices(demo, body({"regex": "[0-9]{6}"}, **params))

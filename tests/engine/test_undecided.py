@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from tokserve.errors import RequestError
 from tokserve.messages import Step, Submit, Verdict
 from tokserve.params import StructuredOutputs
 
+LONG = 60.0  # seconds
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place
 
@@ -25,7 +28,7 @@ class Machine:
         self.tokens = tokens
 
     def deep_copy(self) -> Machine:
-        return Machine(self.tokens)
+        return type(self)(self.tokens)
 
     def consume_token(self, token: int) -> None:
         self.tokens += (token,)
@@ -44,6 +47,8 @@ class Machine:
 class Grammars:
     """Compiles when it is told to."""
 
+    machine = Machine
+
     def __init__(self) -> None:
         self.futures: list[Future[Grammar]] = []
 
@@ -55,12 +60,26 @@ class Grammars:
         eos = np.array([1 << EOS[0]], np.uint32)
         for future in self.futures:
             if not future.done():
-                future.set_result(Grammar(cast(Any, Machine()), eos, eos, eos))
+                future.set_result(Grammar(cast(Any, self.machine()), eos, eos, eos))
+
+
+ENGINES: list[Engine] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No engine's threads outlive its test."""
+    yield
+    while ENGINES:
+        ENGINES.pop().core.close()
 
 
 def made(**options: Any) -> tuple[Engine, Grammars]:
+    """An engine that waits for masks for as long as they take."""
     engine, grammars = Engine(**options), Grammars()
+    ENGINES.append(engine)
     engine.core._admission._grammars = cast(Any, grammars)
+    engine.core._following.patience = LONG
     return engine, grammars
 
 
@@ -202,6 +221,113 @@ def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
     grammars.finish()
     engine.run()
     assert verdicts(engine)[-1] == Verdict(9)
+
+
+class Stuck(Machine):
+    """Its mask after two tokens comes when the test lets it."""
+
+    def __init__(self, tokens: tuple[int, ...] = (), reached: Any = None, free: Any = None) -> None:
+        super().__init__(tokens)
+        self.reached, self.free = reached or threading.Event(), free or threading.Event()
+
+    def deep_copy(self) -> Machine:
+        return Stuck(self.tokens, self.reached, self.free)
+
+    def compute_bitmask(self) -> bytes:
+        if len(self.tokens) == 2:
+            self.reached.set()
+            assert self.free.wait(LONG)
+        return super().compute_bitmask()
+
+
+def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
+    """An engine with a request "g" whose mask is being computed, and who lets that end; the event: a mask is there."""
+    engine, grammars = made(**options)
+    machine, there = Stuck(), threading.Event()
+    engine.core._following._wake = there.set
+    grammars.machine = lambda: machine  # type: ignore[assignment]
+    send(engine, "g", seed=5)
+    grammars.finish()
+    engine.core._following.patience = 0.0
+    while not machine.reached.is_set():
+        if not engine.step():
+            there.wait(LONG)
+            there.clear()
+    return engine, machine, there
+
+
+@DEPTHS
+def test_a_mask_that_takes_long_holds_up_nobody_else(depth: int) -> None:
+    engine, machine, there = stuck(depth=depth)
+    engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
+    engine.run()
+    engine.check_complete("a")
+    assert len(engine.tokens("g")) == 2 and engine.received["g"].finish is None
+    there.clear()
+    machine.free.set()
+    while engine.received["g"].finish is None:
+        if not engine.step():
+            assert there.wait(LONG)
+            there.clear()
+    quick, grammars = made(depth=depth)
+    send(quick, "g", seed=5)
+    grammars.finish()
+    quick.run()
+    assert quick.tokens("g") == engine.tokens("g") and quick.received["g"].finish is not None
+    engine.check_empty()
+
+
+@DEPTHS
+def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> None:
+    engine, machine, _ = stuck(depth=depth)
+    engine.core._following.patience = LONG
+    for i in range(3):
+        future: Future[Grammar] = Future()
+        eos = np.array([1 << EOS[0]], np.uint32)
+        future.set_result(Grammar(cast(Any, Machine()), eos, eos, eos))
+        engine.core._admission._grammars.compile = lambda _, future=future: future  # type: ignore[method-assign, misc]
+        send(engine, f"h{i}", seed=i, call_id=30 + i)
+    engine.run()
+    assert all(engine.received[f"h{i}"].finish is not None for i in range(3))
+    assert engine.received["g"].finish is None
+    machine.free.set()
+
+
+def test_an_abort_does_not_wait_for_a_mask() -> None:
+    engine, machine, there = stuck()
+    engine.abort("g")
+    engine.run()
+    assert detail(engine, "g") == "abort_user"
+    engine.check_empty()
+    there.clear()
+    machine.free.set()
+    assert there.wait(LONG)
+    engine.run()
+    assert not engine.core._following
+    engine.check_empty()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_that_nobody_foresaw_ends_its_request_alone() -> None:
+    class Broken(Machine):
+        def compute_bitmask(self) -> bytes:
+            raise ZeroDivisionError
+
+    engine, grammars = made()
+    engine.core._following.patience = 0.5
+    grammars.machine = Broken
+    send(engine, "g")
+    grammars.finish()
+    engine.run()
+    finish = engine.received["g"].finish
+    assert finish is not None and "mask could not be computed" in (finish.message or "")
+    grammars.machine = Machine
+    send(engine, "h")
+    grammars.finish()
+    engine.core._following.patience = LONG
+    engine.run()
+    assert len(engine.tokens("h")) >= 3
+    engine.check_empty()
 
 
 def test_vocabulary_fits_a_word() -> None:

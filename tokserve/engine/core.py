@@ -25,6 +25,7 @@ from tokserve.engine.admission import Admission
 from tokserve.engine.cache import Cache
 from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.following import Following
 from tokserve.engine.front_ends import Emit, FrontEnds
 from tokserve.engine.grammar import Grammars
 from tokserve.engine.registry import Registry
@@ -117,6 +118,7 @@ class EngineCore:
         self._last_plan: StepPlan | None = None
         self._registry = Registry()
         self._deadlines = Deadlines()
+        self._following = Following(wake)
         self._front_ends = FrontEnds(emit, clock, self.scheduler.stats)
         self._admission = Admission(
             config, self.limits, self._registry, self.scheduler, self.adapters, self.grammars, self._deadlines,
@@ -146,7 +148,7 @@ class EngineCore:
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
-        self._admission.undecided.decide()
+        self._advance_grammars()
         for task in list(self._tasks):
             self._go_on(task)
         if len(self._flights) < self._depth and not self._held_back:
@@ -159,7 +161,7 @@ class EngineCore:
         if self._flights:
             self._collect()
             return True
-        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._admission.undecided:
+        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._awaits_grammars:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
         self._rest()
         return False
@@ -172,14 +174,43 @@ class EngineCore:
             return True
         return self.control.frozen or any(task.wait is STEP_BOUNDARY for task in self._tasks)
 
+    @property
+    def _awaits_grammars(self) -> bool:
+        """Requests may wait although nothing runs: for a grammar, or for one whose mask is late."""
+        return bool(self._admission.undecided) or bool(self._following)
+
+    def _advance_grammars(self) -> None:
+        """Take the grammars and the masks that have come since the last turn."""
+        begun = self._admission.undecided.decide()
+        if begun:
+            self._following.advance(begun)
+        if self._following:
+            self._front_ends.send(self._end_followed())
+
+    def _end_followed(self) -> list[Request]:
+        """Of the requests whose masks have come, those whose grammar ends them."""
+        now = self._clock()
+        ended: list[Request] = []
+        for request in self._following.done():
+            if request.finish is None:
+                request.followed(now)
+                if request.finish is not None:
+                    self._end(request)
+                    ended.append(request)
+        return ended
+
     def _collect(self) -> None:
-        result = self._flights[0][1].result()
+        plan, future = self._flights[0]
+        result = future.result()
         self._flights.popleft()
         now = self._clock()
         told = self.scheduler.update(result, now)
         for request in told:
             if request.finish is not None:
                 self._forget(request)
+        if plan.masks is not None:
+            self._following.advance(self.scheduler.running)
+            told += [request for request in self._end_followed() if request not in told]
         self._front_ends.send(told)
         self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._acknowledge()
@@ -192,6 +223,11 @@ class EngineCore:
             self._last_plan = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
+
+    def close(self) -> None:
+        """End the threads and the process of grammars."""
+        self.grammars.close()
+        self._following.close()
 
     def summary(self) -> str:
         """What was being computed, for the log of a crash."""

@@ -46,7 +46,7 @@ WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end
 SHOWN = 300  # characters of the library's complaint
 LIMITS: dict[str, Any] = {  # what one grammar may cost, in the library's units
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 100_000,  # some 10 ms
+    "step_lexer_fuel": 100_000,  # 10 ms, 50 for the worst known
     "step_max_items": 20_000,  # some ms
     "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,  # some 2 kB each
@@ -104,6 +104,51 @@ class Matcher:
         if sentence and self._ends:
             words |= grammar.eos
         self.words = words
+
+
+class Follower:
+    """A matcher whose work is done elsewhere: `push` here, then `look` in one other thread, and until that returns
+    nothing else.  It is `due` from its making and from every `push` to the `look` that follows."""
+
+    def __init__(self, grammar: Grammar, *, ends: bool) -> None:
+        self.due = True
+        self.slow = False  # the last `look` took long
+        self.error: str | None = None  # why it cannot go on
+        self._grammar = grammar
+        self._ends = ends
+        self._matcher: Matcher | None = None
+        self._token = -1
+
+    def push(self, token: int) -> None:
+        """The token has come."""
+        self._token = token
+        self.due = True
+
+    def look(self) -> None:
+        """What may come next."""
+        self.error = "its mask could not be computed"  # unless one of the next lines says otherwise
+        try:
+            if self._matcher is None:
+                self._matcher = Matcher(self._grammar, ends=self._ends)
+            else:
+                self._matcher.advance(self._token)
+            self.error = None
+        except RequestError as error:
+            self.error = error.message
+        finally:
+            self.due = False
+
+    @property
+    def words(self) -> UInt32:
+        """As of a matcher."""
+        assert self._matcher is not None and not self.due
+        return self._matcher.words
+
+    @property
+    def complete(self) -> bool:
+        """As of a matcher."""
+        assert self._matcher is not None and not self.due
+        return self._matcher.complete
 
 
 class Compiler:

@@ -64,7 +64,7 @@ def run(address: str, config: Config, executor: Executor) -> int:
     try:
         core = _start(config, executor, wire)
         serve(core, wire)
-        core.grammars.close()
+        core.close()
         executor.close()
         logger.info("stopped")
         return 0

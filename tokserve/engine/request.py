@@ -17,7 +17,7 @@ import numpy as np
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.cache import Table
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
-from tokserve.engine.grammar import Grammar, Matcher
+from tokserve.engine.grammar import Follower, Grammar
 from tokserve.engine.repetition import Repetition
 from tokserve.errors import RequestError
 from tokserve.messages import Add, Finish
@@ -88,8 +88,8 @@ class Request:
         self.stop_ids = tuple(sorted(self._eos | self._stops))
         circles = params.repetition_detection
         self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
-        self.matcher: Matcher | None = None  # of a request with structured outputs, once its grammar is there
-        self._ends = False  # an EOS may end what the matcher follows
+        self.follower: Follower | None = None  # of a request with structured outputs, once its grammar is there
+        self._ends = False  # an EOS may end what the follower follows
         self.finish: Finish | None = None
         self._first_token: float | None = None
         self._next_to_send = self.prompt_len  # position
@@ -132,6 +132,11 @@ class Request:
         position is then computed again, to the same bits."""
         reusable = self.reusable
         return (len(self.tokens) if reusable == len(self.tokens) - 1 else reusable) // block_size
+
+    @property
+    def may_draw(self) -> bool:
+        """Nothing of its grammar is still to be worked out."""
+        return self.grammar is None and (self.follower is None or not self.follower.due)
 
     @property
     def has_output(self) -> bool:
@@ -185,14 +190,14 @@ class Request:
             self._versions.append((version, label, self.num_output - 1))
         if token in self._enders or len(self.tokens) >= self.limit or self._repetition is not None:
             self._stop(token, now)
-        if self.matcher is not None and self.finish is None:
-            self._follow(self.matcher, token, now)
+        if self.follower is not None and self.finish is None:
+            self.follower.push(token)
 
     def follow(self, grammar: Grammar) -> None:
         """The grammar that was waited for is there."""
         self.grammar = None
         self._ends = any(map(self._drawable, self._eos))
-        self.matcher = Matcher(grammar, ends=self._ends)
+        self.follower = Follower(grammar, ends=self._ends)
 
     def _drawable(self, token: int) -> bool:
         """Whether the request's lists of ids let it come."""
@@ -200,13 +205,13 @@ class Request:
         named = params.allowed_token_ids is None or token in params.allowed_token_ids
         return named and token not in params.bad_token_ids and [token] not in params.bad_token_sequences
 
-    def _follow(self, matcher: Matcher, token: int, now: float) -> None:
-        """After a token that has not ended the request: what may come next, if anything."""
-        try:
-            matcher.advance(token)
-        except RequestError as error:
-            return self.end("error", "error", now, message=f"structured_outputs cannot be followed: {error.message}")
-        if matcher.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
+    def followed(self, now: float) -> None:
+        """It is known what may come next, if anything; sets `finish` if nothing may."""
+        assert self.follower is not None
+        if self.follower.error is not None:
+            message = f"structured_outputs cannot be followed: {self.follower.error}"
+            self.end("error", "error", now, message=message)
+        elif self.follower.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
             self.end("stop", "grammar", now)
 
     def _stop(self, token: int, now: float) -> None:

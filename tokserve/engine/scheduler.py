@@ -9,7 +9,7 @@ flight mentions is not freed until its result is here.  Knows no clock, no messa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -113,6 +113,11 @@ class Scheduler:
         """Slots that a request could enter."""
         return len(self._free_slots)
 
+    @property
+    def running(self) -> Iterable[Request]:
+        """Requests with a slot that have not ended."""
+        return self._running
+
     def stats(self) -> StepStats:
         """Gauges and counters of this moment."""
         pool, count = self._cache.pool, self.counters
@@ -183,7 +188,7 @@ class Scheduler:
         """Rows for running requests: those that lack one token first, so that no prompt delays them."""
         prompts = []
         for request in list(self._running):
-            if request.state is not State.RUNNING:  # preempted by one before it
+            if request.state is not State.RUNNING or not request.may_draw:  # preempted by one before it, or late
                 continue
             wanted = request.wanted
             if wanted - request.computed > 1:
@@ -225,8 +230,8 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, now: float) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
-        another, whose grammar is being compiled, or that is behind the barrier, is passed over; one that does not fit
-        holds up those behind it.
+        another, whose grammar or mask is not there yet, or that is behind the barrier, is passed over; one that does
+        not fit holds up those behind it.
 
         There is budget left only when every running request has its row, so no more requests run than tokens fit
         in a step, and each gets on.
@@ -236,7 +241,7 @@ class Scheduler:
             request = self._waiting[index]
             hits = None
             behind = self.barrier is not None and request.number >= self.barrier
-            if not behind and request.grammar is None and not self._cache.must_wait(request.table):
+            if not behind and request.may_draw and not self._cache.must_wait(request.table):
                 usable = request.reusable_blocks(self._cache.block_size)
                 hits = self._cache.find(request.table, request.tokens, usable)
             if hits is None:
@@ -279,7 +284,7 @@ class Scheduler:
             request.computed += row.count
             request.pending += row.samples
             request.in_flight += 1
-            if request.matcher is not None and row.samples:
+            if request.follower is not None and row.samples:
                 masked.append(request)
         self._flights.append(Flight(self._step, rows, self.weight_version))
         plan = StepPlan(
@@ -359,5 +364,5 @@ class Scheduler:
 
 def _masks(requests: Sequence[Request]) -> Masks | None:
     """What their grammars allow these to draw."""
-    words = [request.matcher.words for request in requests if request.matcher is not None]
+    words = [request.follower.words for request in requests if request.follower is not None]
     return Masks(np.array([request.slot for request in requests], np.int32), np.stack(words)) if words else None

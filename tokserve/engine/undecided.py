@@ -50,23 +50,27 @@ class Undecided:
             if request in submission.requests:
                 self._accept(submission)
 
-    def decide(self) -> None:
-        """Of those whose grammars are all there."""
+    def decide(self) -> list[Request]:
+        """Of those whose grammars are all there; returns the requests that begin to follow theirs."""
+        begun = []
         for submission in list(self._submissions):
             grammars = [request.grammar for request in submission.requests if request.grammar is not None]
             if all(grammar.done() for grammar in grammars):
                 self._submissions.remove(submission)
                 error = next((each for each in (grammar.exception() for grammar in grammars) if each), None)
                 if error is None:
-                    self._begin(submission)
+                    begun += self._begin(submission)
                 else:
                     self._refuse(submission, error)
+        return begun
 
-    def _begin(self, submission: _Submission) -> None:
-        for request in submission.requests:
+    def _begin(self, submission: _Submission) -> list[Request]:
+        begun = [request for request in submission.requests if request.finish is None and request.grammar is not None]
+        for request in begun:
             if request.grammar is not None:
                 request.follow(request.grammar.result())
         self._accept(submission)
+        return begun
 
     def _accept(self, submission: _Submission) -> None:
         if not submission.told:

@@ -1,0 +1,152 @@
+"""Which tokens may come next, worked out beside the loop: quick grammars within the turn, slow ones while others go on.
+
+A mask costs microseconds, or seconds if a pattern is made for it, and nothing says so beforehand.  So the loop waits a
+little for a thread to compute them all; whoever is not done by then sits out steps until it is, and the thread is left
+to it.  Which tokens are drawn does not depend on that: a row's bits know nothing of the batch.  Knows no steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from tokserve.engine.grammar import NICENESS
+from tokserve.engine.request import Request
+
+PATIENCE = 0.005  # seconds that a turn waits for masks,
+SHARE = 0.0005  # and so many more for each request of it
+SLOW = 0.005  # seconds; a request whose last mask took longer is not waited for
+
+
+class Following:
+    """`wake` is called, from any thread, when a mask is there that was not waited for."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.patience = PATIENCE
+        self._wake = wake
+        self._pending: set[Request] = set()
+        self._done: deque[Request] = deque()
+        self._waiting = False  # the loop waits
+        self._emptied: queue.SimpleQueue[None] = queue.SimpleQueue()  # by a quick lane that has nothing left to do
+        self._quick: _Lane | None = None
+        self._slow: _Lane | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anybody's mask is still to come."""
+        return bool(self._pending)
+
+    def advance(self, requests: Iterable[Request]) -> None:
+        """Begin with the masks of these that are due, unless that has begun, and wait a little."""
+        quick: list[Request] = []
+        slow: list[Request] = []
+        for request in requests:
+            if request.follower is not None and request.follower.due and request not in self._pending:
+                (slow if request.follower.slow else quick).append(request)
+                self._pending.add(request)
+        if slow:
+            if self._slow is None:
+                self._slow = _Lane(self._on_done, lambda: None, NICENESS)
+            self._slow.begin(slow)
+        if quick:
+            if self._quick is None:
+                self._quick = _Lane(self._on_done, self._on_emptied)
+            self._waiting = True
+            self._quick.begin(quick)
+            if not self._wait(quick):
+                self._quick = self._quick.replaced()
+            self._waiting = False
+
+    def _wait(self, requests: Sequence[Request]) -> bool:
+        """Whether all these are done in time."""
+        end = time.monotonic() + self.patience + SHARE * len(requests)
+        with suppress(queue.Empty):
+            while True:
+                self._emptied.get(timeout=max(0.0, end - time.monotonic()))
+                if not any(request.follower is not None and request.follower.due for request in requests):
+                    return True
+        return False
+
+    def done(self) -> list[Request]:
+        """Those whose masks are there, or have failed, since the last call."""
+        found = []
+        with suppress(IndexError):
+            while True:
+                found.append(self._done.popleft())
+        self._pending.difference_update(found)
+        return found
+
+    def close(self) -> None:
+        """Let the threads end when they have nothing to do."""
+        for lane in (self._quick, self._slow):
+            if lane is not None:
+                lane.close()
+        self._quick = self._slow = None
+
+    # --- the threads' side ---
+
+    def _on_done(self, request: Request) -> None:
+        self._done.append(request)
+        if not self._waiting:  # else the loop looks after it has waited
+            self._wake()
+
+    def _on_emptied(self) -> None:
+        self._emptied.put(None)
+
+
+class _Lane:
+    """A thread that computes masks, one after the other."""
+
+    def __init__(self, on_done: Callable[[Request], None], on_emptied: Callable[[], None], niceness: int = 0) -> None:
+        self._on_done = on_done
+        self._on_emptied = on_emptied
+        self._due: deque[Request] = deque()
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
+        self._thread = threading.Thread(target=self._run, args=(niceness,), name="masks", daemon=True)
+        self._thread.start()
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """These too."""
+        self._due.extend(requests)
+        self._calls.put(True)
+
+    def replaced(self) -> _Lane:
+        """Another in its place, which takes over all but the mask that is being computed."""
+        other = _Lane(self._on_done, self._on_emptied)
+        with suppress(IndexError):
+            while True:
+                other._due.append(self._due.popleft())
+        other._calls.put(True)
+        self.close()
+        thread = self._thread.native_id
+        assert thread is not None
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+        return other
+
+    def close(self) -> None:
+        """The thread ends when it has nothing to do."""
+        self._calls.put(False)
+
+    def _run(self, niceness: int) -> None:
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        while self._calls.get():
+            with suppress(IndexError):
+                while True:
+                    self._compute(self._due.popleft())
+            self._on_emptied()
+
+    def _compute(self, request: Request) -> None:
+        follower = request.follower
+        assert follower is not None
+        began = time.monotonic()
+        try:
+            follower.look()
+        finally:  # an error that nobody foresaw ends the thread, and the request that it was about
+            follower.slow = time.monotonic() - began > SLOW
+            self._on_done(request)
