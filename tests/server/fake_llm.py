@@ -271,7 +271,6 @@ class FakeLLM:
     cached: int = 0
     dead: EngineDead | None = None
     restarting: EngineDead | None = None
-    started: bool = True
     hung: bool = False
     silence: float = 0.0
     hold: bool = False

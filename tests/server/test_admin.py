@@ -74,8 +74,6 @@ def test_ready_says_what_is_in_the_way() -> None:
     assert status() == (503, "draining")
     s.llm.hung = True
     assert status() == (503, "hung")
-    s.llm.started = False
-    assert status() == (503, "loading")
     s.llm.restarting = EngineDead()
     assert status() == (503, "restarting")
     s.llm.die()

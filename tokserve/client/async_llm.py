@@ -138,11 +138,6 @@ class AsyncLLM:
         return self._connection.ready
 
     @property
-    def started(self) -> bool:
-        """The engine has been ready."""
-        return self._connection.ready is not None
-
-    @property
     def status(self) -> Status:
         """The engine's state, as it last said."""
         return self._connection.status

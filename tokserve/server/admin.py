@@ -46,7 +46,6 @@ class ModelList(msgspec.Struct):
 CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("dead", lambda serving: serving.llm.dead is not None),
     ("restarting", lambda serving: serving.llm.down is not None),
-    ("loading", lambda serving: not serving.llm.started),
     ("hung", lambda serving: serving.llm.hung),
     ("draining", lambda serving: bool(serving.state.draining)),
 )
