@@ -1,11 +1,15 @@
 """The listening socket."""
 
+import asyncio
+import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
 from tokserve.cli import listen
+from tokserve.cli.http import Signals
 from tokserve.config import Config
 from tokserve.errors import StartError
 
@@ -15,6 +19,15 @@ def test_a_small_write_is_not_held_back_by_the_kernel() -> None:
         listening.listen()
         with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_of_two_servers_that_start_at_once_the_second_to_listen_says_why_it_cannot() -> None:
+    with listen.bind(Config.make(port=0)) as first:
+        config = Config.make(port=first.getsockname()[1])
+        with listen.bind(config) as second:
+            listen.begin(first, config)
+            with pytest.raises(StartError, match=r"cannot listen on http://127\.0\.0\.1:\d+: Address already in use"):
+                listen.begin(second, config)
 
 
 def test_an_address_that_is_not_ours() -> None:
@@ -53,3 +66,22 @@ def test_a_unix_socket_is_one_for_all(tmp_path: Path) -> None:
         listen.remove(config)
         listen.remove(config)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_hangup_stops_unless_it_is_ignored_from_the_start() -> None:
+    async def heard() -> bool:
+        told = asyncio.Event()
+        Signals(told.set)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)  # read after it
+        await told.wait()
+        return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+    usual = [(number, signal.getsignal(number)) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
+    try:
+        assert asyncio.run(heard())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert not asyncio.run(heard())
+    finally:
+        for number, handler in usual:
+            signal.signal(number, handler)

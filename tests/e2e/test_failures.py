@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,25 @@ def test_tls_files_that_are_none(tmp_path: Path) -> None:
     junk.write_text("no certificate")
     done = run("serve", "demo", "--port", "0", "--ssl-keyfile", str(junk), "--ssl-certfile", str(junk))
     assert done.returncode == 1 and "tokserve: error: ssl_certfile" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_some() -> None:
+    with Server("demo", "--tokens-only") as server, ExitStack() as clients:
+        limit = psutil.Process(server.process.pid).num_fds() + 30
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        url = httpx.URL(server.url)
+        for _ in range(90):
+            last = clients.enter_context(socket.create_connection((url.host, url.port), timeout=60))
+        with suppress(ConnectionResetError):
+            assert last.recv(1) == b"", "it should hang up on those that it has no descriptor for"
+        clients.close()
+        for _ in range(300):  # until it has seen the others go
+            with suppress(httpx.TransportError):
+                assert server.get("/health").status_code == 200
+                break
+            time.sleep(0.1)
+        assert len(server.generate([5, 6], max_tokens=4, ignore_eos=True)["choices"][0]["token_ids"]) == 4
+        assert not any("Traceback" in line for line in server.log), server.log
 
 
 def test_idle_costs_no_cpu() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +98,7 @@ def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
         assert post(GENERATE, SHORT).json()["choices"]
         running = pool.submit(client.post, GENERATE, json=LONG)
         until(lambda: client.get("/load").json()["running"] > 0, server.log)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGHUP)
         until(reads("draining"), server.log)
         check(client, "draining")
         server.process.send_signal(signal.SIGTERM)
@@ -106,3 +109,29 @@ def test_every_state_is_told_by_the_probes(tmp_path: Path) -> None:
         server.stop()
         pool.shutdown()
         client.close()
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_log_stops_nobody(tmp_path: Path) -> None:
+    uds = tmp_path / "s"
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "tokserve", "serve", "demo", "--tokens-only", "--uds", str(uds)]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(uds)), base_url="http://tokserve", timeout=120
+        ) as client:
+
+            def serves() -> bool:
+                with suppress(httpx.TransportError):
+                    return client.get("/ready").status_code == 200
+                return False
+
+            until(serves, [])
+            assert client.post(GENERATE, json=SHORT).status_code == 200
+            assert client.post(GENERATE, json={}).status_code == 400
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()

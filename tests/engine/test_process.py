@@ -283,9 +283,10 @@ def test_the_engine_leaves_with_its_parent(child: Child) -> None:
     assert not Path(child.address.removeprefix("ipc://")).parent.exists()  # its socket's directory went along
 
 
-def test_sigterm_ends_it_with_zero_and_sigint_does_nothing(child: Child) -> None:
+def test_sigterm_ends_it_with_zero_and_sigint_and_sighup_do_nothing(child: Child) -> None:
     with busy(child) as front:
         child.process.send_signal(signal.SIGINT)
+        child.process.send_signal(signal.SIGHUP)
         front.send(Call(3, "ping"))
         assert answer(front, Reply) == Reply(3, {})
         child.process.send_signal(signal.SIGTERM)

@@ -28,13 +28,17 @@ DEAD_GRACE = 5.0  # seconds that 503s are answered after the engine's death, bef
 
 
 class Signals:
-    """What SIGTERM and SIGINT do: at first end the start-up, later whatever `act` is set to."""
+    """What SIGTERM, SIGINT and SIGHUP do: at first end the start-up, later whatever `act` is set to.
+
+    A SIGHUP that is ignored when the process starts (`nohup`) stays ignored.
+    """
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: self.act())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, lambda: self.act())
 
 
 class ApiServer:

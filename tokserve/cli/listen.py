@@ -40,6 +40,15 @@ def bind(config: Config) -> socket.socket:
     return sock
 
 
+def begin(sock: socket.socket, config: Config) -> None:
+    """Listen: from here on clients connect.  Raises StartError if another server, started at the same time, was first:
+    of two that are bound and do not listen yet the kernel says nothing."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(f"cannot listen on {url(config, sock)}: {error.strerror or error}") from None
+
+
 def spread(sock: socket.socket, count: int) -> list[socket.socket]:
     """A socket at the same address for each of `count` processes; the first is the one given.
 

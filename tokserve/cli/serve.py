@@ -53,7 +53,7 @@ async def _run(config: Config, sock: socket.socket, started: float) -> int:
             logger.info("told to stop while starting")
             return 0
         starting.result()
-        sock.listen(listen.BACKLOG)  # from here on clients connect; they are served in a moment
+        listen.begin(sock, config)  # those who connect are served in a moment
         banner(front.llm, listen.url(config, sock), time.monotonic() - started)
         reporting = asyncio.create_task(report(front.llm, config))
         try:

@@ -103,7 +103,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
         for each in self._sockets:
-            each.listen(listen.BACKLOG)
+            listen.begin(each, self._config)
 
     def _launch(self, index: int) -> None:
         address, pid = self.llm.engine

@@ -122,13 +122,14 @@ def main(make_executor: Callable[[Config], Executor] = make) -> NoReturn:
 
 def _watch(address: str, uds: str | None) -> None:
     """Leave at once on SIGTERM (0) or when the parent is gone, even while a step computes: a thread waits for
-    either.  SIGINT goes to the whole terminal's group and is the parent's to judge.
+    either.  SIGINT and SIGHUP may go to a whole group of processes and are the parent's to judge.
 
     The end of stdin may come late, when a fork of the parent lives on with the pipe's other end: so the parent
     itself is watched too.  `uds`: the parent's own socket, whose file goes as well if it cannot see to that."""
     signals, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # the byte in the pipe is what counts
     signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
     stdin = sys.stdin.fileno()
