@@ -251,6 +251,14 @@ def test_what_has_been_compiled_is_kept_and_what_failed_is_not(grammars: Grammar
     assert grammars.compile(wrong) is not first
 
 
+def test_a_grammar_that_has_come_to_a_limit_is_compiled_anew(grammars: Grammars) -> None:
+    asked, other = StructuredOutputs(regex="ab+"), StructuredOutputs(regex="ab*")
+    first, second = grammars.compile(asked).result(), grammars.compile(other).result()
+    grammars.forget(first)
+    assert grammars.compile(other).result() is second
+    assert grammars.compile(asked).result() is not first
+
+
 def test_a_bomb_goes_off_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.compile(StructuredOutputs(regex="before")).result()  # the process is there
     with monkeypatch.context() as patch:

@@ -307,6 +307,24 @@ def test_an_abort_does_not_wait_for_a_mask() -> None:
     engine.check_empty()
 
 
+def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine() -> None:
+    class Exhausted(Machine):
+        def is_error(self) -> bool:
+            return True
+
+    engine, grammars = made()
+    grammars.machine = Exhausted
+    send(engine, "g", "h")
+    engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
+    grammars.finish()
+    engine.run()
+    for rid in "gh":
+        finish = engine.received[rid].finish
+        assert finish is not None and finish.reason == "error" and "too complex" in (finish.message or "")
+    engine.check_complete("a")
+    engine.check_empty()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_nobody_foresaw_ends_its_request_alone() -> None:
     class Broken(Machine):

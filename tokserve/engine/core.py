@@ -192,6 +192,8 @@ class EngineCore:
         now = self._clock()
         ended: list[Request] = []
         for request in self._following.done():
+            if request.follower is not None and request.follower.error is not None:
+                self.grammars.forget(request.follower.grammar)
             if request.finish is None:
                 request.followed(now)
                 if request.finish is not None:

@@ -114,7 +114,7 @@ class Follower:
         self.due = True
         self.slow = False  # the last `look` took long
         self.error: str | None = None  # why it cannot go on
-        self._grammar = grammar
+        self.grammar = grammar
         self._ends = ends
         self._matcher: Matcher | None = None
         self._token = -1
@@ -129,7 +129,7 @@ class Follower:
         self.error = "its mask could not be computed"  # unless one of the next lines says otherwise
         try:
             if self._matcher is None:
-                self._matcher = Matcher(self._grammar, ends=self._ends)
+                self._matcher = Matcher(self.grammar, ends=self._ends)
             else:
                 self._matcher.advance(self._token)
             self.error = None
@@ -223,6 +223,13 @@ class Grammars:
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return future
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compile it anew for the next request: outputs share what the library has found out about a grammar, and its
+        limits with it, so one that has come to a limit would fail others at once."""
+        for key, known in list(self._kept.items()):
+            if known.done() and known.exception() is None and known.result() is grammar:
+                del self._kept[key]
 
     def close(self) -> None:
         """End the thread and its process."""
