@@ -15,7 +15,7 @@ from tests.e2e.server import Server
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SHOWN = re.findall(r"```sh\n(curl .*?)```\n```json\n(.*?)```", README, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", README, re.DOTALL)
-VARYING = {"id", "request_id", "created", "cached_tokens"}
+VARYING = {"id", "request_id", "created", "cached_tokens", "system_fingerprint"}
 
 
 def about(value: Any) -> Any:
