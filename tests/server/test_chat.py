@@ -199,8 +199,11 @@ def test_return_token_ids() -> None:
 def test_with_token_ids_come_the_weights_that_made_them(path: str) -> None:
     sent = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
     made = [{"version": "0", "start": 0, "end": 3}]
-    [whole] = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()["choices"]
+    reply = site(says("ab")).post(path, sent | {"return_token_ids": True}).json()
+    [whole] = reply["choices"]
     assert len(whole["token_ids"]) == 3 and whole["weight_versions"] == made
+    assert reply["weight_version"] == "0"
+    assert "weight_version" not in site(says("ab")).post(path, sent).json()
     events = site(says("ab")).events(path, sent | {"return_token_ids": True})
     told = [c["weight_versions"] for event in events for c in event["choices"] if "weight_versions" in c]
     assert told == [made]

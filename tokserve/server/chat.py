@@ -22,7 +22,7 @@ from tokserve.server import body, logprobs, schemas, sse
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
-from tokserve.server.tokens import StopDetail, WeightVersion, versions
+from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -61,6 +61,7 @@ class Reply(msgspec.Struct):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    weight_version: str | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     object: str = "chat.completion"
 
@@ -228,11 +229,12 @@ class Render:
             )
             for c in completions
         ]  # fmt: skip
-        prompt = self._flight.prompt_ids() if self._ids else UNSET
         flight = self._flight
-        return Reply(
-            self._id, self._created, self._model, choices, flight.usage(), prompt, scores, flight.fingerprint
-        )  # fmt: skip
+        reply = Reply(self._id, self._created, self._model, choices, flight.usage(), prompt_logprobs=scores)
+        reply.system_fingerprint = flight.fingerprint
+        if self._ids:
+            reply.prompt_token_ids, reply.weight_version = flight.prompt_ids(), last_version(completions)
+        return reply
 
     def _logprobs(self, c: Completion) -> logprobs.Content | None:
         if not self._wanted:

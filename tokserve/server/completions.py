@@ -24,7 +24,7 @@ from tokserve.server.flights import Answered, Usage
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import Fields, Serving, Terms
-from tokserve.server.tokens import StopDetail, WeightVersion, versions
+from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
@@ -56,6 +56,7 @@ class Reply(msgspec.Struct):
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
+    weight_version: str | UnsetType | None = UNSET
     object: str = "text_completion"
 
 
@@ -211,7 +212,10 @@ class Render:
         """The whole answer."""
         choices = [self._choice(c) for c in ends]
         flight = self._flight
-        return Reply(self._id, self._created, self._model, choices, flight.usage(), flight.fingerprint)
+        reply = Reply(self._id, self._created, self._model, choices, flight.usage(), flight.fingerprint)
+        if self._ids:
+            reply.weight_version = last_version(ends)
+        return reply
 
     def _choice(self, c: Completion) -> Choice:
         """A choice from a delta; its first also carries what is said about the prompt."""

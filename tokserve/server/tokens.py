@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -110,6 +110,11 @@ class WeightVersion(msgspec.Struct):
 def versions(c: Completion) -> list[WeightVersion]:
     """Which version made which of a choice's tokens."""
     return [WeightVersion(*span) for span in c.weight_versions]
+
+
+def last_version(ends: Sequence[Completion]) -> str | None:
+    """Which version made the last token of the last choice that has any."""
+    return next((c.weight_versions[-1][0] for c in reversed(ends) if c.weight_versions), None)
 
 
 class StopDetail(msgspec.Struct, omit_defaults=True):
