@@ -48,8 +48,8 @@ test-asan: build/asan
 
 test-tsan: build/tsan
 	LD_PRELOAD="$(call gcc_file,libtsan.so)" TSAN_OPTIONS=suppressions=tests/tsan.supp:exitcode=66 \
-	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler tests/ops/test_cpu.py \
-	  -k 'threads or tile or bits'
+	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler tests/ops/test_cpu.py tests/ops/test_record.py \
+	  -k 'threads or tile or bits or repetition'
 
 # A wheel, installed in an environment that knows nothing of this tree.
 test-wheel: install
