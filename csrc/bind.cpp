@@ -77,8 +77,7 @@ NB_MODULE(_C, m) {
         recording.into = &record;
       }, "Add what this thread calls from now on.")
       .def("end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
-      .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.")
-      .def("__len__", &Record::size);
+      .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.");
   bind_elementwise(m);
   bind_linear(m);
   bind_lora(m);

@@ -30,6 +30,19 @@ void over_rows(int64_t rows, double cost, F&& f) {
   parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
 }
 
+// Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of about
+// 8 us, small enough to balance, large enough to share what a piece prepares.  `cost` is about nanoseconds of one core for all.
+template <class F>
+void over_panels(int64_t m, int64_t panels, double cost, const F& f) {
+  const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
+  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
+  const int64_t pieces = std::min(panels, wanted);
+  parallel(blocks * pieces, [&](int64_t i) {
+    const int64_t block = i / pieces, piece = i % pieces;
+    f(block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
+  });
+}
+
 // Sizes of a layer's cache.
 struct Caches {
   int64_t blocks, kv_heads, page, dim;

@@ -125,13 +125,8 @@ void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
     return;
   }
   const Unlocked unlocked;
-  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
-  const int64_t blocks = (a.m + kRowBlock - 1) / kRowBlock;
-  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
-  const int64_t pieces = std::min(panels, wanted);
-  parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i / pieces, piece = i % pieces;
-    kernel.linear(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces, thread_scratch(scratch));
+  over_panels(a.m, panels, cost, [&](int64_t row, int64_t begin, int64_t end) {
+    kernel.linear(a, row, begin, end, thread_scratch(scratch));
   });
 }
 

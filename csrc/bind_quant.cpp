@@ -70,7 +70,7 @@ void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales, bool
 // The product, here or in all threads.
 void multiply(Int8Args a, int64_t panels, int64_t sums) {
   const Kernels& kernel = kernels();
-  const int64_t m = a.m, blocks = (m + kRowBlock - 1) / kRowBlock;
+  const int64_t m = a.m;
   a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
   const double cost = static_cast<double>(sums) * a.k * std::max(0.02, 0.0025 * m);  // ns of one core, about
   if (cost < 6000.0 || pool().threads() == 1) {
@@ -86,13 +86,7 @@ void multiply(Int8Args a, int64_t panels, int64_t sums) {
     const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
     parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
   }
-  // Pieces of about 8 us: small enough to balance, large enough to share what a piece prepares.
-  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
-  const int64_t pieces = std::min(panels, wanted);
-  parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i / pieces, piece = i % pieces;
-    kernel.linear_int8(a, block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
-  });
+  over_panels(m, panels, cost, [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
 }
 
 void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,

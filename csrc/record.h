@@ -14,7 +14,6 @@ class Record {
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
   // Makes all calls again, in order, without the interpreter lock; the memory they name must still be there.
   void repeat() const;
-  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
  private:
   std::vector<std::function<void()>> calls_;

@@ -21,6 +21,11 @@ CHUNK = 64 << 20
 ALIGNMENT = 64  # a cache line
 
 
+def aligned(size: int) -> int:
+    """So many bytes, rounded up to whole cache lines."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Arena:
     """Hands out tensors that lie one behind the other; any thread may ask."""
 
@@ -31,7 +36,7 @@ class Arena:
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count] of any contents, at a multiple of 64 bytes."""
-        size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        size = aligned(count * dtype.itemsize)
         if count == 0:
             return torch.empty(0, dtype=dtype)
         if size > CHUNK // 2:

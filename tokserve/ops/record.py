@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tokserve.ops.arena import aligned
+
 MAKERS = {"empty", "new_empty", "empty_like"}
 LOOKS = {"__get__", "view", "to"}  # at attributes, or at the same elements; a conversion makes new ones
-ALIGNMENT = 64  # a cache line
 
 
 class Unrecordable(Exception):
@@ -61,7 +62,7 @@ class _Tensors(TorchFunctionMode):
 
     def _place(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         bytes_ = shape.numel() * dtype.itemsize
-        size = -(-bytes_ // ALIGNMENT) * ALIGNMENT
+        size = aligned(bytes_)
         if self._free[size]:
             at = self._free[size].pop()
         else:
