@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,7 +37,7 @@ SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
 }
-VOCAB, HEAD_DIM, CONTEXT = 151936, 128, 1024
+VOCAB, HEAD_DIM, CONTEXT, PROMPT = 151936, 128, 1024, 128
 STEPS, WARM = 60, 10
 
 
@@ -118,14 +119,26 @@ def prefill(runner: Runner, rows: int) -> float:
 
 
 def decode(runner: Runner, rows: int, start: int) -> float:
-    """Seconds of a decode step, two in flight, from context length `start` on."""
+    """Seconds of a decode step, from context length `start` on."""
     slots, one, samples = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
+    return seconds(runner, lambda step: StepPlan(step, slots, one, (start + step) * one, samples))
+
+
+def with_a_prompt(runner: Runner, rows: int) -> float:
+    """Seconds of a step with PROMPT tokens in the first row and one in each of the others."""
+    slots, counts, samples = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
+    counts[0] = PROMPT
+    return seconds(runner, lambda step: StepPlan(step, slots, counts, 0 * counts + CONTEXT, samples))
+
+
+def seconds(runner: Runner, plan: Callable[[int], StepPlan]) -> float:
+    """Of a step, two in flight."""
     flights: deque[Any] = deque()
     for step in range(WARM + STEPS):
         if step == WARM:
             torch.cuda.synchronize()
             began = time.perf_counter()
-        flights.append(runner.launch(StepPlan(step, slots, one, (start + step) * one, samples)))
+        flights.append(runner.launch(plan(step)))
         if len(flights) == 2:
             flights.popleft().result()
     while flights:
@@ -167,9 +180,12 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     prompt_rate = prefill(runner, rows)
     exact = decode(runner, rows, CONTEXT)
     assert isinstance(runner._graphs, Graphs)
-    graph = runner._graphs._graphs[rows, False]
+    graph = runner._graphs._graphs[rows, rows, False]
     with torch.inference_mode():
         replay = median_seconds(graph.replay)
+    mixed = with_a_prompt(runner, rows)
+    runner._graphs.prompt_sizes = []
+    launched = with_a_prompt(runner, rows)
     sampling, filtering = sampling_seconds(rows)
     roofline = step_bytes(runner, rows) / card.bytes_per_second
     ops.bind("cuda", exact=False)
@@ -182,6 +198,7 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
         "decode_tok_s": round(rows / exact), "step_ms": exact * 1e3, "roofline_share": roofline / exact,
         "fast_step_ms": fast * 1e3, "exact_costs": exact / fast - 1, "graph_ms": replay * 1e3,
         "sampling_share": sampling / exact, "top_p_ms": filtering * 1e3, "outside_graph_us": (exact - replay) * 1e6,
+        "with_a_prompt_ms": mixed * 1e3, "with_a_prompt_launched_ms": launched * 1e3,
     }  # fmt: skip
 
 
@@ -215,7 +232,9 @@ def main() -> None:
             f"{target}: {row['model']}, {rows} rows: {row['decode_tok_s']} tok/s, {row['roofline_share']:.0%} of"
             f" the roofline; exact costs {row['exact_costs']:+.1%} (G6); sampling {row['sampling_share']:.1%} (G7);"
             f" {row['outside_graph_us']:.0f} us outside the graph (G8); prefill {row['prefill_tok_s']} tok/s,"
-            f" {row['prefill_share']:.0%} of the card; top-k and top-p {row['top_p_ms']:.2f} ms",
+            f" {row['prefill_share']:.0%} of the card; {PROMPT} tokens of a prompt in a step"
+            f" {row['with_a_prompt_ms']:.2f} ms, {row['with_a_prompt_launched_ms']:.2f} without a graph;"
+            f" top-k and top-p {row['top_p_ms']:.2f} ms",
             flush=True,
         )
     sys.exit(failed)

@@ -154,7 +154,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about("On a GPU, matrix products whose bits do not depend on the batch; off: cuBLAS. A CPU is always exact."),
     ] = True
     enforce_eager: Annotated[
-        bool, about("Run every decode step op by op, instead of repeating a recorded one (on a GPU: a CUDA graph).")
+        bool, about("Run every step op by op, instead of repeating recorded ones (on a GPU: CUDA graphs).")
     ] = False
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")

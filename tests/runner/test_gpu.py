@@ -49,6 +49,14 @@ def test_company_chunks_slots_and_preemption_change_no_bit(tmp_path: Path, dtype
     assert outcomes(Driver(runner, facts, seed=2).run(jobs(), chunk=7, preempt_after=preempt)) == alone
 
 
+def test_graphs_change_no_bit(tmp_path: Path) -> None:
+    found = []
+    for eager in (False, True):
+        runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", enforce_eager=eager)
+        found.append(outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=16)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
 def test_float8_changes_no_bit_with_company(tmp_path: Path, options: dict[str, str]) -> None:
     runner, facts = gpu(tmp_path, tiny_config("qwen3") | BIG, dtype="bfloat16", **options)

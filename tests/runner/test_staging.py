@@ -23,7 +23,7 @@ from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, NewRow, StepPlan
-from tokserve.runner.graphs import buckets
+from tokserve.runner.graphs import buckets, prompt_buckets, prompt_rows
 from tokserve.runner.runner import Runner
 from tokserve.runner.slots import Slots
 from tokserve.runner.staging import StagedSlots
@@ -91,7 +91,8 @@ def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
     runner, facts, _ = staged
     step = 1 << 20  # what the played device says of every run
     logits = 4 * 320 * (1 + 2 + 4 + 8 + 16)  # of the buckets but the largest, 24
-    assert runner._measure(facts.layout.specs) == 3 * step + logits
+    hidden = 4 * 64 * (16 + 32 + 64)  # of the prompts' graphs
+    assert runner._measure(facts.layout.specs) == 3 * step + logits + hidden
 
 
 def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
@@ -216,6 +217,47 @@ def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
     staged.keep(torch.tensor([77]))
     batch = staged.build(StepPlan(1, 2 * column, column, 8 * column, np.ones(1, np.bool_)), [], into)
     assert batch.input_ids.tolist() == [77, 0, 0, 0]
+
+
+def test_a_padded_prompt_fills_up_with_tokens_of_nobodys_page() -> None:
+    staged = StagedSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    for slot, tokens in ((2, 10), (4, 20)):
+        staged.enter(NewRow(slot, "", np.arange(50, dtype=np.int32) + slot, tokens, SamplingParams(), 0, ()))
+        staged.extend(slot, 0, [slot * 10, slot * 10 + 1])
+    into = staged.blank(5, [], tokens=12)
+    assert into.query_start.tolist() == [0, 1, 2, 3, 4, 12] and into.seq_lens.tolist() == [1, 1, 1, 1, 8]
+
+    def build(*rows: tuple[int, int, int]) -> None:
+        slots, computed, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+        assert staged.build(StepPlan(0, slots, counts, computed, counts > 1), [], into) is into
+
+    build((4, 3, 4), (2, 6, 1))
+    assert into.query_start.tolist() == [0, 4, 5, 5, 5, 12] and into.seq_lens.tolist() == [7, 7, 0, 0, 7]
+    assert into.input_ids.tolist() == [7, 8, 9, 10, 8] + [0] * 7
+    assert into.positions.tolist() == [3, 4, 5, 6, 6, *range(7)]
+    assert into.slot_mapping.tolist() == [163, 164, 165, 166, 86] + [999 * 4 + i % 4 for i in range(7)]
+    assert into.block_tables[:, :2].tolist() == [[40, 41], [20, 21], [999, 999], [999, 999], [999, 999]]
+    build((2, 0, 8), (4, 7, 1), (2, 0, 1), (2, 0, 1), (2, 0, 1))  # nothing is missing
+    assert into.query_start.tolist() == [0, 8, 9, 10, 11, 12] and into.seq_lens.tolist() == [8, 8, 1, 1, 1]
+
+
+def test_a_step_with_few_tokens_in_a_prompt_is_repeated(staged: Loaded) -> None:
+    runner, facts, fake = staged
+    for length, repeated in ((2, 1), (64, 1), (65, 0)):  # the last is above what was recorded
+        before = fake.replayed
+        Driver(runner, facts).run([Job(prompt(length, 1), SamplingParams(max_tokens=1, prompt_logprobs=0))])
+        assert fake.replayed - before == repeated
+
+
+@pytest.mark.parametrize("most", [1, 2, 15, 31, 200, 600])
+def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
+    sizes = prompt_buckets(512)
+    assert sizes[0] == 16 and sizes[-1] == 512 and prompt_buckets(100) == [16, 32, 64] and prompt_buckets(15) == []
+    for tokens in range(2, 513):
+        size = next(size for size in sizes if size >= tokens)
+        rows = prompt_rows(size, most)
+        needed = min(tokens - 1, most) + (size > tokens)
+        assert needed <= rows < size
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 256, 300, 4096])

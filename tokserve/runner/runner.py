@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -37,7 +38,7 @@ from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
-from tokserve.runner.graphs import Graphs, spare_rows
+from tokserve.runner.graphs import Graphs, Pages, prompt_buckets, prompt_rows, spare_rows
 from tokserve.runner.logits import Rows
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.records import Records
@@ -171,42 +172,45 @@ class Runner:
     def _measure(self, specs: tuple[KVSpec, ...]) -> int:
         """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
 
-        What graphs take is theirs alone, so the latter counts twice then.
+        What graphs take is theirs alone and counts again: one at a time runs, but all keep what they found.
         """
-        scheduler, block_size = self._scheduler_config, self._cache_config.block_size or DEFAULT_BLOCK_SIZE
-        positions, home, rows = self._model.rope_table.shape[0], self._device.home, scheduler.max_num_seqs
-        tokens = min(scheduler.max_num_batched_tokens, positions)
-        blocks = -(-tokens // block_size)
-        kv = kvcache.allocate_on(home, KVLayout(specs, blocks, block_size))
-        whole, row = torch.arange(tokens, device=home), torch.arange(rows + 1, device=home).int()
-        prompt = ForwardBatch(
-            input_ids=whole * 0, positions=whole, query_start=row[:2] * tokens, seq_lens=row[1:2] * tokens,
-            block_tables=torch.arange(blocks, device=home).int()[None], slot_mapping=whole, kv=kv,
-        )  # fmt: skip
-        zeros, width = row[:rows].long() * 0, -(-positions // block_size)
-        decode = ForwardBatch(
-            input_ids=zeros, positions=zeros, query_start=row, seq_lens=row[:rows] * 0 + 1,
-            block_tables=row[:rows, None].expand(rows, width) * 0, slot_mapping=zeros, kv=kv,
-        )  # fmt: skip
-        ends = whole[:rows] * 0
+        block_size = self._cache_config.block_size or DEFAULT_BLOCK_SIZE
+        most, tokens, model = self._scheduler_config.max_num_seqs, self._most_tokens(), self._model
+        width = -(-len(model.rope_table) // block_size)
+        kv = kvcache.allocate_on(self._device.home, KVLayout(specs, 1, block_size))
+        prompt, decode = _in_one_page(tokens, 1, width, kv), _in_one_page(most, most, width, kv)
+        ends = decode.input_ids
         with self._no_autograd:
-            one = self._device.peak(lambda: self._model.logits(self._model.forward(prompt).index_select(0, ends)) * 1.0)
+            one = self._device.peak(lambda: model.logits(model.forward(prompt).index_select(0, ends)) * 1.0)
             other = self._device.peak(lambda: self._decode_logits(decode) * 1.0)
-        kept = spare_rows(rows) if self._lora is None else 2 * spare_rows(rows) + rows  # two graphs of each size
-        graphs = 0 if self._runtime_config.enforce_eager else other + 4 * kept * self._vocab_size
-        return one + other + graphs
+            if self._runtime_config.enforce_eager:
+                return one + other
+            sizes = prompt_buckets(tokens)
+            small = [_in_one_page(size, prompt_rows(size, most), width, kv) for size in sizes[-1:]]
+            graphs = max([other, *(self._device.peak(partial(model.forward, batch)) for batch in small)])
+        kept = spare_rows(most) if self._lora is None else 2 * spare_rows(most) + most  # two graphs of each size
+        hidden = sum(sizes) * (1 if self._lora is None else 2)
+        kept_bytes = 4 * kept * self._vocab_size + hidden * model.spec.hidden * model.dtype.itemsize
+        return one + other + graphs + kept_bytes
+
+    def _most_tokens(self) -> int:
+        """Tokens that a step can have in one prompt."""
+        return min(self._scheduler_config.max_num_batched_tokens, len(self._model.rope_table))
 
     def _record(self) -> None:
         """Decode steps to be repeated, where that is wanted."""
         if self._runtime_config.enforce_eager:
             return
-        step, adapted = self._decode_logits, self._lora is not None
+        step = self._decode_logits
         if not self._device.staged:
             self._graphs = Records(self._slots, self._kv, step, self._model.row_bytes())
             return
         most = self._scheduler_config.max_num_seqs
         try:
-            self._graphs = Graphs(self._device, self._staged, self._kv, most, step, adapters=adapted)
+            self._graphs = Graphs(
+                self._device, self._staged, self._kv, most=most, most_tokens=self._most_tokens(), decode=step,
+                prompts=self._model.forward, adapters=self._lora is not None,
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"no memory is left to record graphs of up to {most} rows; lower --gpu-memory-utilization or "
@@ -266,9 +270,7 @@ class Runner:
         if graph is not None:
             logits = graph.run(plan)
         else:
-            batch = self._slots.build(plan, self._kv)
-            batch.ends = None if self._sampler.scoring else self._slots.ends(plan, batch)
-            hidden = self._model.forward(batch)  # [T, H], or [n, H] of the ends
+            hidden = self._forward(plan)
             if self._sampler.scoring:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
@@ -279,6 +281,15 @@ class Runner:
         else:
             self._slots.tokens[slots, lengths] = flight.result().token_ids
         return flight
+
+    def _forward(self, plan: StepPlan) -> Tensor:  # [T, H], or [n, H] of the ends
+        """Hidden states of the plan's tokens, or of those that draw where no others are asked for."""
+        graph = self._graphs.fitting_prompts(plan) if isinstance(self._graphs, Graphs) else None
+        if graph is not None:
+            return graph.run(plan)
+        batch = self._slots.build(plan, self._kv)
+        batch.ends = None if self._sampler.scoring else self._slots.ends(plan, batch)
+        return self._model.forward(batch)
 
     def _settle(self, *, wait: bool) -> None:
         """Write what the device has drawn into the host's table; of steps that may still run only if it must `wait`."""
@@ -433,3 +444,12 @@ class Runner:
         weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in kept)
         found = {"weight_bytes": weights, "kv_bytes": self._layout.bytes()}
         return found if self._lora is None else found | {"lora_bytes": self._lora.num_bytes()}
+
+
+def _in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:
+    """A batch to find out what a step takes: a token a row, the last row has what is left, all keys in page 0."""
+    home = kv[0][0].device
+    zeros, query_start = torch.zeros(tokens, dtype=torch.int64, device=home), torch.arange(rows + 1, device=home).int()
+    query_start[-1] = tokens
+    tables = torch.zeros(rows, width, dtype=torch.int32, device=home)
+    return ForwardBatch(zeros, zeros, query_start, query_start.diff(), tables, zeros, kv)

@@ -46,30 +46,45 @@ class StagedSlots(Slots):
         super().extend(slot, first, blocks)
         self._block_edits.append((slot, first, np.array(blocks, np.int32)))
 
-    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]], *, adapters: bool = False) -> ForwardBatch:
-        """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
+    def blank(
+        self, rows: int, kv: list[tuple[Tensor, Tensor]], *, tokens: int | None = None, adapters: bool = False
+    ) -> ForwardBatch:
+        """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.
+
+        `tokens`: of all rows together, more than there are rows; None: one each.
+        """
         home = self._device.home
+        count = rows if tokens is None else tokens
+        query_start = torch.arange(rows + 1, dtype=torch.int32, device=home)
+        query_start[-1] = count  # the last row has what is left
         return ForwardBatch(
-            input_ids=torch.zeros(rows, dtype=torch.int64, device=home),
-            positions=torch.zeros(rows, dtype=torch.int64, device=home),
-            query_start=torch.arange(rows + 1, dtype=torch.int32, device=home),
-            seq_lens=torch.ones(rows, dtype=torch.int32, device=home),
+            input_ids=torch.zeros(count, dtype=torch.int64, device=home),
+            positions=torch.zeros(count, dtype=torch.int64, device=home),
+            query_start=query_start,
+            seq_lens=query_start.diff(),
             block_tables=self._device_blocks[self._padding].repeat(rows, 1),
-            slot_mapping=torch.full((rows,), self._padding_place(), dtype=torch.int64, device=home),
+            slot_mapping=torch.full((count,), self._padding_place(), dtype=torch.int64, device=home),
             kv=kv,
-            adapters=torch.full((rows,), -1, dtype=torch.int32, device=home) if adapters else None,
+            adapters=torch.full((count,), -1, dtype=torch.int32, device=home) if adapters else None,
         )
 
     def _padding_place(self) -> int:
         return int(self._device_blocks[self._padding, 0]) * self.block_size
 
     def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]], into: ForwardBatch | None = None) -> ForwardBatch:
-        """The plan's tokens as one batch; `into`: fill this one, which has as many rows or more, one token each."""
-        count = len(plan.slots) if into is None else len(into.seq_lens)
+        """The plan's tokens as one batch; `into`: fill this one, of `blank`, which has room for them.
+
+        Its last row takes the tokens that are missing if it is not the plan's, unless rows have one token each.
+        """
+        rows = len(plan.slots)
+        count = rows if into is None else len(into.seq_lens)
         slots = np.full(count, self._padding, np.int32)
-        computed, counts = np.zeros(count, np.int32), np.ones(count, np.int32)
-        slots[: len(plan.slots)], computed[: len(plan.slots)] = plan.slots, plan.num_computed
-        counts[: len(plan.slots)] = plan.num_tokens
+        computed, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        slots[:rows], computed[:rows], counts[:rows] = plan.slots, plan.num_computed, plan.num_tokens
+        if into is not None and len(into.input_ids) == count:
+            counts[rows:] = 1
+        elif into is not None:
+            counts[-1] += len(into.input_ids) - counts.sum()
         query_start = np.zeros(count + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         drawn = plan.slots[plan.samples]
@@ -99,6 +114,8 @@ class StagedSlots(Slots):
             self._device_tokens, self._device_blocks, slots_there, computed_there, starts, self.block_size,
             batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables,
         )  # fmt: skip
+        if into is not None and len(into.input_ids) > count:
+            into.query_start.copy_(starts)
         if into is None:
             batch.adapters = adapters_there if len(adapters) else None
         elif into.adapters is not None:
