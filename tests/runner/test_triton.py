@@ -14,11 +14,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from tests.adapters import write_adapter  # noqa: E402
 from tests.runner.drive import Driver, Job, make_runner  # noqa: E402
-from tests.runner.fake_device import FakeDevice  # noqa: E402
+from tests.runner.tape import TapeDevice, recording  # noqa: E402
+from tests.runner.test_lora import load  # noqa: E402
 from tests.runner.test_runner import outcomes, prompt  # noqa: E402
 from tokserve import device, ops  # noqa: E402
-from tokserve.models.dummy import tiny_config  # noqa: E402
+from tokserve.models.dummy import tiny_config, write_checkpoint  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.params import SamplingParams  # noqa: E402
 from tokserve.runner import exactness  # noqa: E402
@@ -42,7 +44,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return bound
 
     monkeypatch.setattr(ops, "bind", bind_kernels)
-    monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
+    monkeypatch.setattr(device, "use", lambda kind: TapeDevice())
     monkeypatch.setattr(runner_module, "WARM_UPS", runner_module.WARM_UPS[:1])
     monkeypatch.setattr(exactness, "SIZES", (2,))  # tests/ops asks all
     monkeypatch.setattr(exactness, "MOST", 3)
@@ -79,6 +81,49 @@ def test_a_model_runs_on_kernels_alone(tmp_path: Path, kernels: None) -> None:
         assert mine[0] == other[0]
         for a, b in zip([*mine[2], *mine[3].values()], [*other[2], *other[3].values()], strict=True):
             assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0], abs=2e-5)
+
+
+def test_what_is_recorded_is_launches_and_not_lines() -> None:
+    x, lines = torch.zeros(3), []
+
+    def run() -> torch.Tensor:
+        lines.append(1)
+        made = torch.empty(2, 3)
+        made[0].copy_(x + len(lines))
+        made[1] = made[0] * 2
+        return made.sum(0)
+
+    with recording() as tape:
+        found = run()
+    for value in (5.0, 7.0):
+        x.fill_(value)
+        tape.repeat()
+        assert found.tolist() == [3 * (value + 1)] * 3 and len(lines) == 1
+    with recording(), pytest.raises(AssertionError, match="on the host"):
+        x.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "fp8", "quantization": "fp8"}, {"enable_lora": True, "max_loras": 2}], ids=str
+)
+def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
+    tmp_path: Path, kernels: None, options: dict[str, object]
+) -> None:
+    hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
+    base = write_checkpoint(tmp_path / "base", hf)
+    adapters = [write_adapter(tmp_path / str(seed), base, rank=4 + seed, seed=seed) for seed in (0, 1)]
+    found = []
+    for eager in (False, True):
+        runner, facts = make_runner(
+            base, hf, load_format="auto", max_num_seqs=3, max_num_batched_tokens=16, enforce_eager=eager, **options
+        )
+        made = [*jobs(), Job(prompt(9, 7), SamplingParams(max_tokens=3))]
+        for slot, directory in enumerate(adapters if "enable_lora" in options else []):
+            load(runner, slot, directory)
+            made[slot].adapter = slot
+        found.append(outcomes(Driver(runner, facts, max_num_seqs=3).run(made, chunk=5)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

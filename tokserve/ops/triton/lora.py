@@ -19,7 +19,7 @@ MOST_R = 64  # of the rank at once
 SPLIT = 512  # inputs of one partial sum; part of the arithmetic, like BLOCK_K
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr"])
 def lora_down_kernel(
     x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, shards, x_stride,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr,
@@ -52,7 +52,9 @@ def lora_down_kernel(
                 tl.store(partial_ptr + place, sums, mask=here[:, None] & (r < used)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(
+    do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr", "scales_ptr"]
+)
 def lora_up_kernel(
     partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, shards, splits,
     up_stride, out_stride,
