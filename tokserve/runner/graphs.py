@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tokserve.device import Device
@@ -41,11 +42,6 @@ def prompt_rows(tokens: int, most: int) -> int:
     return min(tokens - 1, most + 1)
 
 
-def spare_rows(most: int) -> int:
-    """Rows of logits that all graphs but the largest keep: their results do not share memory."""
-    return sum(buckets(most)) - most
-
-
 def decodes(plan: StepPlan) -> bool:
     """Whether each row computes one token and draws one."""
     return bool(plan.samples.all() and (plan.num_tokens == 1).all())
@@ -69,6 +65,7 @@ class Graphs:
     """One graph per bucket, recorded at start-up, the largest first: the others fit into its memory.
 
     `decode` is recorded for up to `most` rows of one token, `prompts` for up to `most_tokens` tokens of as many rows.
+    What a run finds is overwritten by the next one: decode steps share a place for it, steps with prompts another.
     `adapters`: as many again for steps in which a row has an adapter, so that the others do not pay for it.
     """
 
@@ -81,12 +78,17 @@ class Graphs:
         self._graphs: dict[tuple[int, int, bool], Graph] = {}  # by tokens, rows, and whether a row has an adapter
         self._most = most
         pool = device.pool()
-        shapes = [(decode, size, size) for size in self.sizes]
-        shapes += [(prompts, size, prompt_rows(size, most)) for size in self.prompt_sizes]
-        for step, tokens, rows in sorted(shapes, key=lambda shape: shape[1:], reverse=True):
-            for adapted in (True, False) if adapters else (False,):
-                batch = slots.blank(rows, kv, tokens=tokens, adapters=adapted)
-                self._graphs[tokens, rows, adapted] = Graph(slots, batch, device.capture(_bound(step, batch), pool))
+        for step, shapes in (
+            (decode, [(size, size) for size in self.sizes]),
+            (prompts, [(size, prompt_rows(size, most)) for size in self.prompt_sizes]),
+        ):
+            found: Tensor | None = None
+            for tokens, rows in reversed(shapes):
+                for adapted in (True, False) if adapters else (False,):
+                    batch = slots.blank(rows, kv, tokens=tokens, adapters=adapted)
+                    found = torch.empty_like(step(batch)) if found is None else found
+                    replay = device.capture(_bound(step, batch, found[:tokens]), pool)
+                    self._graphs[tokens, rows, adapted] = Graph(slots, batch, replay)
 
     def fitting(self, plan: StepPlan) -> Graph | None:
         """The graph for this plan, if it is a decode step of all its rows; it finds logits [R, V]."""
@@ -106,5 +108,5 @@ class Graphs:
         return self._graphs[size, prompt_rows(size, self._most), self._slots.has_adapters(plan)]
 
 
-def _bound(step: Step, batch: ForwardBatch) -> Callable[[], Tensor]:
-    return lambda: step(batch)
+def _bound(step: Step, batch: ForwardBatch, found: Tensor) -> Callable[[], Tensor]:
+    return lambda: found.copy_(step(batch))

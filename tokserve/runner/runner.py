@@ -38,7 +38,7 @@ from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
-from tokserve.runner.graphs import Graphs, Pages, prompt_buckets, prompt_rows, spare_rows
+from tokserve.runner.graphs import Graphs, Pages, prompt_buckets, prompt_rows
 from tokserve.runner.logits import Rows
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.records import Records
@@ -172,7 +172,7 @@ class Runner:
     def _measure(self, specs: tuple[KVSpec, ...]) -> int:
         """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
 
-        What graphs take is theirs alone and counts again: one at a time runs, but all keep what they found.
+        What graphs take is theirs alone and counts again, and so does what they leave for the sampler.
         """
         block_size = self._cache_config.block_size or DEFAULT_BLOCK_SIZE
         most, tokens, model = self._scheduler_config.max_num_seqs, self._most_tokens(), self._model
@@ -188,10 +188,8 @@ class Runner:
             sizes = prompt_buckets(tokens)
             small = [_in_one_page(size, prompt_rows(size, most), width, kv) for size in sizes[-1:]]
             graphs = max([other, *(self._device.peak(partial(model.forward, batch)) for batch in small)])
-        kept = spare_rows(most) if self._lora is None else 2 * spare_rows(most) + most  # two graphs of each size
-        hidden = sum(sizes) * (1 if self._lora is None else 2)
-        kept_bytes = 4 * kept * self._vocab_size + hidden * model.spec.hidden * model.dtype.itemsize
-        return one + other + graphs + kept_bytes
+        logits, hidden = 4 * most * self._vocab_size, sum(sizes[-1:]) * model.spec.hidden * model.dtype.itemsize
+        return one + other + graphs + logits + hidden
 
     def _most_tokens(self) -> int:
         """Tokens that a step can have in one prompt."""

@@ -52,9 +52,7 @@ def lora_down_kernel(
                 tl.store(partial_ptr + place, sums, mask=here[:, None] & (r < used)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr", "scales_ptr"]
-)
+@triton.jit(do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr", "scales_ptr"])
 def lora_up_kernel(
     partial_ptr, adapters_ptr, up_ptr, ranks_ptr, scales_ptr, out_ptr, rows, outputs, rank, slots, shards, splits,
     up_stride, out_stride,
