@@ -106,7 +106,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
         about("Type of cached keys and values; auto: the model's. fp8 (that is fp8_e4m3, on a GPU): half the memory, "
-              "each rounded to 4 bits of precision."),
+              "each rounded to 4 bits of precision, by the layers' scales if the checkpoint has some."),
     ] = "auto"  # fmt: skip
     gpu_memory_utilization: Annotated[
         float, about("Share of the device's free memory that the KV cache may take.", gt=0, le=1)

@@ -76,12 +76,16 @@ def calls() -> None:
     starts, lens = torch.zeros(rows + 1, dtype=INT), torch.zeros(rows, dtype=INT)
     tables = torch.zeros(rows, 64, dtype=INT)
     many = torch.empty(512, heads, dim, dtype=BF16)
+    kernels = 0
     for window in (0, 1000):
         call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window)
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
-    call["store_kv"](k, k, *float8, index)
-    call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *float8, index)
-    call["paged_attention"](many, *float8, tables, starts, lens, 0.1, 0)
+    for scales in ((1.0, 1.0), (0.03, 0.7)):
+        call["store_kv"](k, k, *float8, index, *scales)
+        call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *float8, index, *scales)
+        call["paged_attention"](many, *float8, tables, starts, lens, 0.1 * scales[0], 0, scales[1])
+        kernels = kernels or len(compiled)
+    assert len(compiled) == kernels, "a scale is compiled in"
     packed = ops.PackedWeight(hidden, hidden, BF16, torch.empty(hidden, hidden, dtype=BF16))
     for tokens in (16, 128, 512):
         call["linear"](torch.empty(tokens, hidden, dtype=BF16), packed, None)

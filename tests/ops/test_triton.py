@@ -274,6 +274,35 @@ def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str
     assert torch.equal(read, attend(q, *caches.to(dtype), *rows, 0.1, 0)) and read.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_float8_cache_with_scales_is_one_of_what_its_numbers_mean(name: str) -> None:
+    dtype, k_scale, v_scale = DTYPES[-1], 0.037109375, 1.75
+    store, prepare, attend = (
+        OPS[op].implementations[name].call for op in ("store_kv", "norm_rope_store", "paged_attention")
+    )
+    home = "cpu" if name == "torch" else DEVICE
+    k, v = randn(dtype, 1, 20, 2, 32) * 9, randn(dtype, 2, 20, 2, 32) * 9
+    k[3, 1, :2], v[4, 0, 0] = torch.tensor([448 * k_scale, 6e4]).to(dtype), 900.0
+    places = torch.arange(20)
+    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=home).to(torch.float8_e4m3fn)
+    store(k.to(home), v.to(home), *caches, places.to(home), k_scale, v_scale)
+    for cache, given, scale in zip(caches.cpu(), (k, v), (k_scale, v_scale), strict=True):
+        expected = (given.float() / torch.full_like(given, scale, dtype=torch.float32)).clamp(-448, 448)
+        assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected.to(torch.float8_e4m3fn).float())
+    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(home)
+    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(home)
+    prepare(qkv, None, None, 0.0, no_turn, (places * 0).to(home), *others, places.to(home), k_scale, v_scale)
+    assert torch.equal(others.float(), caches.float())
+    rows = [torch.tensor(each, dtype=torch.int32, device=home) for each in ([[0, 1, 2]], [0, 20], [20])]
+    q = randn(torch.float32, 4, 20, 4, 32).to(home)
+    read = attend(q, *caches, *rows, 0.1 * k_scale, 0, v_scale)
+    meant = caches[0].float() * k_scale, caches[1].float() * v_scale
+    close(read.cpu(), attend(q, *meant, *rows, 0.1, 0).cpu(), (1e-4, 1e-5))
+    for start in (19, 7):  # a step and a chunk, after what the cache holds of the others
+        rows[1][1] = 20 - start
+        assert torch.equal(attend(q[start:], *caches, *rows, 0.1 * k_scale, 0, v_scale), read[start:])
+
+
 def far_apart() -> Tensor:
     """A little more than 2^31 float16 numbers, whose memory is not touched."""
     count = (1 << 31) + (1 << 16)

@@ -56,7 +56,8 @@ class Block:
 class Decoder:
     """A dense decoder that serves up to `positions` positions; `head_dtype`: type of the head's operands.
 
-    `quant`, `head_quant`: what the blocks' projections and the head do with their weights.
+    `quant`, `head_quant`: what the blocks' projections and the head do with their weights.  `float8_cache`: keys
+    and values will be kept as float8, so scales of such a cache are of use.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Decoder:
         *,
         quant: QuantMethod = UNQUANTIZED,
         head_quant: QuantMethod = UNQUANTIZED,
+        float8_cache: bool = False,
     ) -> None:
         self.spec = spec
+        self.float8_cache = float8_cache
         self.dtype = dtype
         self.head = Head(spec.vocab, spec.hidden, head_dtype, quant=head_quant)
         self.embedding = Embedding(spec.vocab, spec.hidden, dtype, head=self.head if spec.tied else None)
@@ -78,11 +81,15 @@ class Decoder:
         self.rope_table = rope_table(spec.rope, positions).to(ops.home)  # [positions, rope.dim] float32
 
     def blank(self) -> Decoder:
-        """Another of this kind, without weights."""
+        """Another of this kind, without weights; the cache's scales are this one's until others come."""
         head, quant = self.head, self.blocks[0].attention.qkv.quant
-        return Decoder(
-            self.spec, self.dtype, head.dtype, len(self.rope_table), quant=quant, head_quant=head.linear.quant
-        )
+        blank = Decoder(
+            self.spec, self.dtype, head.dtype, len(self.rope_table), quant=quant, head_quant=head.linear.quant,
+            float8_cache=self.float8_cache,
+        )  # fmt: skip
+        for block, scales in zip(blank.blocks, self.kv_scales(), strict=True):
+            block.attention.scale_cache(*scales)
+        return blank
 
     @property
     def quantization(self) -> str | None:
@@ -92,6 +99,10 @@ class Decoder:
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """What each layer keeps in the cache."""
         return tuple(block.attention.kv_spec() for block in self.blocks)
+
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """By layer, what a float8 cache's keys and values are to be multiplied by."""
+        return [block.attention.kv_scales() for block in self.blocks]
 
     def parameters_by_name(self) -> dict[str, Parameter]:
         """Every tensor a checkpoint must have, under its Hugging Face name."""

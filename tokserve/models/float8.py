@@ -17,7 +17,15 @@ from tokserve.layers.parameter import Scaled
 NAMES = ("quantization_config", "compression_config")  # in config.json
 STORED = "F8_E4M3"  # safetensors' name for torch.float8_e4m3fn
 SCALES = ("_scale_inv", "_scale")  # what follows a tensor's name in that of its scale; both are multiplied by
-UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")  # of activations and of a float8 cache
+UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")  # of activations, all but these:
+CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name -> of keys (k), of values (v) or of both
+    ".self_attn.k_scale": "k", ".self_attn.v_scale": "v",  # compressed-tensors, AutoFP8
+    ".self_attn.kv_scale": "kv",  # AutoFP8 at first
+    ".self_attn.k_proj.output_scale": "k", ".self_attn.v_proj.output_scale": "v",  # Quark, compressed-tensors at first
+    ".self_attn.k_proj.k_scale": "k", ".self_attn.v_proj.v_scale": "v",  # ModelOpt
+    ".self_attn.qkv_proj.k_scale": "k", ".self_attn.qkv_proj.v_scale": "v",
+    ".self_attn.attn.k_scale": "k", ".self_attn.attn.v_scale": "v",
+}  # fmt: skip
 FORMATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "block")
 Block = tuple[int, int]
@@ -39,6 +47,8 @@ def refusal(quantization: Any) -> str | None:
     if method != "compressed-tensors":
         return f"asks for quantization {method!r}"
     groups = quantization.get("config_groups")
+    if quantization.get("format") == "dense" and groups == {}:
+        return None  # no weight is quantized, a KV cache may be
     if quantization.get("format") not in FORMATS or not isinstance(groups, dict) or not block(quantization):
         return f"asks for quantization {method!r} of format {quantization.get('format')!r}"
     for group in groups.values():
@@ -60,6 +70,11 @@ def block(quantization: Mapping[str, Any]) -> Block | None:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     return None
+
+
+def is_unused(name: str) -> bool:
+    """Whether that tensor of a float8 checkpoint is none that the model takes."""
+    return name.endswith(UNUSED) and not name.endswith(tuple(CACHE_SCALES))
 
 
 def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:

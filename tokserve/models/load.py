@@ -15,7 +15,7 @@ import torch
 
 from tokserve.errors import StartError
 from tokserve.layers.quant import METHODS, UNQUANTIZED
-from tokserve.models import dummy, float8, weights
+from tokserve.models import dummy, float8, kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
@@ -38,6 +38,7 @@ def load(
     quantization: str | None = None,
     quantize_lm_head: bool = False,
     has_float8: bool = False,
+    float8_cache: bool = False,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
@@ -45,11 +46,12 @@ def load(
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" or
     "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.  Where there is none and
     the device `has_float8` products, projections that are stored as float8 stay so, with their own scales.
+    `float8_cache`: keys and values will be kept as float8, by the scales that come along.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
         "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
-        "quantize_lm_head": quantize_lm_head,
+        "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
     }  # fmt: skip
     if load_format == "dummy":
         decoder = build(spec, **options)
@@ -57,10 +59,11 @@ def load(
         weights.pour(dummy.tensors(wanted, seed), wanted)
         return decoder
     found = weights.own_names(weights.catalogue(directory), spec.renames)
+    scales = {name: found.pop(name) for name in kv_scales.places(len(spec.windows)) if name in found}
     found = weights.understood(found, hf)
     if as_float8 := weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",)):
         options["quantization"] = "fp8"
-    if float8.asked(hf) is not None:
+    if any(entry.scale is not None for entry in found.values()):
         becomes = "stay float8, with their scales," if as_float8 else f"become {quantization or dtype}"
         logger.info("the checkpoint's float8 weights %s as they are loaded", becomes)
     if spec.tied and HEAD in found:
@@ -69,7 +72,22 @@ def load(
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
     weights.pour(weights.stream(found, as_float8=as_float8), wanted)
+    _scale_cache(decoder, scales, float8.asked(hf))
     return decoder
+
+
+def _scale_cache(decoder: Decoder, scales: dict[str, weights.Entry], quantization: Mapping[str, Any] | None) -> None:
+    if not decoder.float8_cache:
+        if scales:
+            logger.info("the checkpoint's scales of a float8 KV cache are not needed: kv_cache_dtype is auto")
+        return
+    if why := kv_scales.refusal(quantization):
+        raise StartError(f"config.json {why}, which float8 is not: leave kv_cache_dtype at auto")
+    kv_scales.give(decoder, {name: weights.read(entry) for name, entry in scales.items()})
+    if scales:
+        logger.info("keys and values are scaled by the checkpoint's numbers before they become float8")
+    elif (quantization or {}).get("kv_cache_scheme"):
+        logger.warning("config.json has a kv_cache_scheme, but no scales come with the weights: 1 is used")
 
 
 def build(
@@ -80,13 +98,16 @@ def build(
     quantization: str | None = None,
     quantize_lm_head: bool = False,
     max_model_len: int | None = None,
+    float8_cache: bool = False,
 ) -> Decoder:
     """A decoder without weights; arguments as `load`'s."""
     quant = UNQUANTIZED if quantization is None else METHODS[quantization]
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     positions, head_quant = max_model_len or spec.max_position, quant if quantize_lm_head else UNQUANTIZED
-    return Decoder(spec, model_type, head_type, positions, quant=quant, head_quant=head_quant)
+    return Decoder(
+        spec, model_type, head_type, positions, quant=quant, head_quant=head_quant, float8_cache=float8_cache
+    )
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, StartError
 from tokserve.layers.parameter import Scaled
-from tokserve.models import weights
+from tokserve.models import kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.load import EMBEDDING, HEAD
 from tokserve.models.weights import Entry
@@ -29,6 +29,8 @@ class Staging:
         self._wanted = decoder.parameters_by_name()
         self._came: set[str] = set()
         self._shared: dict[str, bytes] = {}  # digests of what came for a tied model's one tensor
+        self._cache_scales: dict[str, Tensor] = {}  # of a float8 KV cache; they may be missing
+        self._places = kv_scales.places(len(decoder.blocks))
 
     @property
     def quantization(self) -> str | None:
@@ -38,14 +40,17 @@ class Staging:
     def announce(self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) -> None:
         """Refuse names, shapes and dtypes that do not fit, and what has come already, all in one list."""
         found: dict[str, Entry] = {}
+        seen: set[str] = set()
         twice = []
         for name, shape, dtype in tensors:
             own = self._own(name)
             if own is None:
                 continue
-            if own in found or own in self._came:
+            if own in seen or own in self._came:
                 twice.append(name)
-            found[own] = Entry(Path(), name, shape, dtype)
+            seen.add(own)
+            if own not in self._places:
+                found[own] = Entry(Path(), name, shape, dtype)
         wanted = dict(self._wanted)
         if self._decoder.spec.tied:
             wanted[HEAD] = wanted[EMBEDDING]
@@ -61,8 +66,10 @@ class Staging:
         own = self._own(name)
         if own is None:
             return
-        if self._decoder.spec.tied and own in (EMBEDDING, HEAD):
-            tensor = tensor.dense() if isinstance(tensor, Scaled) else tensor
+        if own in self._places:
+            self._cache_scales[own] = _plain(tensor).clone()
+        elif self._decoder.spec.tied and own in (EMBEDDING, HEAD):
+            tensor = _plain(tensor)
             if not self._shared:
                 self._wanted[EMBEDDING].load(tensor)
             self._shared[own] = self._digest(tensor)
@@ -78,6 +85,11 @@ class Staging:
             raise RequestError(f"the update is not complete: {weights.counted('missing', missing)}")
         if len(set(self._shared.values())) > 1:
             raise RequestError(f"{HEAD} differs from {EMBEDDING}, but the model ties them")
+        if self._decoder.float8_cache:
+            try:
+                kv_scales.give(self._decoder, self._cache_scales)
+            except StartError as error:
+                raise RequestError(str(error)) from None
         return self._decoder
 
     def _own(self, name: str) -> str | None:
@@ -86,3 +98,7 @@ class Staging:
     def _digest(self, tensor: Tensor) -> bytes:
         plain = tensor.detach().to("cpu", self._decoder.dtype).contiguous()
         return hashlib.sha256(plain.view(-1).view(torch.uint8).numpy().data).digest()
+
+
+def _plain(tensor: Tensor | Scaled) -> Tensor:
+    return tensor.dense() if isinstance(tensor, Scaled) else tensor

@@ -120,7 +120,7 @@ def with_scales(found: Mapping[str, Entry], block: float8.Block) -> dict[str, En
 
     A float8 tensor whose scale is missing or misshapen stays as it is, so that `check` names both.
     """
-    joined = {name: entry for name, entry in found.items() if not name.endswith(float8.UNUSED)}
+    joined = {name: entry for name, entry in found.items() if not float8.is_unused(name)}
     for name, entry in found.items():
         if entry.dtype != float8.STORED or len(entry.shape) != 2:
             continue

@@ -42,16 +42,25 @@ def _store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 @op(samples=_store_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="paged_attention")
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write k and v [T,Hk,D] into the caches [B,Hk,P,D] at slots block * P + offset [T] int64, in place.
 
-    A cache of float8 (e4m3) takes the nearest numbers it has, ties to even; past its largest, that.
+    A cache of float8 (e4m3) takes k / k_scale and v / v_scale, in float32: of these the nearest numbers it has, ties to
+    even; past its largest, that.  Another has no scales.
     """
     page = k_cache.shape[2]
     block, offset = slot_mapping // page, slot_mapping % page
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.dtype == FLOAT8:
-            new = new.float().clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8).view(torch.uint8)
+            new = (new.float() / scale).clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8).view(torch.uint8)
             cache = cache.view(torch.uint8)
         cache[block, :, offset] = new
 
@@ -88,6 +97,8 @@ def norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
 
@@ -102,7 +113,7 @@ def norm_rope_store(
         q = elementwise.rms_norm.reference(q.view(-1, dim), q_weight, eps).view(q.shape)
         k = elementwise.rms_norm.reference(k.view(-1, dim), k_weight, eps).view(k.shape)
     q, k = elementwise.rope.reference(q, k, table, positions)
-    store_kv.reference(k, v, k_cache, v_cache, slot_mapping)
+    store_kv.reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 
@@ -136,19 +147,21 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
+    v_scale: float = 1.0,
 ) -> Tensor:
-    """softmax(scale * q K^T) V for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
+    """softmax(scale * q K^T) V * v_scale for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
 
     Row r owns q[query_start[r]:query_start[r+1]], its last positions of seq_lens[r].  Its keys are in pages
     block_tables[r] ([R,max_blocks] int32), those of its own positions included.  Causal; `window` > 0 leaves each
-    query its last `window` keys.  Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
+    query its last `window` keys.  What a float8 cache's keys are scaled by is in `scale`; `v_scale` is 1 for others.
+    Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)
     for pieces in _batches(_pieces(query_start.tolist(), seq_lens.tolist())):
         batch = _batch(pieces, window)
         tables = block_tables[[piece.row for piece in pieces]]
         caches = (_Pages(k_cache, tables), _Pages(v_cache, tables))
-        out[batch.tokens] = _attend(q[batch.tokens].float() * scale, batch, *caches).to(q.dtype)
+        out[batch.tokens] = (_attend(q[batch.tokens].float() * scale, batch, *caches) * v_scale).to(q.dtype)
     return out
 
 

@@ -149,7 +149,10 @@ def norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
+    """As the reference; a cache is never float8, so there are no scales."""
     _, kv_heads, _, dim = k_cache.shape
     q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
     _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
@@ -205,8 +208,16 @@ def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activa
 
 
 @attention.store_kv.implement("cpp", device="cpu")
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """As the reference; k and v may be slices of one tensor [T, ...]."""
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """As the reference; k and v may be slices of one tensor [T, ...].  A cache is never float8: no scales."""
     _C.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -220,8 +231,9 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
+    v_scale: float = 1.0,
 ) -> Tensor:
-    """As the reference; q may be a slice of a tensor [T, ...]."""
+    """As the reference; q may be a slice of a tensor [T, ...].  A cache is never float8: no scales."""
     out = torch.empty_like(q)
     _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
     return out

@@ -19,6 +19,8 @@ from tokserve.errors import StartError
 from tokserve.plan import KVLayout, KVSpec
 
 FLOAT8 = "float8_e4m3fn"
+MOST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+RESCALED = 1 << 24  # numbers converted at a time
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FLOAT8: torch.float8_e4m3fn,
 }  # fmt: skip
@@ -86,6 +88,18 @@ def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> list
             f"cannot allocate {layout.bytes()} bytes for the KV cache; lower --gpu-memory-utilization or give "
             "--kv-cache-memory-bytes"
         ) from error
+
+
+def rescale(kv: list[tuple[Tensor, Tensor]], old: list[tuple[float, float]], new: list[tuple[float, float]]) -> None:
+    """Have float8 pages that were stored by the layers' `old` scales mean the same by the `new` ones, rounded again.
+
+    So a request in flight goes on, on what older weights stored.  What lies in the pages is converted a few at a time.
+    """
+    for caches, before, after in zip(kv, old, new, strict=True) if kv else ():
+        for cache, was, becomes in zip(caches, before, after, strict=True):
+            if was != becomes:
+                for pages in torch.split(cache, max(1, RESCALED // cache[0].numel())):
+                    pages.copy_((pages.float() * (was / becomes)).clamp(-MOST_FLOAT8, MOST_FLOAT8))
 
 
 def _reserve(layout: KVLayout, spec: KVSpec) -> Tensor:

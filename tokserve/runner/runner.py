@@ -112,7 +112,7 @@ class Runner:
             directory, hf, dtype=config.dtype, head_dtype=config.head_dtype,
             load_format=config.load_format, seed=config.seed, max_model_len=config.max_model_len,
             quantization=config.quantization, quantize_lm_head=config.quantize_lm_head,
-            has_float8=self._device.has_float8,
+            has_float8=self._device.has_float8, float8_cache=self._cache_config.kv_cache_dtype != "auto",
         )  # fmt: skip
         if self._lora_config.enable_lora:
             self._lora = LoraTables(self._lora_config, self._model, self._weights_config.allowed_weight_dirs)
@@ -393,7 +393,8 @@ class Runner:
         return blank
 
     def _commit(self) -> None:
-        self._model = self._sync.take(self._model)
+        scales, self._model = self._model.kv_scales(), self._sync.take(self._model)
+        kvcache.rescale(self._kv, scales, self._model.kv_scales())
         self._has_weights = True
         self._record_again()
 

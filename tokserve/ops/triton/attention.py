@@ -137,7 +137,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["max_splits"])
 def merge_kernel(
-    part_ptr, top_ptr, mass_ptr, start_ptr, len_ptr, out_ptr, max_splits,
+    part_ptr, top_ptr, mass_ptr, start_ptr, len_ptr, out_ptr, max_splits, v_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row with one query: its splits in ascending order."""
@@ -154,7 +154,7 @@ def merge_kernel(
             place = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
             part = tl.load(part_ptr + place[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
             result, top, mass = merge(result, top, mass, part, tl.load(top_ptr + place), tl.load(mass_ptr + place))
-        out = result / mass[:, None]
+        out = result / mass[:, None] * v_scale
         place = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
 
@@ -174,7 +174,8 @@ def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, rows, scale, q_stride, table_stride, page_stride,
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr,
+    rows, scale, v_scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +210,7 @@ def prefill_kernel(
                 KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
             )  # fmt: skip
             result, top, mass = merge(result, top, mass, part, part_top, part_mass)
-        out = result / tl.where(own, mass, 1.0)[:, None]
+        out = result / tl.where(own, mass, 1.0)[:, None] * v_scale
         place = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -224,6 +225,7 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """As the reference; q may be a slice of a tensor [T, ...]."""
     tokens, heads, dim = q.shape
@@ -242,7 +244,8 @@ def paged_attention(
     if tokens > rows:
         queries = tile // group
         prefill_kernel[(tokens // queries + rows, kv_heads)](
-            q, k_cache, v_cache, block_tables, query_start, seq_lens, out, rows, scale, *strides, page * dim, *shape,
+            q, k_cache, v_cache, block_tables, query_start, seq_lens, out,
+            rows, scale, v_scale, *strides, page * dim, *shape,
             num_warps=WARPS, num_stages=how["prefill_stages"], **EXACT,
         )  # fmt: skip
     max_splits = triton.cdiv(width * page, SPLIT)
@@ -255,24 +258,24 @@ def paged_attention(
         num_warps=WARPS, num_stages=how["decode_stages"], **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](
-        parts, tops, masses, query_start, seq_lens, out, max_splits, heads, dim, window, SPLIT, dim_block,
+        parts, tops, masses, query_start, seq_lens, out, max_splits, v_scale, heads, dim, window, SPLIT, dim_block,
         num_warps=1, **EXACT,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def kept(x, cache):
-    """x as the cache keeps it."""
+def kept(x, cache, scale):
+    """x as the cache keeps it; only one of float8 is scaled."""
     if cache.dtype.element_ty == tl.float8e4nv:
-        return nearest(x.to(tl.float32))
+        return nearest(tl.div_rn(x.to(tl.float32), scale))
     else:
         return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
 def store_kernel(
-    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride,
+    k_ptr, v_ptr, k_cache, v_cache, slot_ptr, k_stride, k_head_stride, v_stride, v_head_stride, k_scale, v_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of one token into its slot."""
@@ -284,18 +287,26 @@ def store_kernel(
     place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
     k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
     v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
-    tl.store(k_cache + place, kept(k, k_cache), mask=inside)
-    tl.store(v_cache + place, kept(v, v_cache), mask=inside)
+    tl.store(k_cache + place, kept(k, k_cache, k_scale), mask=inside)
+    tl.store(v_cache + place, kept(v, v_cache, v_scale), mask=inside)
 
 
 @attention.store_kv.implement("triton", device="cuda")
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """As the reference; k and v may be slices of one tensor [T, ...]."""
     tokens, heads, dim = k.shape
     if tokens:
         heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
         store_kernel[(tokens,)](
-            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k, v, k_cache, v_cache, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_scale, v_scale,
             heads, dim, k_cache.shape[2], heads_block, dim_block, num_warps=warps(heads_block * dim_block), **EXACT,
         )  # fmt: skip
 
@@ -322,6 +333,7 @@ def prepared_heads(
 @triton.jit
 def norm_rope_store_kernel(
     qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
+    k_scale, v_scale,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -344,8 +356,8 @@ def norm_rope_store_kernel(
     v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
     place = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     # rounded to the dtype of the projection first, as a key that is stored by itself
-    tl.store(k_cache + place, kept(k.to(qkv_ptr.dtype.element_ty), k_cache), mask=inside)
-    tl.store(v_cache + place, kept(v, v_cache), mask=inside)
+    tl.store(k_cache + place, kept(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
+    tl.store(v_cache + place, kept(v, v_cache, v_scale), mask=inside)
 
 
 @attention.norm_rope_store.implement("triton", device="cuda")
@@ -359,6 +371,8 @@ def norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """As the reference, but for the order of the norm's sum."""
     tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
@@ -368,8 +382,9 @@ def norm_rope_store(
         q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
         norm_rope_store_kernel[(tokens,)](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
-            k_cache, v_cache, slot_mapping, q, qkv.stride(0), heads, kv_heads, dim, table.shape[1], page,
-            q_weight is not None, q_block, triton.next_power_of_2(kv_heads), dim_block,
+            k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
+            heads, kv_heads, dim, table.shape[1], page, q_weight is not None,
+            q_block, triton.next_power_of_2(kv_heads), dim_block,
             num_warps=warps(q_block * dim_block), **EXACT,
         )  # fmt: skip
     return q

@@ -1,0 +1,64 @@
+"""The scales of a float8 KV cache that come with weights: under which names, and the layers they go to.
+
+A key is stored divided by its layer's k_scale, a value by its v_scale: what calibration chose so that they fill
+float8's range.  This file must not know files, nor how a cache stores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tokserve.errors import StartError
+from tokserve.models import float8
+from tokserve.models.decoder import Decoder
+
+
+def places(layers: int) -> dict[str, tuple[int, str]]:
+    """Every name that such a scale can have in a model of so many layers -> its layer, and whose it is."""
+    return {
+        f"model.layers.{layer}{ending}": (layer, whose)
+        for layer in range(layers)
+        for ending, whose in float8.CACHE_SCALES.items()
+    }
+
+
+def refusal(quantization: Mapping[str, Any] | None) -> str | None:
+    """What config.json's word on quantization asks of the KV cache that float8 with scales is not; None if nothing."""
+    scheme = (quantization or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping):
+        return None
+    kind, bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+    if (kind, bits) != ("float", 8):
+        return f"asks for a KV cache of type {kind!r} with {bits} bits"
+    return None if scheme.get("symmetric", True) else "asks for a KV cache with zero points"
+
+
+def give(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
+    """Set the layers' scales; what none comes for is 1.  Raises StartError for those that cannot be used."""
+    known = places(len(decoder.blocks))
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    problems = []
+    for name, tensor in scales.items():
+        layer, whose = known[name]
+        if tensor.numel() != 1:
+            problems.append(f"{name} is of shape {list(tensor.shape)}, but a layer can have one number only")
+            continue
+        value = float(tensor)
+        if not 0.0 < value < math.inf:
+            problems.append(f"{name} is {value}, not a positive number")
+        elif any(found[layer].get(each, value) != value for each in whose):
+            problems.append(f"{name} is {value}, and another name gives {found[layer]}")
+        found[layer] |= dict.fromkeys(whose, value)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise StartError(
+            f"these scales of a float8 KV cache cannot be used (kv_cache_dtype auto needs none): "
+            f"{'; '.join(problems[:3])}{more}"
+        )
+    for layer, block in enumerate(decoder.blocks):
+        block.attention.scale_cache(found[layer].get("k", 1.0), found[layer].get("v", 1.0))
