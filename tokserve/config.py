@@ -54,11 +54,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "fp8"] | None,
+        Literal["int8", "fp8", "none"] | None,
         about(
             "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
             "on a CPU, fp8 (e4m3) for GPUs from 8.9 on; a CPU can do fp8, slowly. Such a GPU serves a float8 "
-            "checkpoint as fp8 without this."
+            "checkpoint as fp8 without this; none: in the model's dtype, as everywhere else."
         ),
     ] = None
     quantize_lm_head: Annotated[
@@ -401,7 +401,7 @@ def _is_loopback(host: str) -> bool:
 
 def _check(config: Config) -> None:
     model = config.model
-    if model.quantize_lm_head and model.quantization is None:
+    if model.quantize_lm_head and model.quantization in (None, "none"):
         raise StartError("quantize_lm_head needs a quantization")
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")

@@ -152,6 +152,16 @@ def test_a_device_with_float8_products_keeps_it_with_its_scales(
     assert all(torch.equal(weight, found[name]) for name, weight in kept(asked).items())
 
 
+def test_it_can_be_served_in_the_models_dtype_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_checkpoint(tmp_path, HF)
+    quantize(directory, QWEN, "block", "_scale_inv", torch.float32)
+    expected = logits(directory, dtype="bfloat16")
+    caplog.set_level("INFO")
+    decoder = opened(directory, dtype="bfloat16", quantization="none", has_float8=True)
+    assert decoder.quantization is None and "weights become bfloat16" in caplog.text
+    assert torch.equal(prefill(decoder, IDS), expected)
+
+
 @pytest.mark.parametrize("what", ["a plain matrix", "narrow blocks"])
 def test_where_not_all_can_be_kept_all_become_the_dtype(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -146,8 +146,9 @@ def test_tls_needs_both_files(checkpoint: Path) -> None:
 
 
 def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpoint: Path) -> None:
-    with pytest.raises(StartError, match="quantize_lm_head needs a quantization"):
-        resolve(Config.make(model=str(checkpoint), quantize_lm_head=True))
+    for quantization in (None, "none"):
+        with pytest.raises(StartError, match="quantize_lm_head needs a quantization"):
+            resolve(Config.make(model=str(checkpoint), quantization=quantization, quantize_lm_head=True))
     both = Config.make(model=str(checkpoint), quantization="int8", quantize_lm_head=True)
     assert resolve(both).model.quantization == "int8"
     with pytest.raises(StartError, match="quantize_lm_head and head_dtype exclude each other"):

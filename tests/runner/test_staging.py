@@ -132,6 +132,17 @@ def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, 
     assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
 
 
+def test_a_float8_checkpoint_can_be_served_in_the_models_dtype(tmp_path: Path, references: dict[str, str]) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3"))
+    quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    options = {"ops": references, "load_format": "auto", "quantization": "none"}
+    runner, facts, _ = make(tmp_path, hf, **options)
+    assert facts.facts["quantization"] is None
+    cpu, layout = make_runner(tmp_path, hf, **options)
+    assert outcomes(Driver(runner, facts).run(jobs()[:2])) == outcomes(Driver(cpu, layout).run(jobs()[:2]))
+
+
 def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path)
     given, captured = fake.given_back, fake.captured

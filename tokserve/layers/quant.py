@@ -23,7 +23,7 @@ class QuantMethod(Protocol):
     own affair: what one of these pairs packs, it alone takes.
     """
 
-    name: str | None  # the value of the option `quantization`
+    name: str | None  # the value of the option `quantization`; None: none
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
@@ -127,4 +127,4 @@ class Float8:
 
 
 UNQUANTIZED = Unquantized()
-METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": Float8()}
+METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": Float8(), "none": UNQUANTIZED}

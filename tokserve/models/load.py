@@ -44,8 +44,9 @@ def load(
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" or
-    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.  Where there is none and
-    the device `has_float8` products, projections that are stored as float8 stay so, with their own scales.
+    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.  With None, where the
+    device `has_float8` products, projections that are stored as float8 stay so, with their own scales; "none": they
+    become `dtype` there too.
     `float8_cache`: keys and values will be kept as float8, by the scales that come along.
     """
     spec = decoder_spec(hf)
@@ -64,7 +65,8 @@ def load(
     if as_float8 := weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",)):
         options["quantization"] = "fp8"
     if any(entry.scale is not None for entry in found.values()):
-        becomes = "stay float8, with their scales," if as_float8 else f"become {quantization or dtype}"
+        method = METHODS[quantization].name if quantization else None
+        becomes = "stay float8, with their scales," if as_float8 else f"become {method or dtype}"
         logger.info("the checkpoint's float8 weights %s as they are loaded", becomes)
     if spec.tied and HEAD in found:
         spec, found = _settle_tie(spec, found)
