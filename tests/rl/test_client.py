@@ -10,8 +10,10 @@ import httpx
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load
 
 from tokserve.rl import ServerError, TokserveClient
+from tokserve.rl.client import _safetensors
 
 Answer = httpx.Response | Exception
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
@@ -120,3 +122,15 @@ def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, lis
     found, result = run(dict(script), lambda client: client.update_weights(WEIGHTS))
     assert found == sent
     assert (result == {"weight_version": "7", "epoch": 7}) is (not script)
+
+
+def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
+    tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
+
+    async def body() -> bytes:
+        return b"".join([piece async for piece in _safetensors(list(tensors.items()))])
+
+    found = load(asyncio.run(body()))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())

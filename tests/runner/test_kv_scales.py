@@ -126,23 +126,18 @@ def test_an_update_brings_its_scales(tmp_path: Path, way: Callable[[Runner, dict
     old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 3.0, seed=1)
     runner, facts, fake = start(old)
     before, captured = come_of(runner, facts), fake.captured
-    update(runner, way, {name: as_numpy_has_it(tensor) for name, tensor in stored(new).items()})
+    update(runner, way, stored(new))
     assert come_of(runner, facts) == before
     runner.call("commit_update", {})
     assert fake.captured == 2 * captured  # a number that a graph was recorded with stays in it
     other, layout, _ = start(new)
     assert come_of(runner, facts) == come_of(other, layout) != before
     assert runner.background("checksums", {}) == other.background("checksums", {})
-    rest = {name: as_numpy_has_it(tensor) for name, tensor in stored(new).items() if name not in SCALES}
+    rest = {name: tensor for name, tensor in stored(new).items() if name not in SCALES}
     update(runner, way, rest)
     runner.call("commit_update", {})  # what does not come along is 1
     unscaled, layout, _ = start(write_checkpoint(tmp_path / "unscaled", HF, seed=1))
     assert come_of(runner, facts) == come_of(unscaled, layout)
-
-
-def as_numpy_has_it(tensor: Tensor) -> Tensor:
-    """numpy, by which the tests fill shared memory, has no bfloat16."""
-    return tensor.float()
 
 
 def test_an_update_whose_scales_cannot_be_used_changes_nothing(tmp_path: Path) -> None:

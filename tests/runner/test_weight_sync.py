@@ -115,8 +115,9 @@ class segment:
         self._offsets: list[int] = []
         packed = bytearray()
         for tensor in tensors.values():
+            packed += bytes(-len(packed) % 8)
             self._offsets.append(len(packed))
-            packed += tensor.contiguous().numpy().tobytes()
+            packed += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         self._path.write_bytes(packed)
 
     def __enter__(self) -> tuple[str, list[int]]:

@@ -3,7 +3,8 @@
 q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
 ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
 the last one is there, and keeps only the packed form; shards that are stored as float8 it joins as they are, where the
-method takes them.  Adapters add to the output of shards.  It must not know file formats or what its shards mean.
+method takes them and they are alike.  Adapters add to the output of shards.  It must not know file formats or what its
+shards mean.
 """
 
 from __future__ import annotations
@@ -71,18 +72,31 @@ class Linear:
         self._awaited.discard(shard)
         if not self._awaited:
             self.finalize()
+        elif self._awaited == self._scaled.keys():
+            self._load_dense()
 
     def load_scaled(self, shard: str, weight: Scaled) -> None:
         """Take a shard's weight [size, inputs] that is stored as float8; the last one packs the layer.
 
-        All shards come so, in groups of one size.
+        If all shards come so, in groups of one size that the method takes, they are kept; else what they mean is.
         """
         assert isinstance(self.quant, Float8)
-        self._scaled[shard] = Scaled(weight.values.clone(), weight.scales, weight.group)
+        self._scaled[shard] = Scaled(weight.values.clone(), weight.scales.clone(), weight.group)
         if self._scaled.keys() == self.shards.keys():
-            parts, self._scaled = [self._scaled[name] for name in self.shards], {}
+            parts = [self._scaled[name] for name in self.shards]
+            if any(part.group != weight.group for part in parts) or not self.quant.takes(weight.scales, weight.group):
+                self._load_dense()
+                return
+            self._scaled = {}
             values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts], 1)
             self.packed = self.quant.pack_scaled(values, scales, weight.group)
+        elif self._awaited and self._awaited == self._scaled.keys():
+            self._load_dense()
+
+    def _load_dense(self) -> None:
+        scaled, self._scaled = self._scaled, {}
+        for shard, weight in scaled.items():
+            self.load(shard, weight.dense())
 
     def load_bias(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's bias [size]."""

@@ -106,6 +106,10 @@ class Float8:
         """Quantize, in the layout of `ops.linear_float8`."""
         return ops.pack_linear_float8(weight)
 
+    def takes(self, scales: Tensor, group: int) -> bool:
+        """Whether `pack_scaled` takes scales [G,N], each of `group` inputs."""
+        return len(scales) == 1 or group % ops.FLOAT8_STEP == 0
+
     def pack_scaled(self, values: Tensor, scales: Tensor, group: int) -> Packed:
         """Take a weight that is stored so: float8 [N,K] with scales [G,N], each of `group` inputs."""
         return ops.pack_scaled_float8(values, scales, group)

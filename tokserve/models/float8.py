@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tokserve.layers.parameter import Scaled
@@ -72,9 +73,22 @@ def block(quantization: Mapping[str, Any]) -> Block | None:
     return None
 
 
+def block_of(hf: Mapping[str, Any]) -> Block | None:
+    """`block` of a config.json whose weights are float8, as far as it says and is understood; else None."""
+    quantization = asked(hf)
+    if quantization is None or refusal(quantization):
+        return None
+    return block(quantization)
+
+
 def is_unused(name: str) -> bool:
     """Whether that tensor of a float8 checkpoint is none that the model takes."""
     return name.endswith(UNUSED) and not name.endswith(tuple(CACHE_SCALES))
+
+
+def scaled_by(name: str) -> str | None:
+    """The name of the tensor whose scale a tensor of this name is."""
+    return next((name.removesuffix(ending) for ending in SCALES if name.endswith(".weight" + ending)), None)
 
 
 def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:
@@ -87,6 +101,25 @@ def groups(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> int:
     """In how many groups a row's inputs are scaled by a scale of one of those shapes."""
     by_block = scale_shape not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
     return scale_shape[1] if by_block else 1
+
+
+class Pairs:
+    """Float8 tensors and their scales that come one by one, in any order."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, Tensor] = {}
+        self._scales: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor, block: Block) -> Scaled | None:
+        """Take a float8 tensor of that name or, of another dtype, its scale (a copy); both, once both are there."""
+        (self._stored if tensor.dtype == torch.float8_e4m3fn else self._scales)[name] = tensor.clone()
+        if name not in self._stored or name not in self._scales:
+            return None
+        return scaled(self._stored.pop(name), self._scales.pop(name), block)
+
+    def single(self) -> tuple[list[str], list[str]]:
+        """Names of tensors that have come without their scale, and of those whose scale has come without them."""
+        return list(self._stored), list(self._scales)
 
 
 def scaled(stored: Tensor, scale: Tensor, block: Block) -> Scaled:

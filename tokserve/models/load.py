@@ -62,7 +62,8 @@ def load(
     found = weights.own_names(weights.catalogue(directory), spec.renames)
     scales = {name: found.pop(name) for name in kv_scales.places(len(spec.windows)) if name in found}
     found = weights.understood(found, hf)
-    if as_float8 := weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",)):
+    as_float8 = weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",))
+    if as_float8:
         options["quantization"] = "fp8"
     if any(entry.scale is not None for entry in found.values()):
         method = METHODS[quantization].name if quantization else None
@@ -73,7 +74,7 @@ def load(
     decoder = build(spec, **options)
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
-    weights.pour(weights.stream(found, as_float8=as_float8), wanted)
+    weights.pour(weights.stream(found), wanted)
     _scale_cache(decoder, scales, float8.asked(hf))
     return decoder
 

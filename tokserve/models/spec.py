@@ -27,7 +27,8 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 class DecoderSpec:
     """A dense pre-norm decoder.  `windows`: per layer, how many last tokens attention sees (0: all).
 
-    `renames`: (prefix in the checkpoint, prefix here), tried on names that are unknown as they stand.
+    `renames`: (prefix in the checkpoint, prefix here), tried on names that are unknown as they stand.  `float8_block`:
+    rows and columns that share a scale in float8 weights that are scaled by block; None: weights are not float8.
     """
 
     vocab: int
@@ -47,6 +48,7 @@ class DecoderSpec:
     mlp_bias: bool
     qk_norm: bool
     renames: tuple[tuple[str, str], ...]
+    float8_block: float8.Block | None = None
 
 
 class Fields:
@@ -166,6 +168,7 @@ def dense(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         renames=renames,
+        float8_block=float8.block_of(fields.values),
     )
 
 

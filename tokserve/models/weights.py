@@ -136,10 +136,8 @@ def with_scales(found: Mapping[str, Entry], block: float8.Block) -> dict[str, En
 
 def understood(found: dict[str, Entry], hf: Mapping[str, Any]) -> dict[str, Entry]:
     """The catalogue as config.json says it is to be read: with scales, if it says that there are float8 tensors."""
-    quantized = float8.asked(hf)
-    if quantized is None or float8.refusal(quantized):
-        return found
-    return with_scales(found, float8.block(quantized) or (1, 1))
+    block = float8.block_of(hf)
+    return found if block is None else with_scales(found, block)
 
 
 def is_float8(found: Mapping[str, Entry]) -> bool:
@@ -180,13 +178,10 @@ def stored(entry: Entry) -> Tensor | Scaled:
     return tensor if entry.scale is None else float8.scaled(tensor, read(entry.scale), entry.block)
 
 
-def stream(found: Mapping[str, Entry], *, as_float8: bool = False) -> Iterator[tuple[str, Tensor | Scaled]]:
-    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep.
-
-    `as_float8`: those that are stored as float8 as they are, not what they mean.
-    """
+def stream(found: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor | Scaled]]:
+    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep."""
     for name, entry in sorted(found.items(), key=lambda item: item[1].file):
-        yield name, stored(entry) if as_float8 else read(entry)
+        yield name, stored(entry)
 
 
 def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], source: str) -> None:

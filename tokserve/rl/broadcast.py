@@ -23,7 +23,7 @@ PACKED_BYTES = 1 << 30  # a packed buffer is closed by the tensor that brings it
 PREFIX = "tokserve_weights"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 }  # fmt: skip
 Declared = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def receive(
     if not packed:
         for name, dtype, shape in declared:
             tensor = torch.empty(shape, dtype=dtype, device=group.device)
-            group.broadcast(tensor)
+            group.broadcast(_sendable(tensor))
             yield name, tensor
         return
     for batch in batches(declared, num_bytes, buffer_bytes):
@@ -170,8 +170,13 @@ def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes:
     ready = (tensor.detach().to(group.device).contiguous() for tensor in tensors)
     if not packed:
         for tensor in ready:
-            group.broadcast(tensor)
+            group.broadcast(_sendable(tensor))
         return
     flat = (tensor.view(-1).view(torch.uint8) for tensor in ready)
     for batch in batches(flat, Tensor.numel, buffer_bytes):
         group.broadcast(torch.cat(batch))
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """As bytes what process groups know no type for."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -28,7 +28,10 @@ from tokserve.rl.broadcast import Group
 MSGPACK = "application/msgpack"
 PIECE = 1 << 20  # bytes of a weight body sent at a time
 WAIT = 0.1  # seconds between two looks at a server that is starting
-SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 

@@ -156,9 +156,8 @@ class WeightSync:
             listed = weights.catalogue(directory, lambda files: sources.check_files(directory, files, allowed, field))
             stamp = weights.stamp(listed)
             found = weights.understood(listed, hf)
-            as_float8 = staging.quantization == "fp8" and weights.is_float8(found)
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
-            for key, tensor in weights.stream(found, as_float8=as_float8):
+            for key, tensor in weights.stream(found):
                 staging.put(key, tensor)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
