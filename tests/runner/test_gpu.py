@@ -11,11 +11,14 @@ import torch
 
 from tests.adapters import write_adapter
 from tests.models.test_float8 import QWEN, compressed, quantize
+from tests.models.test_load import stored
 from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.test_kv_scales import HF, scaled, update
 from tests.runner.test_lora import jobs as adapter_jobs
 from tests.runner.test_lora import load
 from tests.runner.test_runner import jobs, outcomes, prompt
 from tests.runner.test_staging import LateDriver
+from tests.runner.test_weight_sync import by_stream
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
@@ -78,6 +81,19 @@ def test_a_float8_checkpoint_stays_float8(tmp_path: Path, config: dict[str, Any]
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
     assert all(all(finite) for _, finite, *_ in alone)
     assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
+
+
+def test_scales_of_a_float8_cache_change_no_bit_with_company_and_follow_an_update(tmp_path: Path) -> None:
+    old, new = scaled(tmp_path / "old"), scaled(tmp_path / "new", 3.0, seed=1)
+    options = {"dtype": "bfloat16", "load_format": "auto", "kv_cache_dtype": "fp8"}
+    runner, facts = gpu(old, HF, **options)
+    assert facts.facts["exact"] is True
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=7)) == alone
+    update(runner, by_stream, stored(new))
+    runner.call("commit_update", {})
+    other, layout = gpu(new, HF, **options)
+    assert outcomes(Driver(runner, facts).run(jobs())) == outcomes(Driver(other, layout).run(jobs())) != alone
 
 
 def test_two_steps_in_flight_change_no_bit(tmp_path: Path) -> None:

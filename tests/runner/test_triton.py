@@ -15,6 +15,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from tests.adapters import write_adapter  # noqa: E402
+from tests.models.test_load import rewrite, stored  # noqa: E402
 from tests.runner.drive import Driver, Job, make_runner  # noqa: E402
 from tests.runner.tape import TapeDevice, recording  # noqa: E402
 from tests.runner.test_lora import load  # noqa: E402
@@ -112,6 +113,8 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_launched(
 ) -> None:
     hf = tiny_config("qwen3") | {"num_hidden_layers": 1}
     base = write_checkpoint(tmp_path / "base", hf)
+    attention = "model.layers.0.self_attn."
+    rewrite(base, stored(base) | {attention + "k_scale": torch.tensor(0.03), attention + "v_scale": torch.tensor(0.02)})
     adapters = [write_adapter(tmp_path / str(seed), base, rank=4 + seed, seed=seed) for seed in (0, 1)]
     found = []
     for eager in (False, True):

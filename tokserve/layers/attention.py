@@ -42,7 +42,8 @@ class Attention:
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.window = window
         self.scale = dim**-0.5
-        self.cache_scales: Tensor | None = None  # [2] float32, on the host: of a float8 cache's keys and values
+        self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
+        self.cache_scales: Tensor | None = None  # the same [2], for who looks at a layer's tensors; None: 1
         self.dtype = dtype
         sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias, quant=quant)
@@ -64,31 +65,24 @@ class Attention:
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
-        """What a float8 cache's keys and values are to be multiplied by."""
+        """Have a float8 cache keep keys and values divided by these; others have no scales."""
+        self.k_scale, self.v_scale = k_scale, v_scale
         self.cache_scales = None if k_scale == v_scale == 1.0 else torch.tensor([k_scale, v_scale], device="cpu")
-
-    def kv_scales(self) -> tuple[float, float]:
-        """Of keys and of values; 1 where there are none."""
-        if self.cache_scales is None:
-            return 1.0, 1.0
-        k_scale, v_scale = self.cache_scales.tolist()
-        return k_scale, v_scale
 
     def __call__(
         self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, ends: Ends | None = None
     ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `ends`
         keys, values = batch.kv[layer]
-        k_scale, v_scale = self.kv_scales()
         q = ops.norm_rope_store(
             self.qkv(x, adapters=batch.adapters), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
-            table, batch.positions, keys, values, batch.slot_mapping, k_scale, v_scale,
+            table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale,
         )  # [T, heads, dim]  # fmt: skip
         rows: Ends | ForwardBatch = batch
         if ends is not None:
             q, rows = q.index_select(0, ends.tokens), ends
         mixed = ops.paged_attention(
-            q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * k_scale, self.window,
-            v_scale,
+            q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
+            self.window, self.v_scale,
         )  # [T or n, heads, dim]  # fmt: skip
         return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
 

@@ -102,7 +102,7 @@ class Decoder:
 
     def kv_scales(self) -> list[tuple[float, float]]:
         """By layer, what a float8 cache's keys and values are to be multiplied by."""
-        return [block.attention.kv_scales() for block in self.blocks]
+        return [(block.attention.k_scale, block.attention.v_scale) for block in self.blocks]
 
     def parameters_by_name(self) -> dict[str, Parameter]:
         """Every tensor a checkpoint must have, under its Hugging Face name."""
