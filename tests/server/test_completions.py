@@ -118,6 +118,57 @@ def test_echo_keeps_to_its_own_width() -> None:
     assert len(choice["prompt_logprobs"][1]) >= 3
 
 
+def test_prompt_logprobs_keep_to_their_own_width() -> None:
+    asked = {"logprobs": 3, "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    choice = ask(site(), ids("abc"), echo=True, max_tokens=1, **asked)["choices"][0]
+    assert all(len(tops) >= 3 for tops in choice["logprobs"]["top_logprobs"][1:])
+    assert all(len(tops) <= 2 for tops in choice["prompt_logprobs"][1:])
+
+
+def logprobs_of(s: Site, prompt: Any, **fields: Any) -> Any:
+    """The logprobs of the only choice, by way of a stream, which must not differ."""
+    fields |= {"logprobs": 1, "echo": True}
+    whole = ask(s, prompt, **fields)["choices"][0]["logprobs"]
+    joined: dict[str, list[Any]] = {name: [] for name in whole}
+    for event in s.events(COMPLETIONS, {"prompt": prompt, "stream": True} | fields):
+        for name, values in event["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert joined == whole
+    return whole
+
+
+def test_a_character_of_several_tokens_is_that_of_the_last() -> None:
+    found = logprobs_of(site(says("aé日b")), "é")
+    assert found["tokens"] == ["", "é", "a", "", "é", "", "", "日", "b", "<eos>"]
+    assert found["text_offset"] == [0, 0, 1, 2, 2, 3, 3, 3, 4, 5]
+    assert [next(iter(tops)) for tops in found["top_logprobs"][1:]] == found["tokens"][1:]
+
+
+def test_what_is_no_character_reads_as_in_the_text() -> None:
+    broken = [*ids("a"), ids("é")[0], *ids("b"), ids("é")[1], *ids("c"), 0]
+    choice = ask(site(lambda p, i: broken), logprobs=0)["choices"][0]
+    assert choice["text"] == "a\ufffdb\ufffdc"
+    assert choice["logprobs"]["tokens"] == ["a", "", "\ufffdb", "\ufffd", "c", "<eos>"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "offsets"),
+    [
+        ({}, [0, 1, 4, 5, 6, 6, 7]),
+        ({"skip_special_tokens": False}, [0, 1, 4, 5, 6, 9, 10]),
+        ({"return_tokens_as_token_ids": True}, [0, 1, 4, 5, 6, 6, 7]),
+    ],
+)
+def test_offsets_are_places_in_the_text(fields: dict[str, Any], offsets: list[int]) -> None:
+    script = [*ids("c"), 2, *ids("d"), 0]
+    assert logprobs_of(site(lambda p, i: script), "a<x>b", **fields)["text_offset"] == offsets
+
+
+def test_offsets_of_ids_leave_out_what_the_text_leaves_out() -> None:
+    assert logprobs_of(site(says("c")), [*ids("a"), 2, *ids("b")])["text_offset"] == [0, 1, 1, 2, 3]
+
+
 def test_choices_of_all_prompts_have_a_limit() -> None:
     assert refusal([[5]] * 4096, n=5, max_tokens=1) == (400, "n")
     assert refusal([[5]] * 17, n=1000, max_tokens=1) == (400, "n")

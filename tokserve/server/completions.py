@@ -204,9 +204,9 @@ class Render:
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
-        self._scores_asked = schemas.count(asked.prompt_logprobs) is not None
+        self._scores_asked = schemas.count(asked.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(asked)
-        self._offsets: dict[int, int] = {}  # choices begun -> characters of their tokens so far
+        self._places: dict[int, logprobs.Place] = {}  # choices begun -> how far their texts have come
 
     def reply(self, ends: list[Completion]) -> Reply:
         """The whole answer."""
@@ -219,17 +219,15 @@ class Render:
 
     def _choice(self, c: Completion) -> Choice:
         """A choice from a delta; its first also carries what is said about the prompt."""
-        begins = c.index not in self._offsets
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         shown = TextLogprobs() if self._wanted else None
-        offset = self._offsets.get(c.index, 0)
-        if begins:
-            offset = self._begin(choice, shown, c.prompt_logprobs)
+        if c.index not in self._places:
+            prompt = self._begin(choice, shown, c.prompt_logprobs)
+            self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
         if shown is not None:
             if c.logprobs is not None:
-                offset = shown.add(c.logprobs, c.token_ids, self._spelling, offset, c.logprobs.width)
+                shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
             choice.logprobs = shown
-        self._offsets[c.index] = offset
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -238,30 +236,31 @@ class Render:
                 choice.weight_versions = versions(c)
         return choice
 
-    def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> int:
-        """Add the prompt to a choice; returns the characters it takes."""
+    def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> str:
+        """Add the prompt to a choice; returns what its text has of it."""
         ids = self._flight.prompt_ids(choice.index)
-        place = choice.index // self._flight.n
         columns = scores or Logprobs()
-        offset = 0
         if self._ids:
             choice.prompt_token_ids = ids
-        if self._scores_asked:
+        if self._scores_asked is not None:
             first = max(1, self._start)
-            choice.prompt_logprobs = logprobs.prompt_objects(columns, ids, first, columns.width, self._tokenizer.token)
-        if self._echo:
-            prompt = self._prompts[place]
-            own = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, self._skip_special)
-            choice.text = own + choice.text
-            if shown is not None:
-                offset = shown.add(None, ids[:1], self._spelling, 0, 0)
-                top = columns.width if self._top == -1 else self._top or 0
-                offset = shown.add(scores, ids[1:], self._spelling, offset, top)
-        return offset
+            top = columns.width if self._scores_asked == -1 else self._scores_asked
+            choice.prompt_logprobs = logprobs.prompt_objects(columns, ids, first, top, self._tokenizer.token)
+        if not self._echo:
+            return ""
+        prompt = self._prompts[choice.index // self._flight.n]
+        own = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, self._skip_special)
+        choice.text = own + choice.text
+        if shown is not None:
+            place = logprobs.Place(self._tokenizer.pieces(self._tokenizer.decode(ids, False) != own))
+            shown.add(None, ids[:1], self._spelling, place, 0)
+            top = columns.width if self._top == -1 else self._top or 0
+            shown.add(scores, ids[1:], self._spelling, place, top)
+        return own
 
     def delta(self, delta: Completion) -> bytes:
         """One event, unless there is nothing to say yet."""
-        begins = delta.index not in self._offsets
+        begins = delta.index not in self._places
         choice = self._choice(delta)
         if not (begins or choice.text or delta.token_ids or delta.finish_reason):
             return b""

@@ -8,6 +8,7 @@ know that number.  Packed columns are exact.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import Logprobs
-from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tokenizer import Pieces, Tokenizer
 
 FLOOR = -9999.0  # what a probability of zero becomes in JSON
 T = TypeVar("T")
@@ -52,15 +53,43 @@ class Spelling:
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
+        self._pieces = tokenizer.pieces(skip_special_tokens=False)
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
         """The token's name."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
 
+    def text_at(self, place: Place, token_id: int) -> str:
+        """The token's name where it stands: a character that began before it is its, one that ends behind it is not."""
+        return f"token_id:{token_id}" if self._as_ids else place.text(self._pieces[token_id])[0]
+
     def bytes(self, token_id: int) -> list[int]:
         """The token's bytes."""
         return list(self._tokenizer.token_bytes(token_id))
+
+
+class Place:
+    """How far a choice's text has come: its characters so far, and the bytes of one that is not complete.
+
+    `pieces`: what tokens add to this text, which is nothing for those that it leaves out.
+    """
+
+    def __init__(self, pieces: Pieces, offset: int = 0) -> None:
+        self.offset = offset
+        self._pieces = pieces
+        self._rest = b""
+
+    def text(self, piece: bytes) -> tuple[str, int]:
+        """The characters that `piece` completes, and how many bytes of it (and of the rest before it) they take."""
+        return codecs.utf_8_decode(self._rest + piece, "replace", False)
+
+    def add(self, token_id: int) -> None:
+        """Go past a token."""
+        piece = self._pieces[token_id]
+        text, used = self.text(piece)
+        self.offset += len(text)
+        self._rest = (self._rest + piece)[used:]
 
 
 class IdAlternative(msgspec.Struct, gc=False):
@@ -209,13 +238,13 @@ def prompt_objects(
     """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
 
     The first token, and those before `start`, have none, nor has any of a request that ended before its prompt
-    was read.  `name` decodes a token.
+    was read.  `top`: how many alternatives are shown.  `name` decodes a token.
     """
     first = max(1, start) if columns.ranks else len(prompt_ids)
     entries: list[dict[str, Score] | None] = [None] * min(first, len(prompt_ids))
     for token_id, row in zip(islice(prompt_ids, first, None), rows(columns), strict=True):
         entry = {str(token_id): Score(row[0], row[1], name(token_id) if name else None)}
-        for other, value, rank in others(row, token_id, top):
+        for other, value, rank in others((*row[:2], row[2][:top], row[3][:top]), token_id, top):
             entry[str(other)] = Score(value, rank, name(other) if name else None)
         entries.append(entry)
     return entries
@@ -240,25 +269,26 @@ class TextLogprobs(msgspec.Struct):
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
 
-    def add(self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: int, top: int) -> int:
+    def add(
+        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, place: Place, top: int
+    ) -> None:  # fmt: skip
         """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
 
-        `offset`: where in the choice's text they begin; returns where they end.
+        `place`: where in the choice's text they begin; it goes to where they end.
         """
         table = [None] * len(token_ids) if columns is None else rows(columns)
         for token_id, row in zip(token_ids, table, strict=True):
-            name = spelling.text(token_id)
+            name = spelling.text_at(place, token_id)
             self.tokens.append(name)
-            self.text_offset.append(offset)
-            offset += len(name)
+            self.text_offset.append(place.offset)
             if row is None:
                 self.token_logprobs.append(None)
                 self.top_logprobs.append(None)
-                continue
-            own, _, ids, values = row
-            self.token_logprobs.append(own)
-            named = {name: own}  # the token's own value wins over an alternative that reads the same
-            for other, value in zip(ids[:top], values[:top], strict=True):
-                named.setdefault(spelling.text(other), value)
-            self.top_logprobs.append(named)
-        return offset
+            else:
+                own, _, ids, values = row
+                self.token_logprobs.append(own)
+                named = {name: own}  # the token's own value wins over an alternative that reads the same
+                for other, value in zip(ids[:top], values[:top], strict=True):
+                    named.setdefault(spelling.text_at(place, other), value)
+                self.top_logprobs.append(named)
+            place.add(token_id)
