@@ -76,7 +76,7 @@ def test_models_lists_adapters_with_their_parent() -> None:
     s = with_adapters(served_model_name=["base"])
     found = {model["id"]: model for model in s.get("/v1/models").json()["data"]}
     assert list(found) == ["base", "sql", "tone"]
-    assert (found["base"]["parent"], found["base"]["root"]) == (None, "base")
+    assert (found["base"]["parent"], found["base"]["root"]) == (None, "demo")
     assert (found["sql"]["parent"], found["sql"]["root"]) == ("base", "/adapters/sql")
     assert s.get("/v1/models/sql").json() == found["sql"]
     assert s.get("/v1/models/none").status_code == 404

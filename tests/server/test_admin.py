@@ -118,7 +118,7 @@ def test_load() -> None:
 def test_tokenize_text() -> None:
     answer = site().post("/tokenize", {"prompt": "aé", "return_token_strs": True}).json()
     assert answer["count"] == 3 and answer["max_model_len"] == 512 and len(answer["tokens"]) == 3
-    assert answer["token_strs"][0] == "a"
+    assert answer["token_strs"] == ["a", "Ã", "©"]  # as the vocabulary writes them: a part of a character is no text
     assert site().post("/tokenize", {"prompt": ""}).json()["tokens"] == []
 
 

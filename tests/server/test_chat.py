@@ -445,6 +445,7 @@ def test_fields_that_ask_for_nothing_are_taken(field: dict[str, Any]) -> None:
         ({"messages": MESSAGES, "priority": 5}, "priority"),
         ({"messages": MESSAGES, "deadline_ms": 10**20}, "deadline_ms"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": MESSAGES, "chat_template": "no_such_name"}, "chat_template"),
         ({"messages": MESSAGES, "group_id": ""}, "group_id"),
         ({"messages": MESSAGES, "group_id": "g" * 257}, "group_id"),
         ({"messages": MESSAGES, "vllm_xargs": {"a": 10**30}}, "vllm_xargs"),

@@ -34,6 +34,10 @@ def test_the_whole_shape() -> None:
     assert reply["usage"]["total_tokens"] == 2 + 6
 
 
+def test_an_empty_model_is_the_served_one() -> None:
+    assert ask(site(says("x")), model="")["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     ("prompt", "seen"),
     [

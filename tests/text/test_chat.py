@@ -256,6 +256,16 @@ def test_named_templates(tmp_path: Path) -> None:
         only.text(TALK)
 
 
+def test_a_developer_is_the_system_where_the_template_has_no_such_role(chatml: Pair) -> None:
+    developer, user = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}
+    system = developer | {"role": "system"}
+    assert chatml.ours.text([developer, user]) == chatml.ours.text([system, user])
+    merged = system | {"content": "Be brief.\n\nBe kind."}
+    assert chatml.ours.text([system, user, developer | {"content": "Be kind."}]) == chatml.ours.text([merged, user])
+    knows = "{% for m in messages if m.role == 'developer' %}{{ m.content }}{% endfor %}"
+    assert chatml.ours.text([user, developer], template=knows) == "Be brief."
+
+
 def test_no_template(tmp_path: Path) -> None:
     template = ChatTemplate(Tokenizer.load(write_chatml(tmp_path, chat_template=None)))
     with pytest.raises(RequestError, match="--chat-template") as caught:

@@ -111,7 +111,7 @@ async def model(serving: Serving, request: Request) -> Response:
 def _model(serving: Serving, name: str) -> Model:
     created, length = serving.place.created, serving.llm.ready.max_model_len
     if name in serving.names:
-        return Model(name, created, serving.name, length)
+        return Model(name, created, serving.config.model.model, length)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
     return Model(name, created, path, length, parent=serving.name)
 

@@ -174,7 +174,8 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
     """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
     if asked.messages is None:
         raise RequestError("messages is required", field="messages")
-    if "{" in (asked.chat_template or "") and not serving.config.server.trust_request_chat_template:
+    own = asked.chat_template is None or serving.template.knows(asked.chat_template)
+    if not own and not serving.config.server.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
             field="chat_template", code="untrusted_template",

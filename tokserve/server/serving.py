@@ -130,8 +130,8 @@ class Serving:
         return body.encode_json([self.config.model, self.config.cache.kv_cache_dtype, ops]).decode()
 
     def check_model(self, name: str | None) -> None:
-        """Raise `NotFound` unless `name` is absent or one this server answers to, or that of an adapter."""
-        if name is not None and not self._knows(name):
+        """Raise `NotFound` unless `name` is absent or empty, one this server answers to, or that of an adapter."""
+        if name and not self._knows(name):
             served = ", ".join([*self.names, *(adapter.name for adapter in self.llm.status.adapters[:SHOWN])])
             raise NotFound(
                 f"the model {name[:200]!r} does not exist; this server serves {served}",
@@ -141,7 +141,7 @@ class Serving:
     async def find_model(self, name: str | None) -> None:
         """As `check_model`, but what is not known here is first asked of the engine: another front end may have just
         loaded it."""
-        if name is not None and self.config.lora.enable_lora and not self._knows(name):
+        if name and self.config.lora.enable_lora and not self._knows(name):
             await self.llm.refresh(self.config.server.liveness_timeout)
         self.check_model(name)
 
@@ -150,7 +150,7 @@ class Serving:
 
     def adapter(self, model: str | None) -> str:
         """The adapter that a request with this `model` is for, "" if it is for the model itself."""
-        return "" if model is None or model in self.names else model
+        return "" if not model or model in self.names else model
 
     def answers_as(self, model: str | None) -> str:
         """The name that the reply to a request with this `model` carries."""

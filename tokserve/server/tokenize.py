@@ -35,7 +35,7 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     asked, ignored = schemas.parse(TokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
     await serving.find_model(asked.model)
     ids = await off_loop(len(raw), lambda: _ids(serving, asked))
-    strings = [serving.tokenizer.token(token) for token in ids] if asked.return_token_strs else None
+    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if asked.return_token_strs else None
     answer = Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
     return body.reply(request, answer, schemas.ignored_header(ignored))
 

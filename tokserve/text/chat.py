@@ -8,6 +8,7 @@ file knows nothing of HTTP bodies, and puts every fault on a field of the reques
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -28,6 +29,7 @@ Message = Mapping[str, Any]
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
 # what a template's own code may raise
 FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
@@ -152,7 +154,8 @@ class ChatTemplate:
         """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
 
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
-        checkpoint's, or names one of several.  `kwargs` are further variables of the template.
+        checkpoint's, or names one of several.  `kwargs` are further variables of the template.  To a template
+        that has no role `developer`, its messages are the system's.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -168,6 +171,8 @@ class ChatTemplate:
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
         source = self._source(template, variables["tools"] is not None)
+        if not DEVELOPER.search(source):
+            chat = _developer_as_system(chat)
         mark = ""
         if continue_final_message:
             mark = f"END{secrets.token_hex(16)} "
@@ -176,6 +181,10 @@ class ChatTemplate:
         if variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
+
+    def knows(self, template: str) -> bool:
+        """Whether this is the name of a template here."""
+        return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
         """Whether the text can depend on a variable; `template` as in `text`, and one that renders."""
@@ -236,6 +245,16 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The developer's messages as the system's, and all of these as one at the start: templates take no others."""
+    if all(message["role"] != "developer" for message in chat):
+        return chat
+    said = [message for message in chat if message["role"] in ("system", "developer")]
+    content = "\n\n".join(message["content"] for message in said if message.get("content"))
+    rest = [message for message in chat if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": content}, *rest]
 
 
 def _part_text(where: str, part: Any) -> str:
