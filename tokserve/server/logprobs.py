@@ -62,7 +62,7 @@ class Spelling:
 
     def text_at(self, place: Place, token_id: int) -> str:
         """The token's name where it stands: a character that began before it is its, one that ends behind it is not."""
-        return f"token_id:{token_id}" if self._as_ids else place.text(self._pieces[token_id])[0]
+        return f"token_id:{token_id}" if self._as_ids else place.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
         """The token's bytes."""
@@ -76,20 +76,23 @@ class Place:
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
-        self.offset = offset
+        self._offset = offset
         self._pieces = pieces
         self._rest = b""
 
-    def text(self, piece: bytes) -> tuple[str, int]:
-        """The characters that `piece` completes, and how many bytes of it (and of the rest before it) they take."""
-        return codecs.utf_8_decode(self._rest + piece, "replace", False)
+    def text(self, piece: bytes) -> str:
+        """The characters that `piece` completes; the U+FFFD of a rest that it does not continue is not of them."""
+        text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
+        return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
 
-    def add(self, token_id: int) -> None:
-        """Go past a token."""
+    def add(self, token_id: int) -> int:
+        """Go past a token; returns where its text begins."""
         piece = self._pieces[token_id]
-        text, used = self.text(piece)
-        self.offset += len(text)
+        text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
+        own = len(self.text(piece))
+        self._offset += len(text)
         self._rest = (self._rest + piece)[used:]
+        return self._offset - own
 
 
 class IdAlternative(msgspec.Struct, gc=False):
@@ -280,7 +283,6 @@ class TextLogprobs(msgspec.Struct):
         for token_id, row in zip(token_ids, table, strict=True):
             name = spelling.text_at(place, token_id)
             self.tokens.append(name)
-            self.text_offset.append(place.offset)
             if row is None:
                 self.token_logprobs.append(None)
                 self.top_logprobs.append(None)
@@ -291,4 +293,4 @@ class TextLogprobs(msgspec.Struct):
                 for other, value in zip(ids[:top], values[:top], strict=True):
                     named.setdefault(spelling.text_at(place, other), value)
                 self.top_logprobs.append(named)
-            place.add(token_id)
+            self.text_offset.append(place.add(token_id))
