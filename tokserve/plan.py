@@ -64,7 +64,7 @@ class NewRow:
     """A request that enters a slot (first admission, or again after a preemption).
 
     `tokens`: prompt and the output so far.  `prompt_len` tells them apart, for penalties.
-    `stop_ids`: ids that `min_tokens` keeps from being drawn (EOS unless ignored, and stop_token_ids).
+    `stop_ids`: ids that `min_tokens` keeps from being drawn (EOS, ignored or not, and stop_token_ids).
     `seed`: never None; the request's own or one drawn by the front end.  `adapter`: the slot of its adapter, -1: none.
     """
 

@@ -50,7 +50,7 @@ def asked(**params: Any) -> Order:
         ("text", "list of integers"),
         (b"123", "4 bytes each"),
         (pack_ids([7, VOCAB]), rf"token_ids\[1\] is {VOCAB}"),
-        ([1] * 64, "prompt has 64 tokens; with at least one output token that is over max_model_len 64"),
+        ([1] * 64, r"maximum context length is 64 tokens \(max_model_len\), and the prompt has 64"),
     ],
 )
 def test_prompts_that_cannot_be_served(prompt: Any, words: str) -> None:

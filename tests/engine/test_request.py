@@ -146,7 +146,7 @@ def test_repetition_detection_with_its_defaults_is_off() -> None:
 
 def test_stop_ids_for_the_sampler() -> None:
     assert make(stop_token_ids=[9, 2]).stop_ids == (1, 2, 9)
-    assert make(stop_token_ids=[9, 2], ignore_eos=True).stop_ids == (2, 9)
+    assert make(stop_token_ids=[9, 2], ignore_eos=True).stop_ids == (1, 2, 9)  # min_tokens keeps it from being drawn
 
 
 def test_limit_is_max_tokens_or_the_context() -> None:

@@ -46,7 +46,7 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         ({"token_ids": [5, VOCAB]}, "token_ids", "token_ids[1] is"),
         ({"token_ids": [5, 10**12]}, "token_ids", "token_ids[1] is"),
         ({"token_ids_b64": "BQAAAP////8="}, "token_ids_b64", "token_ids_b64[1] is -1"),
-        ({"token_ids": [1] * 512}, "token_ids", "max_model_len 512"),
+        ({"token_ids": [1] * 512}, "token_ids", "512 tokens (max_model_len)"),
         ({"token_ids": [5, "6"]}, "token_ids[1]", "int"),
         ({"token_ids": [5, 6.5]}, "token_ids[1]", "int"),
         ({"token_ids": [True]}, "token_ids[0]", "int"),

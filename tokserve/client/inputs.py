@@ -147,11 +147,11 @@ class Inputs:
             place = int(np.flatnonzero((ids < 0) | (ids >= self._ready.vocab_size))[0])
             _refuse_id("token_ids", f"token_ids[{place}]", int(ids[place]), self._ready.vocab_size)
         if length + 1 > self._ready.max_model_len:
-            raise RequestError(
-                f"the prompt has {length} tokens; with at least one output token that is over max_model_len "
-                f"{self._ready.max_model_len}",
-                field="token_ids",
-            )
+            raise RequestError(  # clients know this case, which a shorter prompt mends, by the first words or the code
+                f"This model's maximum context length is {self._ready.max_model_len} tokens (max_model_len), and the "
+                f"prompt has {length}: no room for at least one output token",
+                field="token_ids", code="context_length_exceeded",
+            )  # fmt: skip
         if -(-length // self._ready.block_size) > self._ready.num_blocks:
             raise RequestError(
                 f"the prompt has {length} tokens and the whole KV cache holds "

@@ -271,7 +271,7 @@ class BadSequences(Processor):
 
 
 class MinTokens(Processor):
-    """min_tokens: until there are that many, ids that would end the request are forbidden."""
+    """min_tokens: until there are that many, EOS and the ids that would end the request are forbidden."""
 
     masks = True
 
