@@ -128,12 +128,12 @@ def solo(
     prefixes = [START]
     for token in prompt:
         prefixes.append(chain(prefixes[-1], token))
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    forbidden = {*params.stop_token_ids, *eos}  # EOS below min_tokens, though it be ignored
     tokens: list[int] = []
     rows = []
     detail = ""
     while not detail:
-        banned = stops if len(tokens) < params.min_tokens else ()
+        banned = forbidden if len(tokens) < params.min_tokens else ()
         token = draw(prefixes[-1], seed, len(prompt) + len(tokens), banned, weights=weights(len(tokens)))
         rows.append(logprob_row(prefixes[-1], token, logprob_width(params), params.logprob_token_ids or ()))
         tokens.append(token)
