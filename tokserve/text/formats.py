@@ -1,0 +1,86 @@
+"""The forms in which models write tool calls and reasoning, and how a chat template shows which one is meant.
+
+A form is a row of a table; what it means is in `parsing`.  The names are those of vLLM's parsers.  Nothing here looks
+at a model's name: a template that can write a call into a history shows its form.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import msgspec
+
+from tokserve.errors import RequestError, StartError
+from tokserve.text.chat import ChatTemplate, Message
+from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
+
+F = TypeVar("F", ToolFormat, Thinking)
+
+# In the order in which `recognise` tries them.
+TOOL_FORMATS = (
+    # <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>: Hermes, Qwen 2.5, Qwen 3
+    ToolFormat("hermes", opens=("<tool_call>",), closes="</tool_call>"),
+    # <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>: Qwen 3 Coder
+    ToolFormat("qwen3_coder", opens=("<tool_call>",), closes="</tool_call>", body="xml"),
+    # [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], later [TOOL_CALLS]f[ARGS]{"a": 1}
+    ToolFormat("mistral", opens=("[TOOL_CALLS]",), body="named", separator="[ARGS]"),
+    ToolFormat(
+        "deepseek_v31",
+        opens=("<｜tool▁call▁begin｜>",),  # noqa: RUF001
+        closes="<｜tool▁call▁end｜>",  # noqa: RUF001
+        body="named",
+        separator="<｜tool▁sep｜>",  # noqa: RUF001
+        frames=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # noqa: RUF001
+    ),
+    # {"name": "f", "parameters": {"a": 1}} and nothing else, of a function that there is: Llama 3.1 to 3.3
+    ToolFormat("llama3_json", opens=("<|python_tag|>",), bare=True),
+)
+# What "required" makes every model write: [{"name": "f", "parameters": {"a": 1}}]
+FORCED = ToolFormat("forced", bare=True)
+THINKING = (
+    Thinking("qwen3", "<think>", "</think>"),
+    Thinking("deepseek_r1", "<think>", "</think>", assumed=True),  # its first templates did not open it
+    Thinking("mistral", "[THINK]", "[/THINK]"),
+)
+
+QUESTION = {"role": "user", "content": "probe"}
+ARGUMENTS = {"probe_key": "probe_value"}
+FUNCTION: dict[str, Any] = {
+    "name": "probe_function", "description": "probe",
+    "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "probe"}}},
+}  # fmt: skip
+CALL = {"id": "probe0001", "type": "function", "function": {"name": FUNCTION["name"], "arguments": ARGUMENTS}}
+
+
+def named(table: tuple[F, ...], name: str, option: str) -> F:
+    """The row with this name.  Raises StartError."""
+    for row in table:
+        if row.name == name:
+            return row
+    raise StartError(f"option {option}: expected one of {', '.join(row.name for row in table)}, got {name!r}")
+
+
+def recognise(template: ChatTemplate) -> ToolFormat | None:
+    """The form in which a template writes the calls of an earlier turn, None if it has none, or one not known here."""
+    tools = [{"type": "function", "function": FUNCTION}]
+    try:
+        before = template.text([QUESTION], tools=tools)
+        history: list[Message] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        whole = template.text(history, tools=tools, add_generation_prompt=False)
+    except RequestError:
+        return None
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+    turn = whole[common:]
+    return next((form for form in TOOL_FORMATS if _reads(form, turn)), None)
+
+
+def _reads(form: ToolFormat, turn: str) -> bool:
+    """Whether the call, and no other, is in the turn."""
+    said = Parser(Reading(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(turn, final=True)
+    names = [text for kind, text in said if kind == "call"]
+    arguments = "".join(text for kind, text in said if kind == "arguments")
+    try:
+        return names == [FUNCTION["name"]] and msgspec.json.decode(arguments) == ARGUMENTS
+    except msgspec.DecodeError:
+        return False

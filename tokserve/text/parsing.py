@@ -1,0 +1,386 @@
+"""An answer's text read as content, reasoning and tool calls while it arrives.
+
+One machine for streams and for whole answers: it reads forward and waits where it needs to see more, so what it says
+does not depend on how the text was cut into pushes.  Text that may be a marker, or the head of a call, is held until it
+is settled; a call is told as soon as its name is known and its arguments begin.  What only looked like a call comes out
+as content.  White space beside a marker belongs to the marker: templates write it themselves.  How a model's calls look
+is a `ToolFormat`, and this file knows no model, no token and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tokserve.text.cursor import Cursor, Markers, Steps
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+ARGUMENTS = ("arguments", "parameters")  # the names of them in a call that is JSON
+SILENT = ("id", "type")  # keys of such a call that say nothing here
+
+
+class Segment(NamedTuple):
+    """A piece of an answer.  "call": one begins, `text` is its name; "arguments": more JSON text of the last call."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    `opens`: the markers before a call, or before a list of calls.  `closes`: the marker behind it, "" if there is none.
+    `body`: "json" is an object with name and arguments, or a list of such; "named" is a name, perhaps `separator`, and
+    the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may also
+    stand at the beginning without a marker, with ";" or nothing between them.  `frames`: markers that say nothing.
+    """
+
+    name: str
+    opens: tuple[str, ...] = ()
+    closes: str = ""
+    body: Literal["json", "named", "xml"] = "json"
+    separator: str = ""
+    bare: bool = False
+    frames: tuple[str, ...] = ()
+
+    def markers(self) -> tuple[str, ...]:
+        """All there are."""
+        return tuple(mark for mark in (*self.opens, self.closes, self.separator, *self.frames) if mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Where reasoning stands, which is only at the beginning.  `assumed`: it does even if nothing opened it."""
+
+    name: str
+    opens: str
+    closes: str
+    assumed: bool = False
+
+    def begun(self, prompt: str) -> bool:
+        """Whether an answer to a prompt that ends like this begins inside the reasoning."""
+        tail = prompt.rstrip()
+        return tail.endswith(self.opens) or (self.assumed and not tail.endswith(self.closes))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How answers to one request are read.
+
+    `functions`: the JSON schemas of the arguments by name.  `named`: the answer is this function's arguments, nothing
+    else.  `single`: calls after the first are left out.
+    """
+
+    tools: ToolFormat | None = None
+    thinking: Thinking | None = None
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    named: str | None = None
+    single: bool = False
+
+    def markers(self) -> tuple[str, ...]:
+        """All that may be met."""
+        thinking = (self.thinking.opens, self.thinking.closes) if self.thinking else ()
+        return (*(self.tools.markers() if self.tools else ()), *thinking)
+
+
+class _End(Enum):
+    """What became of a call."""
+
+    NONE = 0  # it is none, and nothing was told
+    BROKEN = 1  # it was told, and is not complete
+    WHOLE = 2
+
+
+_VALUE_END = Markers("\n</parameter>", "</parameter>")  # which end together
+
+
+class Parser:
+    """Reads one answer.  `inside`: it begins inside the reasoning.
+
+    `num_calls`: calls told so far; `complete`: the last of them has all its arguments.
+    """
+
+    def __init__(self, reading: Reading, *, inside: bool = False) -> None:
+        self.num_calls = 0
+        self.complete = False
+        self._reading = reading
+        self._inside = inside
+        self._text = Cursor()
+        self._out: list[Segment] = []
+        self._trim = False  # white space that comes now belongs to a marker
+        self._has_content = False
+        self._steps = self._answer()
+
+    def push(self, text: str, final: bool = False) -> list[Segment]:
+        """What is settled now.  `final`: this is the end of the answer."""
+        self._text.push(text, final)
+        next(self._steps, None)
+        out, self._out = self._out, []
+        return out
+
+    # what is said
+
+    def _say(self, kind: Kind, text: str) -> None:
+        if self._trim:
+            text = text.lstrip()
+        if not text:
+            return
+        self._trim = False
+        self._has_content |= kind == "content"
+        self._put(kind, text)
+
+    def _put(self, kind: Kind, text: str) -> None:
+        if kind in ("call", "arguments") and self._reading.single and self.num_calls > 1:
+            return
+        if kind != "call" and self._out and self._out[-1].kind == kind:
+            text = self._out.pop().text + text
+        self._out.append(Segment(kind, text))
+
+    def _content(self, text: str) -> None:
+        self._say("content", text)
+
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._put("arguments", text)
+
+    def _tell(self, name: str) -> None:
+        self.num_calls += 1
+        self.complete = False
+        self._put("call", name)
+
+    # the answer
+
+    def _answer(self) -> Steps[None]:
+        reading = self._reading
+        if reading.thinking is not None:
+            yield from self._reasoning(reading.thinking)
+        form = reading.tools
+        if reading.named is not None:
+            yield from self._only_arguments(reading.named)
+        elif form is not None and form.bare:
+            yield from self._bare_calls(form)
+        if form is None:
+            yield from self._text.until(Markers(), self._content)
+            return
+        markers = Markers(*form.opens, *form.frames)
+        while (marker := (yield from self._text.until(markers, self._content))) is not None:
+            if marker in form.frames:
+                yield from self._leave()
+            else:
+                yield from self._marked_calls(form, marker)
+
+    def _reasoning(self, thinking: Thinking) -> Steps[None]:
+        start = self._text.at
+        yield from self._text.peek()
+        if (yield from self._text.literal(thinking.opens)) is None:
+            self._text.at = start
+            if not self._inside:
+                return
+        self._trim = True
+        yield from self._text.until(Markers(thinking.closes), lambda text: self._say("reasoning", text))
+        self._trim = True
+
+    def _only_arguments(self, name: str) -> Steps[None]:
+        start = self._text.at
+        if (yield from self._text.peek()) != "{":
+            self._text.at = start
+            return
+        self._tell(name)
+        yield from self._streamed()
+        yield from self._leave()
+
+    def _bare_calls(self, form: ToolFormat) -> Steps[None]:
+        while True:
+            start = self._text.at
+            first = yield from self._text.peek()
+            if first == ";" and self.num_calls:
+                self._text.at += 1
+                first = yield from self._text.peek()
+            if not first and self.num_calls:
+                return
+            if first not in ("{", "[") or (yield from self._calls(form)) is _End.NONE:
+                self._text.at = start
+                return
+            self._trim = not self._has_content
+
+    def _marked_calls(self, form: ToolFormat, marker: str) -> Steps[None]:
+        gap, start = self._text.gap, self._text.at
+        end = yield from self._calls(form)
+        if end is _End.NONE:
+            self._text.at = start
+            self._content(gap + marker)
+            return
+        if form.closes and end is _End.BROKEN:  # what is wrong with it is left out
+            yield from self._text.until(Markers(form.closes), lambda text: None)
+        elif form.closes:
+            behind = self._text.at
+            yield from self._text.peek()
+            if (yield from self._text.literal(form.closes)) is None:
+                self._text.at = behind
+        yield from self._leave()
+
+    def _leave(self) -> Steps[None]:
+        """Behind a marker: white space up to the end is none of the content's, nor such as the content begins with."""
+        self._trim = not self._has_content
+        start = self._text.at
+        if (yield from self._text.peek()):
+            self._text.at = start
+
+    def _calls(self, form: ToolFormat) -> Steps[_End]:
+        first = yield from self._text.peek()
+        if form.body == "xml":
+            return (yield from self._element())
+        if first == "{" or (form.body == "json" and first != "["):
+            return (yield from self._json_call(form))
+        if first != "[":
+            return (yield from self._named_call(form))
+        self._text.at += 1
+        before = self.num_calls
+        while True:
+            end = yield from self._json_call(form)
+            if end is not _End.WHOLE:
+                return self._wrong(before)
+            behind = yield from self._text.peek()
+            if behind not in (",", "]"):
+                return _End.BROKEN
+            self._text.at += 1
+            if behind == "]":
+                return _End.WHOLE
+
+    def _wrong(self, before: int) -> _End:
+        return _End.BROKEN if self.num_calls > before else _End.NONE
+
+    # JSON
+
+    def _json_call(self, form: ToolFormat) -> Steps[_End]:
+        """{"name": ..., "arguments": {...}} in any order."""
+        if (yield from self._text.peek()) != "{":
+            return _End.NONE
+        before, name, held = self.num_calls, "", ""
+        mark = "{"
+        while mark != "}":
+            self._text.at += 1
+            key = yield from self._text.string()
+            if key is None or (yield from self._text.peek()) != ":":
+                return self._wrong(before)
+            self._text.at += 1
+            if key == "name" and not name:
+                name = (yield from self._text.string()) or ""
+                if not name or (form.bare and name not in self._reading.functions):
+                    return self._wrong(before)
+            elif key in ARGUMENTS and not held:
+                if name and (yield from self._text.peek()) == "{":
+                    held = "told"
+                    self._tell(name)
+                    if not (yield from self._streamed()):
+                        return _End.BROKEN
+                elif not (held := (yield from self._held_arguments())):
+                    return self._wrong(before)
+            elif key not in SILENT or (yield from self._text.string()) is None:
+                return self._wrong(before)
+            mark = yield from self._text.peek()
+            if mark not in (",", "}"):
+                return self._wrong(before)
+        self._text.at += 1
+        if self.num_calls == before:
+            if not name:
+                return _End.NONE
+            self._tell(name)
+            self._arguments(held or "{}")
+            self.complete = True
+        return _End.WHOLE
+
+    def _named_call(self, form: ToolFormat) -> Steps[_End]:
+        """NAME, the separator, and {...}."""
+        name = yield from self._text.word()
+        if not name:
+            return _End.NONE
+        if form.separator:
+            yield from self._text.literal(form.separator)
+        if (yield from self._text.peek()) != "{":
+            return _End.NONE
+        self._tell(name)
+        return _End.WHOLE if (yield from self._streamed()) else _End.BROKEN
+
+    def _held_arguments(self) -> Steps[str]:
+        """Arguments that come before the name, or are no object but its JSON text, or null; "": they are none."""
+        first = yield from self._text.peek()
+        if first == "{":
+            return (yield from self._text.object(None)) or ""
+        if first == "n":
+            return "{}" if (yield from self._text.literal("null")) else ""
+        text = (yield from self._text.string()) or ""
+        return text if text.lstrip().startswith("{") and _is_json(text) else ""
+
+    def _streamed(self) -> Steps[bool]:
+        """Arguments as they arrive; whether they came to their end."""
+        self.complete = (yield from self._text.object(self._arguments)) is not None
+        return self.complete
+
+    # elements
+
+    def _element(self) -> Steps[_End]:
+        """<function=NAME>, <parameter=KEY> elements, </function>."""
+        if (yield from self._text.literal("<function=")) is None:
+            return _End.NONE
+        name = yield from self._text.word()
+        if not name or (yield from self._text.literal(">")) is None:
+            return _End.NONE
+        properties = (self._reading.functions.get(name) or {}).get("properties")
+        before = "{"
+        while True:
+            yield from self._text.peek()
+            mark = yield from self._text.literal("<parameter=", "</function>")
+            if mark is None:
+                return _End.NONE if before == "{" else _End.BROKEN
+            key = ""
+            if mark == "<parameter=":
+                key = yield from self._text.word()
+                if not key or (yield from self._text.literal(">")) is None:
+                    return _End.NONE if before == "{" else _End.BROKEN
+            if before == "{":
+                self._tell(name)
+            if not key:
+                self._arguments("{}" if before == "{" else "}")
+                self.complete = True
+                return _End.WHOLE
+            self._arguments(f"{before}{_json(key)}: ")
+            before = ", "
+            yield from self._text.literal("\n")
+            schema = properties.get(key) if isinstance(properties, dict) else None
+            if not (yield from self._value(schema if isinstance(schema, dict) else {})):
+                return _End.BROKEN
+
+    def _value(self, schema: dict[str, Any]) -> Steps[bool]:
+        """A parameter's text as JSON: a string unless its schema allows something else that it reads as."""
+        if schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref", "enum"} & schema.keys():
+            self._arguments('"')
+            end = yield from self._text.until(_VALUE_END, lambda text: self._arguments(_json(text)[1:-1]), exact=True)
+            if end is not None:
+                self._arguments('"')
+            return end is not None
+        parts: list[str] = []
+        if (yield from self._text.until(_VALUE_END, parts.append, exact=True)) is None:
+            return False
+        text = "".join(parts)
+        plain = text.strip().lower() if schema.get("type") == "boolean" else text.strip()
+        texts = [each for each in schema.get("enum") or () if isinstance(each, str)]
+        self._arguments(plain if text not in texts and _is_json(plain) else _json(text))
+        return True
+
+
+def _json(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+    return True
