@@ -261,6 +261,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template: Annotated[
         bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
     ] = False
+    enable_auto_tool_choice: Annotated[
+        bool | None,
+        about("Read tool calls out of answers where a request leaves it to the model to make some; default: if "
+              "tool_call_parser is known."),
+    ] = None  # fmt: skip
+    tool_call_parser: Annotated[
+        str,
+        about("How the model writes tool calls: hermes (Qwen 2.5 and 3 too), qwen3_coder, mistral, deepseek_v31 or "
+              "llama3_json; auto: as its chat template writes those of earlier turns, if that is one of these."),
+    ] = "auto"  # fmt: skip
+    reasoning_parser: Annotated[
+        str | None,
+        about("Return the reasoning that a model writes first apart from the content: qwen3 (between <think> and "
+              "</think>), deepseek_r1 (the same, begun even if nothing opens it) or mistral ([THINK]). Default: it is "
+              "content."),
+    ] = None  # fmt: skip
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
@@ -432,8 +448,10 @@ def _check(config: Config) -> None:
             raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
     if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
-    if server.tokens_only and server.chat_template:
-        raise StartError("chat_template has no use with tokens_only")
+    text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
+    for name, asked in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
+        if server.tokens_only and asked:
+            raise StartError(f"{name} has no use with tokens_only")
 
 
 def _device(asked: str) -> Any:

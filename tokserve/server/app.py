@@ -132,7 +132,7 @@ def build_app(
 ) -> FastAPI:
     """The application.  `config` is resolved; `llm` need not have started yet, but must before requests come.
 
-    Raises StartError for a chat template or a generation_config.json that cannot be used.
+    Raises StartError for a chat template, a parser or a generation_config.json that cannot be used.
     `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
     `keep_alive`: seconds of silence after which a stream says that it is still there.  `place`: among the API
     processes of this server, if it has several.  `trace`: makes an observer for each request from its headers.
@@ -144,7 +144,7 @@ def build_app(
     app.state.draining = False
     app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
     if serving.text and llm.tokenizer is not None:
-        _ = serving.template  # a template that cannot be read or compiled is told now
+        _ = serving.template, serving.tool_format, serving.thinking  # what cannot be used is told now
     app.router.routes.extend(_routes(serving))
     server = config.server
     keys = Keys(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -18,11 +18,12 @@ from starlette.responses import Response
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import body, logprobs, schemas, sse
+from tokserve.server import body, logprobs, schemas, sse, tools
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.tools import Plan, Read, Reader, ToolCall
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -31,11 +32,13 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct):
-    """The assistant's turn."""
+    """The assistant's turn.  `content` is null if there is none beside reasoning or calls."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -71,6 +74,8 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -119,13 +124,14 @@ class Call(NamedTuple):
     terms: Terms
     prompt: list[int]
     fields: Fields
+    plan: Plan
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     stream = bool(call.asked.stream)
     flight = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
-    render = Render(serving, flight, call.asked, call.params)
+    render = Render(serving, flight, call.asked, call.params, reader_of(serving, call.plan, flight.key, call.prompt))
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
         return sse.EventStream(flight, render, serving.keep_alive, headers)
@@ -139,7 +145,8 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
     await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    params = sampling_params(serving, asked)
+    plan = planned(serving, asked)
+    params = sampling_params(serving, asked, plan)
     terms = serving.terms(request, asked)
     if with_tokens:
         if asked.tokens is None:
@@ -156,9 +163,9 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
     if asked.structured_outputs is None:
-        others["structured_outputs"] = "response_format"
+        others["structured_outputs"] = "response_format" if plan.form is None else "tools"
     fields = Fields("tokens" if with_tokens else "messages", others=others)
-    return Call(asked, ignored, params, terms, prompt, fields)
+    return Call(asked, ignored, params, terms, prompt, fields, plan)
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -187,28 +194,60 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
             continue_final_message=bool(asked.continue_final_message), tools=asked.tools, documents=asked.documents,
             template=asked.chat_template, kwargs=thinking | (asked.chat_template_kwargs or {}),
             add_special_tokens=bool(asked.add_special_tokens),
+            must_show_tools=not (isinstance(asked, ChatBody) and tools.forced(asked.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
 
-def sampling_params(serving: Serving, asked: ChatBody) -> SamplingParams:
+def planned(serving: Serving, asked: ChatBody) -> Plan:
+    """What becomes of the body's tools."""
+    shaped = None if asked.response_format in (None, {"type": "text"}) else "response_format"
+    return tools.plan(
+        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
+        shaped=shaped if asked.structured_outputs is None else "structured_outputs",
+        form=serving.tool_format, thinking=serving.thinking,
+    )  # fmt: skip
+
+
+def reader_of(serving: Serving, plan: Plan, key: str, prompt: Sequence[int]) -> Reader | None:
+    """Who reads the answers, if they are more than content."""
+    if plan.reading is None:
+        return None
+    return Reader(plan.reading, key, inside=plan.inside(serving.tokenizer, prompt))
+
+
+def sampling_params(serving: Serving, asked: ChatBody, plan: Plan) -> SamplingParams:
     """What the body asks for, with the model's recommended defaults."""
     top = asked.top_logprobs
     if top is not None and not asked.logprobs and top != 0:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     limit, _ = schemas.output_limit(asked)
-    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=(top or 0) if asked.logprobs else None)
+    wanted = (top or 0) if asked.logprobs else None
+    more = plan.params(serving.tokenizer)
+    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=wanted, **more)
+
+
+def _others(read: Read) -> tuple[str | UnsetType, list[ToolCall] | UnsetType]:
+    """Reasoning and calls, where there are any."""
+    return read.reasoning or UNSET, read.calls or UNSET
+
+
+def _delta(read: Read) -> Delta:
+    return Delta(UNSET, read.content or UNSET, *_others(read))
 
 
 class Render:
-    """Completions as chat's JSON."""
+    """Completions as chat's JSON.  `reader` None: their text is the content."""
 
-    def __init__(self, serving: Serving, flight: Answered, asked: ChatBody, params: SamplingParams) -> None:
+    def __init__(
+        self, serving: Serving, flight: Answered, asked: ChatBody, params: SamplingParams, reader: Reader | None
+    ) -> None:
         self._id = ID_PREFIX + flight.key
         self._created = int(time.time())
         self._model = serving.answers_as(asked.model)
         self._flight = flight
+        self._reader = reader
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
         self._ids = bool(asked.return_token_ids)
@@ -225,7 +264,7 @@ class Render:
             scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
         choices = [
             Choice(
-                c.index, Message("assistant", c.text or ""), self._logprobs(c), c.finish_reason, c.stop_reason,
+                c.index, self._message(c), self._logprobs(c), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
@@ -236,6 +275,18 @@ class Render:
         if self._ids:
             reply.prompt_token_ids, reply.weight_version = flight.prompt_ids(), last_version(completions)
         return reply
+
+    def _message(self, c: Completion) -> Message:
+        if self._reader is None:
+            return Message("assistant", c.text or "")
+        read = self._reader.read(c)
+        for call in read.calls:
+            call.index = UNSET
+        alone = not (read.reasoning or read.calls)
+        return Message("assistant", read.content if alone else read.content or None, None, *_others(read))
+
+    def _finish_reason(self, c: Completion) -> str | None:
+        return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
     def _logprobs(self, c: Completion) -> logprobs.Content | None:
         if not self._wanted:
@@ -252,14 +303,16 @@ class Render:
         events = b""
         if delta.index not in self._begun:
             events += self._role(delta)
-        if delta.text or (delta.token_ids and (self._ids or delta.logprobs)):
-            choice = ChunkChoice(delta.index, Delta(content=delta.text or ""), self._logprobs(delta))
+        news = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
+        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and (self._ids or delta.logprobs)):
+            choice = ChunkChoice(delta.index, news, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
             events += self._event(choice)
         if delta.finish_reason is not None:
             detail = StopDetail(delta.stop_detail, delta.message)
-            choice = ChunkChoice(delta.index, Delta(), None, delta.finish_reason, delta.stop_reason, detail)
+            reason = self._finish_reason(delta)
+            choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
             if self._ids:
                 choice.weight_versions = versions(delta)
             chunk = self._chunk(choice)

@@ -21,11 +21,12 @@ from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import MAX_CHOICES, SamplingParams
-from tokserve.server import body, chat, columns, completions, errors, schemas
+from tokserve.server import body, chat, columns, completions, errors, schemas, tools
 from tokserve.server.flights import PromptTokensDetails, Usage
 from tokserve.server.logprobs import num_rows
 from tokserve.server.schemas import ChatBody, CompletionBody, TextBody
 from tokserve.server.serving import Serving
+from tokserve.server.tools import Plan
 from tokserve.text.detokenizer import Detokenizer
 
 D = TypeVar("D", bound="DerenderBody")
@@ -278,14 +279,17 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     if shown.generate_response is None:
         raise RequestError("generate_response is required", field="generate_response")
     asked = _request(serving, ChatBody, shown.chat_request, "chat_request", ignored)
-    params = None if asked is None else _params(lambda: chat.sampling_params(serving, asked), "chat_request")
+    plan, params = tools.UNREAD, None
+    if asked is not None:
+        plan, params = _planned(serving, asked)
 
     def work() -> chat.Reply:
         reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids))
         reader.add(shown.generate_response, "generate_response", shown.prompt_token_ids, shown.prompt_tokens, "")
         landed = reader.landed
         landed.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
-        return chat.Render(serving, landed, asked or ChatBody(), reader.params).reply(reader.ends)
+        answers = chat.reader_of(serving, plan, landed.key, _prompt_of(serving, plan, landed.prompts[0], asked))
+        return chat.Render(serving, landed, asked or ChatBody(), reader.params, answers).reply(reader.ends)
 
     return body.reply(request, await chat.off_loop(raw, work), schemas.ignored_header(ignored))
 
@@ -346,6 +350,25 @@ def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: l
         raise _within(error, field) from None
     ignored += more
     return asked
+
+
+def _planned(serving: Serving, asked: ChatBody) -> tuple[Plan, SamplingParams]:
+    try:
+        plan = chat.planned(serving, asked)
+    except RequestError as error:
+        raise _within(error, "chat_request") from None
+    return plan, _params(lambda: chat.sampling_params(serving, asked, plan), "chat_request")
+
+
+def _prompt_of(serving: Serving, plan: Plan, ids: list[int], asked: ChatBody | None) -> list[int]:
+    """The prompt's ids, from the messages if nobody says them and they tell how the answer begins."""
+    thinking = plan.reading is not None and plan.reading.thinking is not None
+    if ids or not thinking or asked is None or asked.messages is None:
+        return ids
+    try:
+        return chat.rendered(serving, asked, asked.reasoning_effort)
+    except RequestError as error:
+        raise _within(error, "chat_request") from None
 
 
 def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:

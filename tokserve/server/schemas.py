@@ -30,7 +30,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Fields that change nothing here and that everybody sends.
 ACCEPTED = frozenset({
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "prediction",
 })  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -118,6 +118,7 @@ class ChatBody(TextBody):
     documents: list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
 
 

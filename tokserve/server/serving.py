@@ -22,7 +22,7 @@ from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import RECOMMENDED, Order, Prepared, bare_id, generation_defaults
 from tokserve.config import Config
-from tokserve.errors import NotFound, Overloaded, RequestError
+from tokserve.errors import NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.server import body
 from tokserve.server.counters import Counters, Place
@@ -30,7 +30,9 @@ from tokserve.server.flights import Flight, Observer
 from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
 from tokserve.server.sse import Watch
+from tokserve.text import formats
 from tokserve.text.chat import ChatTemplate
+from tokserve.text.parsing import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 MAX_SALT = 128
@@ -115,6 +117,28 @@ class Serving:
     def template(self) -> ChatTemplate:
         """The chat template, the operator's or the model's own."""
         return ChatTemplate(self.tokenizer, self.config.server.chat_template)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None: that is not known, or nobody is to read them.  Raises StartError."""
+        server = self.config.server
+        if server.enable_auto_tool_choice is False:
+            return None
+        if server.tool_call_parser != "auto":
+            return formats.named(formats.TOOL_FORMATS, server.tool_call_parser, "tool_call_parser")
+        found = formats.recognise(self.template)
+        if found is None and server.enable_auto_tool_choice:
+            raise StartError(
+                "enable_auto_tool_choice: this model's chat template does not show how it writes tool calls; "
+                "give --tool-call-parser"
+            )
+        return found
+
+    @cached_property
+    def thinking(self) -> Thinking | None:
+        """How the model writes reasoning, if that is returned apart.  Raises StartError."""
+        name = self.config.server.reasoning_parser
+        return None if name is None else formats.named(formats.THINKING, name, "reasoning_parser")
 
     @property
     def fingerprint(self) -> str:

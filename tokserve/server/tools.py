@@ -1,37 +1,247 @@
-"""Tools in a chat body: the chat template shows them to the model, and nothing reads calls out of its answer.
+"""What a chat body's tools, its tool_choice and the server's options come to: how an answer is forced, and how read.
 
-So they are taken if the client wants no calls, and refused if it waits for some.  What the model is shown of them, and
-whether its template knows of tools at all, is the template's business.
+A forced call is a form of output like any other, so it works with every model.  A named function's answer is its
+arguments; "required" is a JSON list of {"name", "parameters"}, since the model must say which; the format of the
+model's own is for calls it is free to make.  How formats look is `text.formats`' business, and what the engine can
+force `engine.grammar`'s.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tokserve.errors import RequestError
-from tokserve.server import errors
+import msgspec
+from msgspec import UNSET, UnsetType
 
-NO_CALLS = (
-    "tool calls are not supported by this server: tools are shown to the model, but its answer is not searched for "
-    'calls (send tool_choice "none" for that, and read them out of the text)'
+from tokserve.client.outputs import Completion
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+from tokserve.server import errors
+from tokserve.text.formats import FORCED, TOOL_FORMATS
+from tokserve.text.parsing import Parser, Reading, Segment, Thinking, ToolFormat
+from tokserve.text.tokenizer import Tokenizer
+
+MODES = ("none", "auto", "required")
+SPACES = r"\x20?"  # between the parts of a forced call: as JSON is mostly written, and no way for a weak model to idle
+OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
+TAIL = 16  # tokens of a prompt that a marker at its end is sought in
+ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+NO_FORMAT = (
+    "this server does not know how this model writes tool calls: start it with --tool-call-parser "
+    f'({", ".join(form.name for form in TOOL_FORMATS)}), or send tool_choice "required", a named function, which are '
+    'forced, or "none"'
 )
 
 
+class Function(msgspec.Struct):
+    """What is called; in a delta, a piece of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a message; with `index` of a delta, of which only a call's first says `id`, `type` and the name."""
+
+    function: Function
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`reading` None: the text is the content.  `form`: what the output must be."""
+
+    reading: Reading | None = None
+    form: StructuredOutputs | None = None
+
+    def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """The sampling parameters that follow; special tokens are in the text if markers are some."""
+        forced = {} if self.form is None else {"structured_outputs": self.form}
+        ids = map(tokenizer.id_of, self.reading.markers() if self.reading else ())
+        return forced | ({} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False})
+
+    def inside(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+        """Whether the answer to a prompt begins inside the reasoning."""
+        thinking = self.reading.thinking if self.reading else None
+        return thinking is not None and thinking.begun(tokenizer.decode(prompt[-TAIL:], False))
+
+
+UNREAD = Plan()
+
+
 def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
-    """Refuse tools whose calls would have to be read, and tools without a name.  `choice`: the body's tool_choice."""
-    if not tools:
-        errors.refuse_unsupported("tool_choice", choice, ("none", "auto"))
-    elif choice != "none":
-        field = "tools" if choice is None else "tool_choice"
-        raise RequestError(f"{field}: {NO_CALLS}", field=field, code="unsupported")
+    """Refuse tools and a tool_choice that no server could follow.  `choice`: the body's tool_choice."""
     check_shape(tools or [])
+    mode, name = _chosen(choice)
+    if not tools and (mode == "required" or name is not None):
+        raise RequestError("tool_choice: there are no tools to choose from", field="tool_choice")
+    names = [tool["function"]["name"] for tool in tools or []]
+    if name is not None and name not in names:
+        raise RequestError(f"tool_choice: {name[: errors.SHOWN]!r} is none of the tools", field="tool_choice")
 
 
 def check_shape(tools: list[dict[str, Any]]) -> None:
-    """Refuse what is no function with a name."""
+    """Refuse what is no function with a name, or has parameters that are no schema."""
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise RequestError(f"tools[{i}].type must be 'function'", field=f"tools[{i}].type")
         function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"tools[{i}].function.name must be a string", field=f"tools[{i}].function.name")
+        if not isinstance(function.get("parameters"), dict | None):
+            field = f"tools[{i}].function.parameters"
+            raise RequestError(f"{field} must be a JSON schema, an object", field=field)
+
+
+def _chosen(choice: Any) -> tuple[str, str | None]:
+    """The mode, and the function if one is named."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str):
+        if choice not in MODES:
+            raise RequestError(f"tool_choice must be one of {', '.join(MODES)} or name a function", field="tool_choice")
+        return choice, None
+    if not isinstance(choice, dict):
+        raise RequestError("tool_choice must be a string or an object", field="tool_choice")
+    if choice.get("type") != "function":
+        errors.refuse_unsupported("tool_choice", choice, ())
+    function = choice.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError("tool_choice.function.name must be a string", field="tool_choice.function.name")
+    return "named", function["name"]
+
+
+def forced(choice: Any) -> bool:
+    """Whether calls are forced, so that the model need not see the tools to make them."""
+    return _chosen(choice)[0] in ("required", "named")
+
+
+def plan(
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shaped: str | None,
+    form: ToolFormat | None, thinking: Thinking | None,
+) -> Plan:  # fmt: skip
+    """How a body that has passed `check` is served.
+
+    `shaped`: the field that asks for another form of output, if one does: such an output has neither calls nor
+    reasoning.  `form` and `thinking`: the server's.  Raises RequestError.
+    """
+    mode, name = _chosen(choice)
+    if shaped is not None:
+        if tools and mode != "none":
+            raise RequestError(
+                f"{shaped} and tools that may be called exclude each other: an output of this form can hold no call. "
+                'Send tool_choice "none" with it',
+                field=shaped, code="unsupported",
+            )  # fmt: skip
+        return UNREAD
+    if not tools or mode == "none":
+        return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if mode == "auto":
+        if form is None:
+            field = "tools" if choice is None else "tool_choice"
+            raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
+        return Plan(Reading(form, thinking, functions, single=not parallel))
+    try:
+        if name is not None:
+            return Plan(Reading(named=name, functions=functions), _json(_closed(functions[name])))
+        return Plan(Reading(FORCED, functions=functions, single=not parallel), _json(_list_of(functions, parallel)))
+    except RecursionError:
+        raise RequestError("tools are nested too deeply", field="tools") from None
+
+
+def _json(schema: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs(json=schema, whitespace_pattern=SPACES)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, and hold nothing that the schema does not name unless it says that they may."""
+    return {"type": "object"} | schema | ({} if OPEN_ENDED & schema.keys() else {"additionalProperties": False})
+
+
+def _list_of(functions: Mapping[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
+    """The schema of calls, one of them if they are not `parallel`."""
+    places = {name: f"function{i}" for i, name in enumerate(functions)}
+    calls = [
+        {
+            "type": "object", "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", "parameters"], "additionalProperties": False,
+        }
+        for name, place in places.items()
+    ]  # fmt: skip
+    definitions = {place: _moved(_closed(functions[name]), f"#/$defs/{place}") for name, place in places.items()}
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that is part of another at `place`: its references begin there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(each, place) for name, each in schema.items()}
+    target = moved.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = place + target[1:]
+    return moved
+
+
+class Read(msgspec.Struct):
+    """What a delta or a whole answer says."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+
+
+class Reader:
+    """The choices of one reply.  `key`: of the request, which calls are named after."""
+
+    def __init__(self, reading: Reading, key: str, *, inside: bool) -> None:
+        self._reading = reading
+        self._key = key
+        self._inside = inside
+        self._parsers: dict[int, Parser] = {}
+
+    def read(self, completion: Completion) -> Read:
+        """The next part of its choice."""
+        index = completion.index
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = Parser(self._reading, inside=self._inside)
+        place = parser.num_calls - 1
+        read = Read()
+        for segment in parser.push(completion.text or "", completion.finish_reason is not None):
+            place += segment.kind == "call"
+            self._add(read, segment, index, place)
+        return read
+
+    def _add(self, read: Read, segment: Segment, index: int, place: int) -> None:
+        kind, text = segment
+        if kind == "content":
+            read.content += text
+        elif kind == "reasoning":
+            read.reasoning += text
+        elif kind == "call":
+            read.calls.append(ToolCall(Function(text), self._id(index, place), "function", place))
+        elif read.calls:
+            read.calls[-1].function.arguments += text
+        else:
+            read.calls.append(ToolCall(Function(arguments=text), index=place))
+
+    def _id(self, index: int, place: int) -> str:
+        """Nine letters, as Mistral's templates demand, and the same whoever reads the answer."""
+        digest = hashlib.sha256(f"{self._key}-{index}-{place}".encode()).digest()
+        return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole."""
+        parser = self._parsers[completion.index]
+        calls = completion.finish_reason == "stop" and parser.complete
+        return "tool_calls" if calls else completion.finish_reason

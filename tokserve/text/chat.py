@@ -127,12 +127,13 @@ class ChatTemplate:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        must_show_tools: bool = True,
     ) -> list[int]:
         """Token ids of the conversation; see `text`.  `add_special_tokens`: the tokenizer's own, besides the
         template's."""
         rendered = self.text(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, documents=documents, template=template, kwargs=kwargs,
+            tools=tools, documents=documents, template=template, kwargs=kwargs, must_show_tools=must_show_tools,
         )  # fmt: skip
         try:
             return self._tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
@@ -150,12 +151,14 @@ class ChatTemplate:
         documents: Sequence[dict[str, Any]] | None = None,
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        must_show_tools: bool = True,
     ) -> str:
         """The conversation as text.  Raises RequestError naming `messages...`, `tools`, `chat_template` ...
 
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
-        checkpoint's, or names one of several.  `kwargs` are further variables of the template.  To a template
-        that has no role `developer`, its messages are the system's.
+        checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
+        False: a template that does not show `tools` is as good as one that does.  To a template that has no role
+        `developer`, its messages are the system's.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -178,7 +181,7 @@ class ChatTemplate:
             mark = f"END{secrets.token_hex(16)} "
             content = _marked_content(chat, mark)
         rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
-        if variables["tools"] is not None and "tools" not in _variables(source):
+        if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
 

@@ -65,14 +65,19 @@ def recognise(template: ChatTemplate) -> ToolFormat | None:
     """The form in which a template writes the calls of an earlier turn, None if it has none, or one not known here."""
     tools = [{"type": "function", "function": FUNCTION}]
     try:
-        before = template.text([QUESTION], tools=tools)
+        # with the generation prompt an answer begins, but that may have begun a marker (<think>) as a call's begins
+        question, prompt = (template.text([QUESTION], tools=tools, add_generation_prompt=g) for g in (False, True))
         history: list[Message] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         whole = template.text(history, tools=tools, add_generation_prompt=False)
     except RequestError:
         return None
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
-    turn = whole[common:]
-    return next((form for form in TOOL_FORMATS if _reads(form, turn)), None)
+    turn, answer = _behind(question, whole), _behind(prompt, whole)
+    return next((form for form in TOOL_FORMATS if _reads(form, answer if form.bare else turn)), None)
+
+
+def _behind(prefix: str, whole: str) -> str:
+    """What of `whole` comes after all that the two begin with."""
+    return whole[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False))) :]
 
 
 def _reads(form: ToolFormat, turn: str) -> bool:

@@ -1,0 +1,59 @@
+"""The tables, and that a chat template tells which of them is meant."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.fake_llm import byte_tokenizer
+from tests.text.tool_templates import SHOWS, UNKNOWN
+from tokserve.errors import StartError
+from tokserve.text import formats
+from tokserve.text.chat import ChatTemplate
+from tokserve.text.parsing import Parser, Reading
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+QUESTION = [{"role": "user", "content": "1+1?"}]
+CALLS = [
+    {"id": f"abcdefgh{i}", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": i})}}
+    for i in range(2)
+]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(byte_tokenizer(), source)
+
+
+@pytest.mark.parametrize(("name", "source"), SHOWS)
+def test_a_template_shows_its_format(name: str, source: str) -> None:
+    found = formats.recognise(template(source))
+    assert found is not None and found.name == name
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_template_that_shows_none_that_is_known(kind: str) -> None:
+    assert formats.recognise(template(UNKNOWN[kind])) is None
+
+
+@pytest.mark.parametrize(("name", "source"), SHOWS)
+def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> None:
+    """What a client sends back as history is what it was told, so the next prompt begins with the last answer."""
+    chat, form = template(source), formats.named(formats.TOOL_FORMATS, name, "tool_call_parser")
+    calls = CALLS[:1] if name == "llama3_json" else CALLS  # whose template shows one
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    prompt = chat.text(QUESTION, tools=TOOLS, add_generation_prompt=False)
+    whole = chat.text([*QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
+    assert whole.startswith(prompt)
+    answer = whole[len(prompt) :].replace("<|start_header_id|>assistant<|end_header_id|>\n\n", "")
+    reading = Reading(form, functions={"add": TOOLS[0]["function"]["parameters"]})  # type: ignore[index]
+    said = Parser(reading).push(answer, final=True)
+    told = [text for kind, text in said if kind == "call"]
+    arguments = [json.loads(text) for kind, text in said if kind == "arguments"]
+    assert told == ["add"] * len(calls) and arguments == [{"a": i} for i in range(len(calls))]
+
+
+def test_names() -> None:
+    assert formats.named(formats.THINKING, "qwen3", "reasoning_parser").opens == "<think>"
+    with pytest.raises(StartError, match=r"tool_call_parser: expected one of hermes, .*, got 'hermees'"):
+        formats.named(formats.TOOL_FORMATS, "hermees", "tool_call_parser")

@@ -1,0 +1,208 @@
+"""Text to content, reasoning and calls: what is told, what comes out again, and that no cut changes it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tokserve.text.formats import FORCED, THINKING, TOOL_FORMATS
+from tokserve.text.parsing import Parser, Reading
+
+FORMATS = {form.name: form for form in (*TOOL_FORMATS, FORCED)}
+THOUGHTS = {thinking.name: thinking for thinking in THINKING}
+PROPERTIES = {
+    "a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}, "o": {"type": "object"},
+    "e": {"enum": ["1", "on"]}, "m": {"type": ["string", "null"]},
+}  # fmt: skip
+FUNCTIONS = {"f": {"type": "object", "properties": PROPERTIES}, "g": {}}
+Said = list[tuple[str, str]]
+
+
+def parser(form: str | None = None, thinking: str | None = None, *, inside: bool = False, **more: Any) -> Parser:
+    thoughts = None if thinking is None else THOUGHTS[thinking]
+    return Parser(Reading(FORMATS[form] if form else None, thoughts, FUNCTIONS, **more), inside=inside)
+
+
+def read(one: Parser, text: str, cuts: Iterable[int] = ()) -> Said:
+    """What is said, in order; pieces of a kind are joined."""
+    said: Said = []
+    places = [0, *cuts, len(text)]
+    for begin, end in pairwise(places):
+        for kind, piece in one.push(text[begin:end]):
+            add(said, kind, piece)
+    for kind, piece in one.push("", final=True):
+        add(said, kind, piece)
+    return said
+
+
+def add(said: Said, kind: str, piece: str) -> None:
+    if kind != "call" and said and said[-1][0] == kind:
+        piece = said.pop()[1] + piece
+    said.append((kind, piece))
+
+
+def call(name: str, arguments: str) -> Said:
+    return [("call", name), ("arguments", arguments)]
+
+
+def content(text: str) -> Said:
+    return [("content", text)]
+
+
+ONE = '{"name": "f", "arguments": {"a": "x"}}'
+DEEPSEEK = (
+    "Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"  # noqa: RUF001
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
+)
+CASES: list[tuple[str, str, Said]] = [
+    # calls
+    ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", call("f", '{"a": "x"}')),
+    ("hermes", f"Let me.\n\n<tool_call>{ONE}</tool_call>\n", content("Let me.") + call("f", '{"a": "x"}')),
+    ("hermes", f"<tool_call>{ONE}</tool_call>\n<tool_call>\n{ONE}\n</tool_call>", call("f", '{"a": "x"}') * 2),
+    ("hermes", f"A <tool_call>{ONE}</tool_call> B", content("A") + call("f", '{"a": "x"}') + content(" B")),
+    ("hermes", f"<tool_call>{ONE}</tool_call> B ", call("f", '{"a": "x"}') + content("B ")),
+    ("hermes", '<tool_call>{"arguments": {"q": [1, "}"]}, "name": "h"}</tool_call>', call("h", '{"q": [1, "}"]}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call("f", '{"a": 1}')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', call("f", "{}")),
+    ("hermes", '<tool_call>{"id": "1", "name": "f", "type": "function"}</tool_call>', call("f", "{}")),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "123456789"}, {"name": "g", "arguments": {}}]',
+     call("f", "{}") + call("g", "{}")),
+    ("mistral", 'Ok. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}',
+     content("Ok.") + call("f", '{"a": 1}') + call("g", '{"b": 2}')),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+     call("f", '{"a": 1}') + call("g", "{}")),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', call("f", "{}")),
+    ("deepseek_v31", DEEPSEEK, content("Yes.") + call("f", "{}") + call("g", "{}")),
+    ("forced", '[{"name": "f", "parameters": {"a": 1}}, {"name":"g","parameters":{}}]',
+     call("f", '{"a": 1}') + call("g", "{}")),
+    ("qwen3_coder",
+     "<tool_call>\n<function=f>\n<parameter=a>\nl1\nsay \"5\"\\\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+     '<parameter=b>True</parameter><parameter=o>{"x": [1]}</parameter><parameter=e>1</parameter>'
+     "<parameter=m>null</parameter><parameter=new>1</parameter></function>\n</tool_call>",
+     call("f", '{"a": "l1\\nsay \\"5\\"\\\\", "n": 5, "b": true, "o": {"x": [1]}, "e": "1", "m": null, "new": "1"}')),
+    ("qwen3_coder", "<tool_call><function=f></function></tool_call>", call("f", "{}")),
+    ("qwen3_coder", "<tool_call><function=f><parameter=n>five</parameter></function>", call("f", '{"n": "five"}')),
+    # markers inside arguments
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\"<tool_call>"}}</tool_call>',
+     call("f", '{"a": "</tool_call>\\"<tool_call>"}')),
+    # no calls
+    ("hermes", " a <tool_c b <tool_call", content(" a <tool_c b <tool_call")),
+    ("hermes", "a <tool_call> b", content("a <tool_call> b")),
+    ("hermes", f"a <tool_call> <tool_call>{ONE}</tool_call>", content("a <tool_call>") + call("f", '{"a": "x"}')),
+    ("hermes", '<tool_call>{"name": "f", "why": 1}', content('<tool_call>{"name": "f", "why": 1}')),
+    ("hermes", '<tool_call>{"name": "f", "arg', content('<tool_call>{"name": "f", "arg')),
+    ("hermes", "", []),
+    ("mistral", "[TOOL_CALLS]maybe not", content("[TOOL_CALLS]maybe not")),
+    ("llama3_json", '{"name": "Bob", "parameters": {"a": 1}}', content('{"name": "Bob", "parameters": {"a": 1}}')),
+    ("llama3_json", '{"answer": 5}', content('{"answer": 5}')),
+    ("llama3_json", 'It is {"name": "f", "parameters": {}}', content('It is {"name": "f", "parameters": {}}')),
+    ("qwen3_coder", f"<tool_call>{ONE}</tool_call>", content(f"<tool_call>{ONE}</tool_call>")),
+    ("qwen3_coder", "<tool_call><function=f><parameter", content("<tool_call><function=f><parameter")),
+    *(("hermes", text, content(text)) for text in
+      ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', '<tool_call>{"name": "\\ud800", "arguments": {}}')),
+    # calls that go wrong after they were told, and one that lacks its last brace
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', call("f", '{"a": [1')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, oh} x</tool_call> B', call("f", "{}") + content("B")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', call("f", "{}")),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>\nlong", call("f", '{"a": "long')),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "said"), CASES)
+def test_calls_and_what_only_looks_like_one(form: str, text: str, said: Said) -> None:
+    assert read(parser(form), text) == said
+    for place in range(len(text) + 1):
+        assert read(parser(form), text, [place]) == said, place
+    assert read(parser(form), text, range(1, len(text))) == said
+
+
+THOUGHT: list[tuple[str, bool, str, Said]] = [
+    ("qwen3", False, "<think>\nhm\n</think>\n\nYes.", [("reasoning", "hm"), *content("Yes.")]),
+    ("qwen3", False, "Yes <think>no</think>", content("Yes <think>no</think>")),
+    ("qwen3", True, "hm </thin </think>Yes", [("reasoning", "hm </thin"), *content("Yes")]),
+    ("qwen3", True, "<think>hm</think>", [("reasoning", "hm")]),
+    ("qwen3", True, "cut ", [("reasoning", "cut ")]),
+    ("qwen3", False, "<think></think>\n ", []),
+    ("qwen3", False, f"<think>\n<tool_call>\n</think>\n\n<tool_call>{ONE}</tool_call>",
+     [("reasoning", "<tool_call>"), *call("f", '{"a": "x"}')]),
+    ("mistral", False, "[THINK]hm[/THINK]Yes", [("reasoning", "hm"), *content("Yes")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("thinking", "inside", "text", "said"), THOUGHT)
+def test_reasoning(thinking: str, inside: bool, text: str, said: Said) -> None:
+    make = lambda: parser("hermes", thinking, inside=inside)  # noqa: E731
+    for place in range(len(text) + 1):
+        assert read(make(), text, [place]) == said, place
+    assert read(make(), text, range(1, len(text))) == said
+
+
+def test_whether_the_prompt_has_begun_the_reasoning() -> None:
+    qwen, assumed = THOUGHTS["qwen3"], THOUGHTS["deepseek_r1"]
+    assert qwen.begun("assistant\n<think>\n") and assumed.begun("assistant\n<think>\n") and assumed.begun("assistant\n")
+    assert not qwen.begun("assistant\n")
+    assert not qwen.begun("<think>\n\n</think>\n\n") and not assumed.begun("<think>\n\n</think>\n\n")
+
+
+def test_what_is_settled_is_said_at_once() -> None:
+    one = parser("hermes")
+    assert one.push("Let me <") == [("content", "Let me")]
+    assert one.push("b> see. <tool_call>") == [("content", " <b> see.")]
+    assert one.push('\n{"name": "f", "argum') == []
+    assert one.push('ents": {"a": ') == [("call", "f"), ("arguments", '{"a": ')] and not one.complete
+    assert one.push('"x') == [("arguments", '"x')]
+    assert one.push('"}}\n</to') == [("arguments", '"}')] and one.complete and one.num_calls == 1
+    assert one.push("ol_call>", final=True) == []
+    values = parser("qwen3_coder")
+    assert values.push("<tool_call><function=f><parameter=a>\nab\n") == [("call", "f"), ("arguments", '{"a": "ab')]
+    assert values.push("c</par") == [("arguments", "\\nc")]
+
+
+def test_one_call_only() -> None:
+    text = f"<tool_call>{ONE}</tool_call>" * 3 + " B"
+    one = parser("hermes", single=True)
+    assert read(one, text) == [*call("f", '{"a": "x"}'), *content("B")] and one.num_calls == 3
+
+
+def test_a_named_functions_arguments_are_the_whole_answer() -> None:
+    assert read(parser(named="f"), '{"a": "<tool_call>"}') == call("f", '{"a": "<tool_call>"}')
+    cut = parser(named="f")
+    assert read(cut, '{"a": ') == call("f", '{"a": ') and not cut.complete
+    assert read(parser(named="f"), "no") == content("no") and read(parser(named="f"), "") == []
+
+
+def test_no_two_markers_can_overlap() -> None:
+    for form in FORMATS.values():
+        for thinking in (None, *THINKING):
+            markers = Reading(form, thinking).markers()
+            firsts = {marker[0] for marker in markers}
+            assert not any(first in marker[1:] for first in firsts for marker in markers), (form.name, markers)
+            assert len(set(markers)) == len(markers)
+
+
+ATOMS = [
+    *{marker for form in FORMATS.values() for marker in form.markers()}, "<think>", "</think>", "<function=f>",
+    "</function>", "<parameter=a>", "<parameter=n>", "</parameter>", *'{}[]"\\:,; \nx1', "  \n", "é漢", "null",
+    "\u00a0", ONE, '{"name": "f", "parameters": {"a": "<tool_call>"}}', '{"arguments": {"q": [1, "}"]}, "name": "g"}',
+    '{"name": "f", "arg', '"name"', '"arguments"', '"f"', '"id": "1", ', "<tool", "</para", "</think",
+]  # fmt: skip
+
+
+def test_no_cut_changes_what_is_said() -> None:
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choices(sorted(ATOMS), k=rng.randrange(1, 14)))
+        form, thinking = rng.choice([None, *FORMATS]), rng.choice([None, None, *THOUGHTS])
+        inside = thinking is not None and rng.random() < 0.3
+        more: dict[str, Any] = {"single": rng.random() < 0.2, "named": None if form else rng.choice([None, "f"])}
+        whole, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))
+        cuts = range(1, len(text)) if rng.random() < 0.3 else sorted(rng.choices(range(len(text) + 1), k=4))
+        said = read(whole, text)
+        assert read(cut, text, cuts) == said, (text, form, thinking, inside, more, cuts)
+        assert (cut.num_calls, cut.complete) == (whole.num_calls, whole.complete)
+        if not whole.num_calls and thinking is None and form != "deepseek_v31":  # whose frames say nothing
+            assert "".join(piece for _, piece in said) == text
