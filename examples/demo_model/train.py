@@ -32,6 +32,9 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a 
 # Shares of the tasks among the examples: the slower one is learnt, the larger its share.
 TASK_WEIGHTS = {"add": 1.6, "subtract": 1.8, "reverse": 0.6, "sort": 0.8, "count": 1.4}
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools: ' + tools | map(attribute='function.name') | join(', ') + '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
@@ -41,6 +44,11 @@ CHAT_TEMPLATE = """\
             {{- part.text }}
         {%- endfor %}
     {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

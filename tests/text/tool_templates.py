@@ -50,7 +50,7 @@ LLAMA = (
     "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
     '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
     "{% else %}{% if tools and loop.first %}Respond with {\"name\": function name, \"parameters\": dictionary}. "
-    "{{ tools | tojson(indent=4) }}{% endif %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
+    "{{ tools | tojson }}{% endif %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )  # fmt: skip
 DEEPSEEK = (

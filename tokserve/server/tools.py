@@ -31,8 +31,8 @@ TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
     "this server does not know how this model writes tool calls: start it with --tool-call-parser "
-    f'({", ".join(form.name for form in TOOL_FORMATS)}), or send tool_choice "required", a named function, which are '
-    'forced, or "none"'
+    f'({", ".join(form.name for form in TOOL_FORMATS)}), or send tool_choice "none", or one that forces a call, '
+    '"required" or a named function'
 )
 
 
@@ -43,13 +43,13 @@ class Function(msgspec.Struct):
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, kw_only=True):
     """A call of a message; with `index` of a delta, of which only a call's first says `id`, `type` and the name."""
 
-    function: Function
+    index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    index: int | UnsetType = UNSET
+    function: Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +229,12 @@ class Reader:
         elif kind == "reasoning":
             read.reasoning += text
         elif kind == "call":
-            read.calls.append(ToolCall(Function(text), self._id(index, place), "function", place))
+            name = Function(text)
+            read.calls.append(ToolCall(index=place, id=self._id(index, place), type="function", function=name))
         elif read.calls:
             read.calls[-1].function.arguments += text
         else:
-            read.calls.append(ToolCall(Function(arguments=text), index=place))
+            read.calls.append(ToolCall(index=place, function=Function(arguments=text)))
 
     def _id(self, index: int, place: int) -> str:
         """Nine letters, as Mistral's templates demand, and the same whoever reads the answer."""

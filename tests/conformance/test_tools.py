@@ -1,0 +1,105 @@
+"""Tool calls: forced ones of any model, in OpenAI's shapes, streamed or not, and what goes back into a conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conformance.api import CHAT, CHAT_TOKENS, GENERATE, MESSAGES, PROMPT, Api
+
+WEATHER = {
+    "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ASK: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "temperature": 0, "request_id": "calls"}
+
+
+def functions(choice: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert all(call["type"] == "function" for call in choice["message"]["tool_calls"])
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+def check(functions: list[tuple[str, dict[str, Any]]]) -> None:
+    for name, arguments in functions:
+        assert arguments == {} if name == "ping" else arguments.keys() == {"city", "days"}
+
+
+@pytest.mark.parametrize("route", [CHAT, CHAT_TOKENS])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_forced_call(text: Api, route: str, choice: Any) -> None:
+    body = ASK | {"tool_choice": choice, "parallel_tool_calls": False}
+    if route == CHAT_TOKENS:
+        body = {name: value for name, value in body.items() if name != "messages"} | {"tokens": PROMPT}
+    [found] = text.ok(route, body)["choices"]
+    check(functions(found))
+    assert len(functions(found)) == 1 and (choice == "required" or functions(found)[0][0] == "weather")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tool_choice": "auto"}], ids=str
+)
+def test_a_stream_says_the_same(text: Api, fields: dict[str, Any]) -> None:
+    extra = {"n": 2, "temperature": 0.7, "seed": 4, "logprobs": True, "return_token_ids": True, "max_tokens": 120}
+    body = ASK | fields | extra
+    whole = text.ok(CHAT, body)["choices"]
+    joined: list[dict[str, Any]] = [{"content": "", "calls": [], "ids": [], "logprobs": []} for _ in whole]
+    for event in text.events(CHAT, body | {"stream": True}):
+        for part in event["choices"]:
+            choice, delta = joined[part["index"]], part["delta"]
+            choice["content"] += delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(choice["calls"]) and call["type"] == "function"
+                    choice["calls"].append([call["id"], call["function"]["name"], ""])
+                choice["calls"][call["index"]][2] += call["function"]["arguments"]
+            choice["ids"] += part.get("token_ids", [])
+            choice["logprobs"] += (part.get("logprobs") or {"content": []})["content"]
+            choice["finish"] = part["finish_reason"]
+    for choice, streamed in zip(whole, joined, strict=True):
+        calls = [[c["id"], c["function"]["name"], c["function"]["arguments"]] for c in
+                 choice["message"].get("tool_calls", [])]  # fmt: skip
+        assert streamed["calls"] == calls and streamed["content"] == (choice["message"]["content"] or "")
+        assert streamed["ids"] == choice["token_ids"] and streamed["logprobs"] == choice["logprobs"]["content"]
+        assert streamed["finish"] == choice["finish_reason"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED, "auto"], ids=["required", "named", "auto"])
+def test_render_generate_and_derender_are_chat(text: Api, choice: Any) -> None:
+    body = ASK | {"tool_choice": choice, "logprobs": True, "top_logprobs": 2, "request_id": "three-steps"}
+    made = text.ok(GENERATE, text.ok(CHAT + "/render", body))
+    back = text.ok(CHAT + "/derender", {"generate_response": made, "chat_request": body})
+    assert back["choices"] == text.ok(CHAT, body)["choices"]
+
+
+def test_the_result_of_a_call_goes_back(text: Api) -> None:
+    said = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
+    [choice] = text.ok(CHAT, ASK | {"messages": [*MESSAGES, said, result], "max_tokens": 8})["choices"]
+    assert choice["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"a": {"type": "foo"}}}}}]}, "tools"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field(text: Api, fields: dict[str, Any], param: str, stream: bool) -> None:
+    text.refused(text.post(CHAT, ASK | fields | {"stream": stream}), 400, param)

@@ -1,0 +1,392 @@
+"""Tool calls and reasoning of chat answers: streamed, whole or derendered, and the forms that calls are forced into."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+
+from tests.server.fake_llm import TOKENIZER, Site, byte_tokenizer, ids, says, site
+from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
+from tokserve.config import Config, resolve
+from tokserve.errors import RequestError, StartError
+from tokserve.server import tools
+from tokserve.text.formats import TOOL_FORMATS
+from tokserve.text.tokenizer import Tokenizer
+
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
+MESSAGES = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+CALL = f"<tool_call>\n{ROME}\n</tool_call>"
+
+
+def serve(text: str, template: str = HERMES, **options: Any) -> Site:
+    return site(says(text), **({"chat_template": template, "max_model_len": 1024} | options))
+
+
+def ask(s: Site, **fields: Any) -> dict[str, Any]:
+    answer = s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields)
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
+
+
+def message(text: str, template: str = HERMES, **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ask(serve(text, template), **fields)["choices"][0]["message"]
+    return found
+
+
+def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+def refusal(s: Site, path: str = CHAT, **fields: Any) -> tuple[str, str | None, str]:
+    answer = s.post(path, {"messages": MESSAGES, "tools": TOOLS} | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    return error["param"], error["code"], error["message"]
+
+
+def test_the_whole_shape() -> None:
+    choice = ask(serve(f"Let me see.\n{CALL}"))["choices"][0]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None}
+    assert choice["finish_reason"] == "tool_calls" and choice["stop_detail"] == {"kind": "eos"}
+    assert list(call) == ["id", "type", "function"] and call["type"] == "function"
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+
+
+def test_an_answer_without_calls_is_as_it_was() -> None:
+    choice = ask(serve("Hello <tool"))["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Hello <tool", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_shape_of_a_stream() -> None:
+    events = serve(f"Ok {CALL}").events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Ok"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert list(calls[0]) == ["index", "id", "type", "function"] and calls[0]["function"]["name"] == "weather"
+    assert all(list(call) == ["index", "function"] and list(call["function"]) == ["arguments"] for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Rome"}' and len(calls) > 5
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The choices of a stream as those of a whole answer."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for part in event["choices"]:
+            choice = choices.setdefault(part["index"], {"content": "", "reasoning": "", "calls": [], "logprobs": []})
+            delta = part["delta"]
+            choice["content"] += delta.get("content", "")
+            choice["reasoning"] += delta.get("reasoning", "")
+            for call in delta.get("tool_calls", []):
+                if call["index"] == len(choice["calls"]):
+                    choice["calls"].append([call["id"], call["function"]["name"], ""])
+                choice["calls"][call["index"]][2] += call["function"]["arguments"]
+            choice["logprobs"] += (part["logprobs"] or {"content": []})["content"]
+            choice["finish_reason"] = part["finish_reason"]
+            choice["token_ids"] = choice.get("token_ids", []) + part.get("token_ids", [])
+    return [choices[index] for index in sorted(choices)]
+
+
+def flat(reply: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same of a whole answer."""
+    return [
+        {
+            "content": choice["message"]["content"] or "", "reasoning": choice["message"].get("reasoning", ""),
+            "calls": [[c["id"], *c["function"].values()] for c in choice["message"].get("tool_calls", [])],
+            "logprobs": (choice["logprobs"] or {"content": []})["content"], "finish_reason": choice["finish_reason"],
+            "token_ids": choice.get("token_ids", []),
+        }
+        for choice in reply["choices"]
+    ]  # fmt: skip
+
+
+ANSWERS = [
+    "Hello.", f"Ok {CALL}\n{CALL}", f"<tool_call> no {CALL} tail ", "<think>\nhm\n</think>\n\nYes.",
+    f"hm</think>{CALL}", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', '{"city": "Rome"}', "{ ",
+    '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "ping", "parameters": {}}]', "naïve 漢字 <tool_",
+    '{"name": "ping", "parameters": {}}',
+]  # fmt: skip
+ASKED: list[dict[str, Any]] = [
+    {}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tool_choice": "required"}, {"tool_choice": NAMED},
+    {"tools": None}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}, {"stop": ["Ro", "</th"]},
+    {"max_tokens": 7}, {"response_format": {"type": "json_object"}, "tool_choice": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[HERMES, THINKER, OPENED, LLAMA], ids=["hermes", "thinker", "opened", "llama"])
+def reader(request: pytest.FixtureRequest) -> Site:
+    return serve("", request.param, reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize("fields", ASKED, ids=str)
+def test_streamed_whole_and_derendered_are_the_same(fields: dict[str, Any], reader: Site) -> None:
+    s = reader
+    for text in ANSWERS:
+        s.llm.script = says(text)
+        asked = {"messages": MESSAGES, "tools": TOOLS, "request_id": "r"} | fields
+        whole = s.post(CHAT, asked).json()
+        assert joined(s.events(CHAT, asked)) == flat(whole), text
+        made = s.post(GENERATE, s.post(CHAT + "/render", asked).json()).json()
+        back = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": asked})
+        assert back.status_code == 200, back.text
+        assert back.json()["choices"] == whole["choices"], text
+
+
+def test_the_tokens_are_the_models() -> None:
+    fields = {"return_token_ids": True, "logprobs": True}
+    choice = ask(serve(CALL), **fields)["choices"][0]
+    assert choice["token_ids"] == [*ids(CALL), 0]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]][:-1] == list(CALL)
+    events = serve(CALL).events(CHAT, {"messages": MESSAGES, "tools": TOOLS} | fields)
+    (streamed,) = joined(events)
+    assert streamed["token_ids"] == choice["token_ids"] and streamed["logprobs"] == choice["logprobs"]["content"]
+    assert not any("<" in event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+def test_calls_of_several_choices_have_ids_of_their_own() -> None:
+    choices = ask(serve(f"{CALL}{CALL}"), n=3)["choices"]
+    assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "reason"),
+    [
+        (CALL, {}, "tool_calls"), (CALL, {"max_tokens": 60}, "length"), (CALL, {"stop": "</tool_call>"}, "tool_calls"),
+        (CALL, {"stop": "Ro"}, "stop"), ("a", {}, "stop"),
+    ],
+)  # fmt: skip
+def test_finish_reason(text: str, fields: dict[str, Any], reason: str) -> None:
+    assert ask(serve(text), **fields)["choices"][0]["finish_reason"] == reason
+
+
+def test_one_call_at_most_without_parallel_calls() -> None:
+    assert functions(message(CALL + CALL)) == [("weather", '{"city": "Rome"}')] * 2
+    assert functions(message(CALL + CALL, parallel_tool_calls=False)) == [("weather", '{"city": "Rome"}')]
+
+
+# the form that is forced
+
+
+def forced(**fields: Any) -> Any:
+    s = serve("[]")
+    rendered = s.post(CHAT + "/render", {"messages": MESSAGES, "tools": TOOLS} | fields)
+    assert rendered.status_code == 200, rendered.text
+    return rendered.json()["sampling_params"].get("structured_outputs")
+
+
+def test_a_named_function_forces_its_arguments() -> None:
+    form = forced(tool_choice=NAMED)
+    assert form["json"] == PARAMETERS | {"additionalProperties": False} and form["whitespace_pattern"] == r"\x20?"
+    nothing = {"type": "object", "additionalProperties": False}
+    assert forced(tool_choice={"type": "function", "function": {"name": "ping"}})["json"] == nothing
+    assert forced(tool_choice="auto") is None and forced(tool_choice="none") is None
+    choice = ask(serve('{"city": "Oslo"}'), tool_choice=NAMED)["choices"][0]
+    assert functions(choice["message"]) == [("weather", '{"city": "Oslo"}')] and choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_required_forces_a_list_of_calls() -> None:
+    schema = forced(tool_choice="required")["json"]
+    assert schema["minItems"] == 1 and "maxItems" not in schema
+    names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
+    assert names == ["weather", "ping"]
+    assert forced(tool_choice="required", parallel_tool_calls=False)["json"]["maxItems"] == 1
+    text = '[{"name": "ping", "parameters": {}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
+    found = message(text, tool_choice="required")
+    assert functions(found) == [("ping", "{}"), ("weather", '{"city": "Oslo"}')] and found["content"] is None
+
+
+def test_references_inside_parameters_still_meet_their_definitions() -> None:
+    inner = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}, "q": {"$ref": "#"}}, "$defs": {"P": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
+    schema = forced(tools=[TOOLS[1], tool], tool_choice="required")["json"]
+    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"$ref": "#/$defs/function1"}
+    found = schema["$defs"]["function1"]["properties"]
+    assert found == {"p": {"$ref": "#/$defs/function1/$defs/P"}, "q": {"$ref": "#/$defs/function1"}}
+
+
+@pytest.mark.parametrize("more", [{"additionalProperties": {"type": "string"}}, {"allOf": [{}]}, {"$ref": "#/$defs/A"}])
+def test_a_schema_that_says_what_else_there_may_be_is_left_as_it_is(more: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": more}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    assert forced(tools=[tool], tool_choice=choice)["json"] == {"type": "object"} | more
+
+
+# what the model sees
+
+
+def test_a_template_that_shows_no_tools_serves_forced_calls_only() -> None:
+    s = site(says("[]"))  # its template knows no tools
+    assert refusal(s)[:2] == ("tools", "unsupported")
+    assert refusal(s, tool_choice="none")[:2] == ("tools", None)
+    for choice in ("required", NAMED):
+        assert s.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}).status_code == 200
+        assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == "user:hi;assistant:"
+    for choice in ("required", NAMED, "auto"):
+        shown = serve("[]")
+        assert shown.post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}).status_code == 200
+        assert '"weather"' in TOKENIZER.decode(shown.llm.calls[-1].prompt, False)
+
+
+@pytest.mark.parametrize(("template", "text"), [
+    (HERMES, CALL), (MISTRAL, f"[TOOL_CALLS] [{ROME}]"), (LLAMA, '{"name": "weather", "parameters": {"city": "Rome"}}'),
+])  # fmt: skip
+def test_a_call_and_its_result_go_back_into_the_conversation(template: str, text: str) -> None:
+    s = serve(text, template)
+    said = ask(s)["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
+    assert s.post(CHAT, {"messages": [*MESSAGES, said, result], "tools": TOOLS}).status_code == 200
+    prompt = TOKENIZER.decode(s.llm.calls[-1].prompt, False)
+    assert '{"city": "Rome"}' in prompt and "sunny" in prompt
+
+
+def test_the_prompt_may_come_as_ids() -> None:
+    asked = {"tokens": ids("x"), "tools": TOOLS}
+    for choice, text in (("auto", CALL), (NAMED, '{"city": "Rome"}')):
+        reply = serve(text).post(CHAT + "/tokens", asked | {"tool_choice": choice}).json()
+        assert functions(reply["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
+
+
+# reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "text", "reasoning", "content"),
+    [
+        (THINKER, {}, "<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
+        (THINKER, {"chat_template_kwargs": {"enable_thinking": False}}, "Yes.", None, "Yes."),
+        (OPENED, {}, "hm\n</think>\n\nYes.", "hm", "Yes."),
+        (OPENED, {}, "hm", "hm", None),
+        (THINKER, {}, "Yes <think>.", None, "Yes <think>."),
+        (OPENED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
+    ],
+)  # fmt: skip
+def test_reasoning_is_apart(
+    template: str, fields: dict[str, Any], text: str, reasoning: str | None, content: str | None
+) -> None:
+    s = serve(text, template, reasoning_parser="qwen3")
+    found = ask(s, tools=None, **fields)["choices"][0]["message"]
+    assert (found.get("reasoning"), found["content"]) == (reasoning, content)
+
+
+def test_reasoning_is_content_unless_the_operator_says_otherwise() -> None:
+    assert message("<think>hm</think>Yes", THINKER, tools=None)["content"] == "<think>hm</think>Yes"
+
+
+def test_derender_finds_out_from_the_messages_how_the_answer_begins() -> None:
+    s = serve("hm</think>Yes", OPENED, reasoning_parser="qwen3")
+    asked = {"messages": MESSAGES}
+    rendered = s.post(CHAT + "/render", asked).json()
+    made = s.post(GENERATE, rendered).json()
+    for more in ({"chat_request": asked}, {"chat_request": {}, "prompt_token_ids": rendered["token_ids"]}):
+        back = s.post(CHAT + "/derender", {"generate_response": made} | more).json()["choices"][0]["message"]
+        assert (back["reasoning"], back["content"]) == ("hm", "Yes")
+    for more in ({}, {"chat_request": {}}):
+        back = s.post(CHAT + "/derender", {"generate_response": made} | more).json()["choices"][0]["message"]
+        assert back["content"] == "hm</think>Yes"
+    wrong = s.post(CHAT + "/derender", {"generate_response": made, "chat_request": {"messages": []}}).json()
+    assert wrong["error"]["param"] == "chat_request.messages"
+
+
+# options and refusals
+
+
+def test_the_format_may_be_named() -> None:
+    s = serve(f"[TOOL_CALLS] [{ROME}]", tool_call_parser="mistral")
+    assert functions(ask(s)["choices"][0]["message"]) == [("weather", '{"city": "Rome"}')]
+    assert ask(serve(CALL, DEEPSEEK))["choices"][0]["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize("path", [CHAT, CHAT + "/tokens", CHAT + "/render"])
+@pytest.mark.parametrize("options", [{}, {"enable_auto_tool_choice": False, "tool_call_parser": "hermes"}], ids=str)
+def test_without_a_format_auto_is_refused_with_a_way_out(path: str, options: dict[str, Any]) -> None:
+    s = serve("a", "{{ tools }}{{ messages[0].content }}", **options)
+    for more, field in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
+        param, code, words = refusal(s, path, **more)
+        assert (param, code) == (field, "unsupported") and "--tool-call-parser (hermes, " in words
+
+
+def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
+    for options, words in (
+        ({"tool_call_parser": "x"}, "tool_call_parser"), ({"reasoning_parser": "x"}, "reasoning_parser"),
+        ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
+    ):  # fmt: skip
+        with pytest.raises(StartError, match=words):
+            site(**options)
+    for options in ({"reasoning_parser": "qwen3"}, {"enable_auto_tool_choice": True}):
+        with pytest.raises(StartError, match="tokens_only"):
+            resolve(Config.make(model="demo", tokens_only=True, **options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_refusals(fields: dict[str, Any], param: str) -> None:
+    assert refusal(serve("a"), **fields)[0] == param
+    made = {"choices": [{"token_ids": [5]}]}
+    back = serve("a").post(
+        CHAT + "/derender",
+        {"generate_response": made, "chat_request": {"messages": MESSAGES, "tools": TOOLS} | fields},
+    )
+    assert back.json()["error"]["param"] == f"chat_request.{param}"
+
+
+def test_parameters_that_are_nested_too_deeply() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested"):
+        tools.plan(
+            [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
+            parallel=True, shaped=None, form=None, thinking=None,
+        )  # fmt: skip
+
+
+def special_tokenizer() -> Tokenizer:
+    plain = byte_tokenizer()
+    backend = tokenizers.Tokenizer.from_str(plain._backend.to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]"])
+    return Tokenizer(backend, plain.special_tokens, plain.chat_template)
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
+    tokenizer = special_tokenizer()
+    for form in TOOL_FORMATS:
+        plan = tools.plan(TOOLS, None, parallel=True, shaped=None, form=form, thinking=None)
+        assert plan.params(tokenizer) == ({"skip_special_tokens": False} if form.name == "mistral" else {})
+    plan = tools.plan(TOOLS, "none", parallel=True, shaped=None, form=TOOL_FORMATS[2], thinking=None)
+    assert plan.params(tokenizer) == {}
+
+
+def test_what_is_forced_is_json_that_the_parser_reads_back() -> None:
+    (call,) = message(json.dumps([{"name": "weather", "parameters": {"city": "ß"}}]), tool_choice="required")[
+        "tool_calls"
+    ]
+    assert json.loads(call["function"]["arguments"]) == {"city": "ß"}
