@@ -7,7 +7,8 @@ they add to bodies must be taken, and what cannot be had must come to their user
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import json
+from typing import Any, Literal
 
 import agents
 import instructor
@@ -22,9 +23,14 @@ from report import Report
 
 QUESTION = "What is 47 + 38?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+CITIES = ("Oslo", "Rome")
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 LIMIT = 300  # tokens: the model likes white space, of which the grammar lets it write a bounded amount
+
+
+City = Literal["Oslo", "Rome"]
 
 
 class Verdict(BaseModel):
@@ -49,7 +55,8 @@ def with_litellm(report: Report, base: str) -> None:
         report.check("choices", len(litellm.completion(**common, n=3, max_completion_tokens=4).choices) == 3)
         made = litellm.completion(**common, max_tokens=LIMIT, response_format=Verdict).choices[0].message.content
         report.check("a schema from a class", Verdict.model_validate_json(made))
-        for wrong in ({"temperature": 7}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}):
+        litellm_calls(report, common)
+        for wrong in ({"temperature": 7}, {"response_format": Verdict, "tools": [TOOL]}):
             try:
                 litellm.completion(**common, **wrong)
             except litellm.BadRequestError as error:
@@ -64,6 +71,25 @@ def with_litellm(report: Report, base: str) -> None:
     report.check("several prompts", len(litellm.text_completion(prompt=["ab", "cd"], **text).choices) == 2)
 
 
+def litellm_calls(report: Report, common: dict[str, Any]) -> None:
+    forced: dict[str, Any] = {**common, "tools": [TOOL], "tool_choice": "required", "max_tokens": LIMIT, "seed": 1}
+    choice = litellm.completion(**forced).choices[0]
+    call = choice.message.tool_calls[0].function
+    report.check("a forced call", call.name == "weather" and json.loads(call.arguments)["city"] in CITIES)
+    report.check("its end", choice.finish_reason == "tool_calls" and choice.message.content is None)
+    built = litellm.stream_chunk_builder(list(litellm.completion(**forced, **USAGE)), messages=MESSAGES)
+    streamed = [each.function for each in built.choices[0].message.tool_calls]
+    whole = [each.function for each in choice.message.tool_calls]
+    report.check("calls streamed", [(f.name, f.arguments) for f in streamed] == [(f.name, f.arguments) for f in whole])
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "sunny"}
+    history = [*MESSAGES, choice.message.model_dump(), result]
+    again = litellm.completion(**(common | {"messages": history, "tools": [TOOL], "max_tokens": 8}))
+    report.check("its result", again.usage.prompt_tokens > built.usage.prompt_tokens)
+    for free in ("auto", "none"):
+        answer = litellm.completion(**common, temperature=0, tools=[TOOL], tool_choice=free).choices[0].message
+        report.check(f"tools, {free}", answer.content == "85" and not answer.tool_calls)
+
+
 def with_pydantic_ai(report: Report, base: str) -> None:
     model = OpenAIChatModel("demo", provider=OpenAIProvider(base_url=base, api_key="none"))
     settings: Any = {"temperature": 0, "seed": 1, "max_tokens": 20, "parallel_tool_calls": False}
@@ -75,12 +101,21 @@ def with_pydantic_ai(report: Report, base: str) -> None:
     native = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict))
     report.check("native output", isinstance(native.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output,
                                              Verdict))  # fmt: skip
-    try:
-        pydantic_ai.Agent(model, output_type=Verdict).run_sync(QUESTION)  # by a tool call
-    except pydantic_ai.exceptions.ModelHTTPError as error:
-        report.check("output by a tool call", error.status_code == 400 and "tool calls are not supported" in str(error))
-    else:
-        report.check("a tool call must be refused", False)
+    by_call = pydantic_ai.Agent(model, output_type=Verdict)
+    report.check("output by a tool call", isinstance(by_call.run_sync(QUESTION).output, Verdict))
+
+    async def streamed() -> Any:
+        async with by_call.run_stream(QUESTION) as stream:
+            return await stream.get_output()
+
+    report.check("the same, streamed", isinstance(asyncio.run(streamed()), Verdict))
+    able = pydantic_ai.Agent(model, system_prompt="Answer.", tools=[weather])
+    report.check("an agent with tools", able.run_sync(QUESTION, model_settings=settings).output == "85")
+
+
+def weather(city: City) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
 
 
 def with_instructor(report: Report, base: str) -> None:
@@ -89,6 +124,10 @@ def with_instructor(report: Report, base: str) -> None:
     common: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "response_model": Verdict, "max_tokens": LIMIT}
     report.check("instructor: a model", isinstance(client.chat.completions.create(**common), Verdict))
     report.check("a partial model", list(client.chat.completions.create_partial(**common))[-1].right in (True, False))
+    by_call = instructor.from_openai(sdk)  # which names the function
+    report.check("a model by a tool call", isinstance(by_call.chat.completions.create(**common), Verdict))
+    parts = list(by_call.chat.completions.create_partial(**common))
+    report.check("the same, in parts", parts[-1].right in (True, False))
 
 
 def with_langchain(report: Report, base: str) -> None:
@@ -106,6 +145,19 @@ def with_langchain(report: Report, base: str) -> None:
         Verdict, method="json_schema"
     )
     report.check("structured output", isinstance(structured.invoke(QUESTION), Verdict))
+    limited = langchain_openai.ChatOpenAI(**common, max_tokens=LIMIT, seed=1)
+    by_call = limited.with_structured_output(Verdict, method="function_calling")
+    report.check("output by a tool call", isinstance(by_call.invoke(QUESTION), Verdict))
+    for choice in ("any", "weather"):
+        bound = limited.bind_tools([TOOL], tool_choice=choice)
+        made = bound.invoke(QUESTION)
+        report.check(
+            f"bound tools, {choice}", made.tool_calls[0]["args"]["city"] in CITIES and not made.invalid_tool_calls
+        )
+        pieces = list(bound.stream(QUESTION))
+        added = [(c["name"], c["args"]) for c in sum(pieces[1:], pieces[0]).tool_calls]
+        report.check("the same, added up", added == [(call["name"], call["args"]) for call in made.tool_calls])
+    report.check("bound tools", chat.bind_tools([TOOL]).invoke(QUESTION).content == "85")
     completes = langchain_openai.OpenAI(**common, temperature=0, max_tokens=4)
     report.check("a completion, streamed", "".join(completes.stream("ab")) == completes.invoke("ab"))
     twice = langchain_openai.OpenAI(**common, max_tokens=4, n=2, best_of=2)
@@ -126,6 +178,23 @@ async def with_agents(report: Report, base: str) -> None:
     short = agents.ModelSettings(max_tokens=LIMIT)
     judge = agents.Agent(output_type=Verdict, model_settings=short, **common)
     report.check("output of a type", isinstance((await agents.Runner.run(judge, QUESTION)).final_output, Verdict))
+    called = []
+
+    @agents.function_tool
+    def forecast(city: City) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return f"sunny in {city}"
+
+    forced = agents.ModelSettings(tool_choice="required", max_tokens=LIMIT, parallel_tool_calls=False)
+    able = agents.Agent(tools=[forecast], model_settings=forced, **common)
+    ran = await agents.Runner.run(able, QUESTION)
+    kinds = [item.type for item in ran.new_items]
+    report.check("a tool is run, and its result answered",
+                 called[0] in CITIES and kinds[:2] == ["tool_call_item", "tool_call_output_item"])  # fmt: skip
+    streamed = agents.Runner.run_streamed(able, QUESTION)
+    names = [event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"]
+    report.check("the same, streamed", names[:2] == ["tool_called", "tool_output"] and len(called) == 2)
     await sdk.close()
 
 
