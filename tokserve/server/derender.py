@@ -32,6 +32,7 @@ from tokserve.text.detokenizer import Detokenizer
 D = TypeVar("D", bound="DerenderBody")
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound=TextBody)
+R = TypeVar("R")
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
@@ -281,7 +282,8 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     asked = _request(serving, ChatBody, shown.chat_request, "chat_request", ignored)
     plan, params = tools.UNREAD, None
     if asked is not None:
-        plan, params = _planned(serving, asked)
+        plan = _within("chat_request", lambda: chat.planned(serving, asked))
+        params = _params(lambda: chat.sampling_params(serving, asked, plan), "chat_request")
 
     def work() -> chat.Reply:
         reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids))
@@ -343,21 +345,16 @@ def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: l
     """The text request that was rendered, if the client says it."""
     if value is None:
         return None
-    try:
-        asked, more = schemas.parse(kind, value, strict=serving.config.server.strict)
-        serving.check_model(asked.model)
-    except RequestError as error:
-        raise _within(error, field) from None
+    asked, more = _within(field, lambda: schemas.parse(kind, value, strict=serving.config.server.strict))
+    _within(field, lambda: serving.check_model(asked.model))
     ignored += more
     return asked
 
 
-def _planned(serving: Serving, asked: ChatBody) -> tuple[Plan, SamplingParams]:
-    try:
-        plan = chat.planned(serving, asked)
-    except RequestError as error:
-        raise _within(error, "chat_request") from None
-    return plan, _params(lambda: chat.sampling_params(serving, asked, plan), "chat_request")
+def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:
+    params = _within(field, make)
+    _within(field, params.validate)
+    return params
 
 
 def _prompt_of(serving: Serving, plan: Plan, ids: list[int], asked: ChatBody | None) -> list[int]:
@@ -365,29 +362,14 @@ def _prompt_of(serving: Serving, plan: Plan, ids: list[int], asked: ChatBody | N
     thinking = plan.reading is not None and plan.reading.thinking is not None
     if ids or not thinking or asked is None or asked.messages is None:
         return ids
-    try:
-        return chat.rendered(serving, asked, asked.reasoning_effort)
-    except RequestError as error:
-        raise _within(error, "chat_request") from None
-
-
-def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:
-    try:
-        params = make()
-        params.validate()
-    except RequestError as error:
-        raise _within(error, field) from None
-    return params
+    return _within("chat_request", lambda: chat.rendered(serving, asked, asked.reasoning_effort))
 
 
 def _prompts(asked: CompletionBody, count: int) -> list[str | list[int]]:
     """The request's prompts, as texts or ids; none if it does not say them."""
     if asked.prompt is None:
         return []
-    try:
-        prompts = completions.parse_prompts(asked.prompt)
-    except RequestError as error:
-        raise _within(error, "completion_request") from None
+    prompts = _within("completion_request", lambda: completions.parse_prompts(asked.prompt))
     if len(prompts) != count:
         raise RequestError(
             f"generate_responses must have a reply per prompt: {len(prompts)}, got {count}", field="generate_responses"
@@ -416,13 +398,14 @@ def _converted(value: Any, kind: type[S], field: str) -> S:
         raise errors.from_msgspec(error, kind.__struct_fields__, field) from None
 
 
-def _within(error: RequestError, field: str) -> RequestError:
-    """The error of a request that is part of this body."""
-    if error.field is None:
-        error.field = field
-        error.message = error.message.replace("the body", field)
-    else:
-        if error.message.startswith(error.field):
+def _within(field: str, make: Callable[[], R]) -> R:
+    """What is made of a request that is part of this body; an error's field is inside it."""
+    try:
+        return make()
+    except RequestError as error:
+        if error.field is None:
+            error.message = error.message.replace("the body", field)
+        elif error.message.startswith(error.field):
             error.message = f"{field}.{error.message}"
-        error.field = f"{field}.{error.field}"
-    return error
+        error.field = field if error.field is None else f"{field}.{error.field}"
+        raise

@@ -7,6 +7,7 @@ alike; routes differ only in how they come to token ids and what they make of th
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -34,6 +35,8 @@ from tokserve.text import formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_SALT = 128
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
@@ -127,7 +130,9 @@ class Serving:
         if server.tool_call_parser != "auto":
             return formats.named(formats.TOOL_FORMATS, server.tool_call_parser, "tool_call_parser")
         found = formats.recognise(self.template)
-        if found is None and server.enable_auto_tool_choice:
+        if found is not None:
+            logger.info("tool calls: %s, as the chat template writes them", found.name)
+        elif server.enable_auto_tool_choice:
             raise StartError(
                 "enable_auto_tool_choice: this model's chat template does not show how it writes tool calls; "
                 "give --tool-call-parser"
