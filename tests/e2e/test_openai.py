@@ -2,9 +2,10 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.server import Server
@@ -95,6 +96,28 @@ def test_errors_are_the_sdks_own_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-nope", messages=QUESTION)  # type: ignore[arg-type]
     assert [m.id for m in client.models.list()] == ["demo"]
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Oslo", "Rome"]
+    days: int = pydantic.Field(le=9, ge=1)
+
+
+def test_tool_calls_by_the_sdks_helpers(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required",
+        "tools": [openai.pydantic_function_tool(Weather)], "parallel_tool_calls": False,
+    }  # fmt: skip
+    choice = client.chat.completions.parse(**asked).choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather) and choice.finish_reason == "tool_calls"
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert streamed.function.arguments == call.function.arguments
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
 
 
 def test_async_client_that_leaves_aborts(demo: Server) -> None:

@@ -96,6 +96,7 @@ CASES: list[tuple[str, str, Said]] = [
     ("hermes", '<tool_call>{"name": "f", "why": 1}', content('<tool_call>{"name": "f", "why": 1}')),
     ("hermes", '<tool_call>{"name": "f", "arg', content('<tool_call>{"name": "f", "arg')),
     ("hermes", "", []),
+    ("hermes", f'<tool_call> {{"name": "a<tool_call>{ONE}', content(f'<tool_call> {{"name": "a<tool_call>{ONE}')),
     ("mistral", "[TOOL_CALLS]maybe not", content("[TOOL_CALLS]maybe not")),
     ("llama3_json", '{"name": "Bob", "parameters": {"a": 1}}', content('{"name": "Bob", "parameters": {"a": 1}}')),
     ("llama3_json", '{"answer": 5}', content('{"answer": 5}')),
@@ -107,6 +108,8 @@ CASES: list[tuple[str, str, Said]] = [
     # calls that go wrong after they were told, and one that lacks its last brace
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', call("f", '{"a": [1')),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, oh} x</tool_call> B', call("f", "{}") + content("B")),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{ONE}',
+     call("f", "{}") + call("f", '{"a": "x"}')),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>\nlong", call("f", '{"a": "long')),
 ]  # fmt: skip
@@ -158,7 +161,7 @@ def test_what_is_settled_is_said_at_once() -> None:
     assert one.push('"}}\n</to') == [("arguments", '"}')] and one.complete and one.num_calls == 1
     assert one.push("ol_call>", final=True) == []
     values = parser("qwen3_coder")
-    assert values.push("<tool_call><function=f><parameter=a>\nab\n") == [("call", "f"), ("arguments", '{"a": "ab')]
+    assert values.push("<tool_call><function=f><parameter=a>\nab\n")[-1] == ("arguments", "ab")
     assert values.push("c</par") == [("arguments", "\\nc")]
 
 
@@ -182,6 +185,19 @@ def test_no_two_markers_can_overlap() -> None:
             firsts = {marker[0] for marker in markers}
             assert not any(first in marker[1:] for first in firsts for marker in markers), (form.name, markers)
             assert len(set(markers)) == len(markers)
+
+
+HOSTILE = [
+    ('<tool_call>{"arguments": {"a": "', ""), ('<tool_call>{"name": "', ""), ("x<tool_call>\n", ""),
+    ('<tool_call>{"arguments": {', "}" * 80_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("piece", "end"), HOSTILE)
+def test_nothing_is_read_twice(piece: str, end: str) -> None:
+    """What any client may send to derender: minutes, if what turned out to be no call were read anew."""
+    text = piece * 40_000 + end
+    assert "".join(text for _, text in parser("hermes").push(text, final=True)) == text
 
 
 ATOMS = [

@@ -21,7 +21,7 @@ from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
 from tokserve.text.formats import FORCED, TOOL_FORMATS
-from tokserve.text.parsing import Parser, Reading, Segment, Thinking, ToolFormat
+from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 MODES = ("none", "auto", "required")
@@ -195,9 +195,9 @@ def _moved(schema: Any, place: str) -> Any:
 class Read(msgspec.Struct):
     """What a delta or a whole answer says."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = []
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
 
 
 class Reader:
@@ -216,25 +216,22 @@ class Reader:
         if parser is None:
             parser = self._parsers[index] = Parser(self._reading, inside=self._inside)
         place = parser.num_calls - 1
-        read = Read()
-        for segment in parser.push(completion.text or "", completion.finish_reason is not None):
-            place += segment.kind == "call"
-            self._add(read, segment, index, place)
-        return read
-
-    def _add(self, read: Read, segment: Segment, index: int, place: int) -> None:
-        kind, text = segment
-        if kind == "content":
-            read.content += text
-        elif kind == "reasoning":
-            read.reasoning += text
-        elif kind == "call":
-            name = Function(text)
-            read.calls.append(ToolCall(index=place, id=self._id(index, place), type="function", function=name))
-        elif read.calls:
-            read.calls[-1].function.arguments += text
-        else:
-            read.calls.append(ToolCall(index=place, function=Function(arguments=text)))
+        texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        calls: list[tuple[ToolCall, list[str]]] = []
+        for kind, text in parser.push(completion.text or "", completion.finish_reason is not None):
+            if kind == "call":
+                place += 1
+                name = Function(text)
+                calls.append((ToolCall(index=place, id=self._id(index, place), type="function", function=name), []))
+            elif kind == "arguments":
+                if not calls:
+                    calls.append((ToolCall(index=place, function=Function()), []))
+                calls[-1][1].append(text)
+            else:
+                texts[kind].append(text)
+        for call, arguments in calls:
+            call.function.arguments = "".join(arguments)
+        return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
     def _id(self, index: int, place: int) -> str:
         """Nine letters, as Mistral's templates demand, and the same whoever reads the answer."""

@@ -44,6 +44,8 @@ class Markers:
 class Cursor:
     """A place in a text.  `at` may be set back to where it was, unless something was said since.
 
+    A step that does not find what it looks for stops there: it has read no further than it must, or all there is.
+
     `gap`: the white space before the marker that was found last.
     """
 
@@ -57,6 +59,12 @@ class Cursor:
         """More of the text.  `final`: its end."""
         self._text += text
         self._final = final
+
+    def since(self, start: int) -> str:
+        """What has been read from `start` on, but for white space at its end, which is as good as not read."""
+        text = self._text[start : self.at].rstrip()
+        self.at = start + len(text)
+        return text
 
     def _more(self) -> Steps[bool]:
         """False: this was all."""
@@ -104,6 +112,7 @@ class Cursor:
                 self.at = at
                 return self._text[start:at]
             if not (yield from self._more()):
+                self.at = at
                 return ""
 
     def until(self, markers: Markers, say: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
@@ -154,6 +163,7 @@ class Cursor:
                 self.at = len(self._text)
                 self._settle()
             if not (yield from self._more()):
+                self.at = len(self._text)
                 return None
 
     def string(self) -> Steps[str | None]:
@@ -174,4 +184,5 @@ class Cursor:
                 at += 1
             at = max(at, len(self._text))
             if not (yield from self._more()):
+                self.at = len(self._text)
                 return None

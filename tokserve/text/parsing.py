@@ -137,8 +137,6 @@ class Parser:
     def _put(self, kind: Kind, text: str) -> None:
         if kind in ("call", "arguments") and self._reading.single and self.num_calls > 1:
             return
-        if kind != "call" and self._out and self._out[-1].kind == kind:
-            text = self._out.pop().text + text
         self._out.append(Segment(kind, text))
 
     def _content(self, text: str) -> None:
@@ -203,8 +201,11 @@ class Parser:
                 first = yield from self._text.peek()
             if not first and self.num_calls:
                 return
-            if first not in ("{", "[") or (yield from self._calls(form)) is _End.NONE:
+            if first not in ("{", "["):
                 self._text.at = start
+                return
+            if (yield from self._calls(form)) is _End.NONE:
+                self._content(self._text.since(start))
                 return
             self._trim = not self._has_content
 
@@ -212,11 +213,12 @@ class Parser:
         gap, start = self._text.gap, self._text.at
         end = yield from self._calls(form)
         if end is _End.NONE:
-            self._text.at = start
-            self._content(gap + marker)
+            self._content(gap + marker + self._text.since(start))
             return
         if form.closes and end is _End.BROKEN:  # what is wrong with it is left out
-            yield from self._text.until(Markers(form.closes), lambda text: None)
+            found = yield from self._text.until(Markers(form.closes, *form.opens), lambda text: None)
+            if found in form.opens:
+                self._text.at -= len(found)
         elif form.closes:
             behind = self._text.at
             yield from self._text.peek()
