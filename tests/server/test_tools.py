@@ -129,7 +129,7 @@ ASKED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[HERMES, THINKER, OPENED, LLAMA], ids=["hermes", "thinker", "opened", "llama"])
+@pytest.fixture(scope="module", params=[HERMES, OPENED], ids=["hermes", "opened"])
 def reader(request: pytest.FixtureRequest) -> Site:
     return serve("", request.param, reasoning_parser="qwen3")
 

@@ -189,14 +189,14 @@ def test_no_two_markers_can_overlap() -> None:
 
 HOSTILE = [
     ('<tool_call>{"arguments": {"a": "', ""), ('<tool_call>{"name": "', ""), ("x<tool_call>\n", ""),
-    ('<tool_call>{"arguments": {', "}" * 80_000),
+    ('<tool_call>{"arguments": {', "}" * 40_000),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("piece", "end"), HOSTILE)
 def test_nothing_is_read_twice(piece: str, end: str) -> None:
     """What any client may send to derender: minutes, if what turned out to be no call were read anew."""
-    text = piece * 40_000 + end
+    text = piece * 20_000 + end
     assert "".join(text for _, text in parser("hermes").push(text, final=True)) == text
 
 
@@ -210,7 +210,7 @@ ATOMS = [
 
 def test_no_cut_changes_what_is_said() -> None:
     rng = random.Random(0)
-    for _ in range(3000):
+    for _ in range(2000):
         text = "".join(rng.choices(sorted(ATOMS), k=rng.randrange(1, 14)))
         form, thinking = rng.choice([None, *FORMATS]), rng.choice([None, None, *THOUGHTS])
         inside = thinking is not None and rng.random() < 0.3

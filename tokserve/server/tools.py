@@ -161,7 +161,8 @@ def _json(schema: dict[str, Any]) -> StructuredOutputs:
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, and hold nothing that the schema does not name unless it says that they may."""
-    return {"type": "object"} | schema | ({} if OPEN_ENDED & schema.keys() else {"additionalProperties": False})
+    closed = {} if OPEN_ENDED & schema.keys() else {"additionalProperties": False}
+    return schema | closed | {"type": "object"}
 
 
 def _list_of(functions: Mapping[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
