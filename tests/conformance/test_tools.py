@@ -80,6 +80,20 @@ def test_render_generate_and_derender_are_chat(text: Api, choice: Any) -> None:
     assert back["choices"] == text.ok(CHAT, body)["choices"]
 
 
+def test_calls_in_the_models_own_format_are_read(text: Api) -> None:
+    """The demo model makes none of its own accord, so it is forced to write one."""
+    if text.config["server"].get("tool_call_parser") != "auto" or text.model != "demo":
+        pytest.skip("the format of another model")
+    written = 'Yes.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    made = text.generate({"structured_outputs": {"choice": [written]}, "max_tokens": 200})
+    back = text.ok(CHAT + "/derender", {"generate_response": made, "chat_request": ASK})
+    message, reason = back["choices"][0]["message"], back["choices"][0]["finish_reason"]
+    assert message["content"] == "Yes." and reason == "tool_calls"
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    ]
+
+
 def test_the_result_of_a_call_goes_back(text: Api) -> None:
     said = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
