@@ -371,8 +371,9 @@ class Parser:
             return False
         text = "".join(parts)
         plain = text.strip().lower() if schema.get("type") == "boolean" else text.strip()
-        texts = [each for each in schema.get("enum") or () if isinstance(each, str)]
-        self._arguments(plain if text not in texts and _is_json(plain) else _json(text))
+        values = schema.get("enum")
+        named = isinstance(values, list) and text in values
+        self._arguments(plain if not named and _is_json(plain) else _json(text))
         return True
 
 
