@@ -330,6 +330,11 @@ def test_the_history_may_have_calls_and_their_results() -> None:
         ([{}], "tools[0].type"), ([*TOOLS, {"type": "function"}], "tools[1].function.name"), ([5], "tools[0]"),
         ([{"type": "function", "function": {"name": 5}}], "tools[0].function.name"), ("f", "tools"),
         ([{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
+        ([*TOOLS, *TOOLS], "tools[1].function.name"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+            "tools[0].function.parameters.type",
+        ),
     ],
 )  # fmt: skip
 def test_tools_that_cannot_be_shown(tools: Any, param: str) -> None:

@@ -138,7 +138,32 @@ def test_tool_arguments_as_json_text_become_an_object(rich: Pair) -> None:
     assert original == call('{"b": 1}'), "the caller's messages were changed"
 
 
-def test_text_parts_are_flattened(chatml: Pair) -> None:
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content if part.type == 'text' %}<{{ part.text }}>{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+def test_a_template_that_walks_through_parts_gets_them(chatml: Pair) -> None:
+    talk = [
+        {"role": role, "content": [{"type": "text", "text": f"{role} a"}, {"type": "text", "text": "b"}]}
+        for role in ("system", "user", "assistant")
+    ]
+    for options in ({"template": PARTS}, {"template": PARTS, "continue_final_message": True}):
+        text = chatml.check(talk, **options)
+        assert text.startswith("system:<system a><b>;user:<user a><b>;assistant:<assistant a><b")
+    half = PARTS.replace("m.content is string", "m.content is string or m.role == 'system'")  # one prints a list
+    assert chatml.ours.text(talk[:2], template=half) == "system:system a\nb;user:<user a><b>;"
+    for careless in (
+        "{{ messages[0].content }}",
+        "{{ messages[0].content | trim }}",
+        "{{ 'x' + messages[0].content }}",
+    ):
+        assert chatml.ours.text(talk[1:2], template=careless).endswith("user a\nb")
+    assert chatml.ours.text([{"role": "user", "content": []}], template=PARTS) == "user:;"
+
+
+def test_parts_are_joined_for_another(chatml: Pair) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}, "three"]
     flat = chatml.ours.render([{"role": "user", "content": parts}])
     assert flat == chatml.ours.render([{"role": "user", "content": "one\ntwo\nthree"}])

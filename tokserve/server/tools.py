@@ -86,16 +86,23 @@ def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
 
 
 def check_shape(tools: list[dict[str, Any]]) -> None:
-    """Refuse what is no function with a name, or has parameters that are no schema."""
+    """Refuse what is no function with a name of its own, or has parameters that are no schema of an object."""
+    names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise RequestError(f"tools[{i}].type must be 'function'", field=f"tools[{i}].type")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"tools[{i}].function.name must be a string", field=f"tools[{i}].function.name")
-        if not isinstance(function.get("parameters"), dict | None):
-            field = f"tools[{i}].function.parameters"
+        if function["name"] in names:
+            field = f"tools[{i}].function.name"
+            raise RequestError(f"{field}: there are two tools {function['name']!r}", field=field)
+        names.add(function["name"])
+        parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
+        if not isinstance(parameters, dict | None):
             raise RequestError(f"{field} must be a JSON schema, an object", field=field)
+        if parameters is not None and parameters.get("type", "object") != "object":
+            raise RequestError(f"{field}.type must be 'object': arguments have names", field=f"{field}.type")
 
 
 def _chosen(choice: Any) -> tuple[str, str | None]:

@@ -158,7 +158,8 @@ class ChatTemplate:
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
         checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
         False: a template that does not show `tools` is as good as one that does.  To a template that has no role
-        `developer`, its messages are the system's.
+        `developer`, its messages are the system's; one that does not walk through parts of a content has them joined
+        by newlines.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -176,6 +177,9 @@ class ChatTemplate:
         source = self._source(template, variables["tools"] is not None)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
+        for message in chat:
+            if isinstance(message.get("content"), list) and not self._takes_parts(source, message["role"]):
+                message["content"] = _joined(message["content"])
         mark = ""
         if continue_final_message:
             mark = f"END{secrets.token_hex(16)} "
@@ -184,6 +188,9 @@ class ChatTemplate:
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
+
+    def _takes_parts(self, source: str, role: str) -> bool:
+        return _takes_parts(source, role, tuple(self._tokenizer.special_tokens.items()))
 
     def knows(self, template: str) -> bool:
         """Whether this is the name of a template here."""
@@ -231,8 +238,30 @@ def _run(source: str, variables: dict[str, Any], field: str) -> str:
         raise RequestError(f"the chat template cannot render these messages: {error}", field=field) from None
 
 
+@lru_cache(maxsize=64)
+def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template that is given a content in parts prints their text, and not the list."""
+    if role not in ("system", "user", "assistant"):
+        return False
+    other = [{"role": "user", "content": "?"}]
+    message = {"role": role, "content": [{"type": "text", "text": part} for part in ("1st part", "2nd part")]}
+    chat = [message, *other] if role == "system" else [*(other if role == "assistant" else []), message]
+    nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
+    try:
+        rendered = _run(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
+    except RequestError:
+        return False
+    list_printed = re.search(r"""["']type["']""", rendered)
+    return "1st part" in rendered and "2nd part" in rendered and not list_printed
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: text content, no nulls, tool arguments as objects, reasoning under its names."""
+    """A copy as templates expect it: text or parts of text, no nulls, tool arguments as objects, reasoning under its
+    names."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object", field=where)
@@ -241,7 +270,8 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        plain["content"] = "\n".join(_part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content))
+        texts = [_part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content)]
+        plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
     elif not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or a list of parts", field=f"{where}.content")
     if isinstance(plain.get("tool_calls"), list):
@@ -255,7 +285,7 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if all(message["role"] != "developer" for message in chat):
         return chat
     said = [message for message in chat if message["role"] in ("system", "developer")]
-    content = "\n\n".join(message["content"] for message in said if message.get("content"))
+    content = "\n\n".join(_joined(message["content"]) for message in said if message.get("content"))
     rest = [message for message in chat if message["role"] not in ("system", "developer")]
     return [{"role": "system", "content": content}, *rest]
 
@@ -307,10 +337,14 @@ def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
     """Put `mark` behind the final message's content; returns the content."""
     field = f"messages[{len(chat) - 1}].content"
     content = chat[-1].get("content")
-    if not isinstance(content, str):
+    if content is None:
         raise RequestError("continue_final_message needs a final message with content", field=field)
-    chat[-1]["content"] = content + mark
-    return content
+    if isinstance(content, str):
+        chat[-1]["content"] = content + mark
+        return content
+    text = str(content[-1]["text"])
+    content[-1]["text"] = text + mark
+    return text
 
 
 def _cut_at(rendered: str, mark: str, content: str) -> str:
