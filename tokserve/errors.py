@@ -8,6 +8,11 @@ libraries; `server/app` turns the attributes into a response once, for all route
 from __future__ import annotations
 
 
+def sendable(text: str) -> str:
+    """`text` in UTF-8's range: the lone surrogates that names of files may bring along become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class RequestError(Exception):
     """A request cannot be served.  `field` is the JSON path of the offending value, if there is one."""
 
@@ -16,8 +21,8 @@ class RequestError(Exception):
     retry_after: int | None = None  # seconds after which the same may be served
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = sendable(message)
+        super().__init__(self.message)
         self.field = field
         self.code = code
 
@@ -149,3 +154,6 @@ def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -
 
 class StartError(Exception):
     """The server cannot start with this configuration, checkpoint or machine."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(sendable(message))

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokserve.errors import sendable
+
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 Format = Literal["text", "json"]
 
@@ -77,7 +79,7 @@ def _whole(value: Any) -> Any:
     """Without what no UTF-8 can say."""
     if isinstance(value, dict):
         return {name: _whole(each) for name, each in value.items()}
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+    return sendable(value) if isinstance(value, str) else value
 
 
 def setup(process: str, level: str = "info", form: Format = "text") -> None:

@@ -461,8 +461,19 @@ def test_words_that_are_no_utf8_are_answered_all_the_same(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine.executor, "call", refuse)
     answer = ask(engine, "collective_rpc", method="f")
-    assert answer.status == 400 and answer.error == "no file caf?"
+    assert answer.status == 400 and answer.error == "no file caf\\udce9"
     engine.run()
+
+
+def test_a_failed_update_may_name_a_file_that_is_no_utf8() -> None:
+    engine = busy()
+    ask(engine, "start_weight_update")
+    name = b"caf\xe9".decode(errors="surrogateescape")
+    answer = ask(engine, "update_weights", update={"fault": f"no file {name}"})
+    assert (answer.status, answer.error) == (400, "no file caf\\udce9")
+    assert engine.core.control.status().failure == answer.error  # told to all front ends: the harness encodes it
+    engine.run()
+    engine.check_complete("r0")
 
 
 def test_a_worker_call_comes_between_two_steps() -> None:

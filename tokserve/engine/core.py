@@ -65,11 +65,6 @@ def _at_once() -> bool:
     return True
 
 
-def _sendable(message: str) -> str:
-    """Without the lone surrogates that names of files may bring along: they are no UTF-8."""
-    return message.encode(errors="replace").decode()
-
-
 def _warn_of_little_room(context: int, config: Config) -> None:
     if context < (config.model.max_model_len or 0):
         logger.warning(
@@ -349,7 +344,7 @@ class EngineCore:
 
     def _fail_call(self, identity: bytes, call_id: int, error: Exception) -> None:
         if isinstance(error, RequestError):
-            reply = Reply(call_id, error=_sendable(error.message), status=error.status, field=error.field)
+            reply = Reply(call_id, error=error.message, status=error.status, field=error.field)
         else:
             logger.error("a verb failed", exc_info=error)
             reply = Reply(call_id, error=f"{type(error).__name__} in the engine; its log says more")

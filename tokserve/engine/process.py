@@ -25,7 +25,7 @@ from tokserve import log
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.wire import Wire
-from tokserve.errors import StartError
+from tokserve.errors import StartError, sendable
 from tokserve.executor.base import Executor, make
 from tokserve.messages import Dead
 from tokserve.sockets import remove_stale
@@ -74,7 +74,7 @@ def run(address: str, config: Config, executor: Executor) -> int:
         return 1
     except Exception as error:  # process entry: the parent and the log must hear of it, whatever it is
         logger.exception("the engine died; %s", "while starting" if core is None else core.summary())
-        _tell(wire, Dead(f"{type(error).__name__}: {error}"))
+        _tell(wire, Dead(sendable(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         wire.close()
