@@ -166,6 +166,15 @@ def test_resume_always_succeeds_and_overtakes_a_pause() -> None:
     engine.check_complete("late")
 
 
+def test_verbs_that_wait_for_one_another_are_all_answered_before_the_engine_rests() -> None:
+    engine = busy(depth=2)
+    engine.call("sleep", call_id=8, level=2, mode="wait")
+    engine.call("start_weight_update", call_id=9)
+    engine.call("sleep", call_id=10, level=2, mode="keep")  # ends the wait of 8, which ends that of 9
+    engine.run()
+    assert [answers(engine, number)[0].error for number in (8, 9, 10)] == [None] * 3
+
+
 def test_a_keep_ends_the_wait_of_another_pause() -> None:
     engine = busy()
     engine.call("pause", call_id=8, mode="wait")

@@ -154,6 +154,9 @@ class Life:
             busy = self.engine.step()
             self.learn()
             if not busy and not self.engine.executor.slow:
+                said = len(self.engine.messages)
+                self.engine.step()
+                assert len(self.engine.messages) == said, "it had more to say, and rested"
                 return
         raise AssertionError("the engine does not come to rest")
 

@@ -144,8 +144,8 @@ class EngineCore:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
         self._advance_grammars()
-        for task in list(self._tasks):
-            self._go_on(task)
+        while any([self._go_on(task) for task in list(self._tasks)]):
+            pass  # what one has done, another may have waited for
         if len(self._flights) < self._depth and not self._held_back:
             plan = self.scheduler.schedule(self._clock())
             if plan is not None:
@@ -350,9 +350,11 @@ class EngineCore:
             reply = Reply(call_id, error=f"{type(error).__name__} in the engine; its log says more")
         self._emit(identity, reply)
 
-    def _go_on(self, task: _Task) -> None:
-        """Resume a verb for as long as what it waits for is there; answer at its end."""
+    def _go_on(self, task: _Task) -> bool:
+        """Resume a verb for as long as what it waits for is there, and answer at its end; whether it was resumed."""
+        resumed = False
         while self._is_due(task.wait):
+            resumed = True
             try:
                 task.wait = next(task.work)
                 if isinstance(task.wait, Future):
@@ -360,12 +362,15 @@ class EngineCore:
             except StopIteration as end:
                 self._tasks.remove(task)
                 self._tell_status()
-                return self._emit(task.identity, Reply(task.call_id, end.value))
+                self._emit(task.identity, Reply(task.call_id, end.value))
+                return True
             except Exception as error:  # as above
                 self._tasks.remove(task)
                 self._tell_status()
-                return self._fail_call(task.identity, task.call_id, error)
+                self._fail_call(task.identity, task.call_id, error)
+                return True
         self._tell_status()
+        return resumed
 
     def _is_due(self, wait: Wait) -> bool:
         if wait is STEP_BOUNDARY:
