@@ -586,6 +586,19 @@ def test_a_call_with_what_no_message_holds(play: Callable[..., None], value: Any
     play(scene)
 
 
+@pytest.mark.parametrize(
+    "terms", [{"cache_salt": "\ud800"}, {"group_id": "\ud800"}, {"request_id": "\ud800"}, {"lora_request": "\ud800"}]
+)
+def test_a_request_with_what_no_message_holds_leaves_no_trace(play: Callable[..., None], terms: dict[str, Any]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        with pytest.raises(RequestError, match="cannot be sent: "):
+            llm.stream([1], PLAIN, **terms)
+        assert llm.num_inflight == 0
+        assert await llm.call("ping") == {}
+
+    play(scene)
+
+
 def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         waiting = [llm.stream([1], PLAIN, request_id=f"{i}") for i in range(3)]

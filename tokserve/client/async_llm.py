@@ -17,7 +17,7 @@ from typing import Any
 
 from tokserve import checkpoint
 from tokserve.client import control
-from tokserve.client.connection import Connection
+from tokserve.client.connection import UNSENDABLE, Connection
 from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id, typed
 from tokserve.client.outputs import Completion, Delivery, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, read
@@ -25,7 +25,7 @@ from tokserve.client.requests import Requests
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
 from tokserve.config import Config, resolve
-from tokserve.errors import EngineDead
+from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Abort, Step, Submit, Verdict
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
@@ -218,13 +218,17 @@ class AsyncLLM:
         """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.
 
         They have one request_id, and their choices are numbered through (`Order.first_choice`).  Raises Conflict for
-        an id in use here, EngineDead.
+        an id in use here, RequestError for what no message can hold, EngineDead.
         """
         self._connection.check()
         call_id = self._connection.next_call()
         submission = self._requests.enter(call_id, prepared)
         adds = [add for each in prepared for add in each.adds]
-        self._connection.send(Submit(call_id, prepared[0].key, adds, group_id))
+        try:
+            self._connection.send(Submit(call_id, prepared[0].key, adds, group_id))
+        except UNSENDABLE as error:
+            self._requests.judge(Verdict(call_id, "invalid", f"the request cannot be sent: {error}"))
+            raise RequestError(f"the request cannot be sent: {error}") from None
         pairs = zip(prepared, submission.deliveries, strict=True)
         return [Stream(self, each, delivery, submission) for each, delivery in pairs]
 

@@ -28,6 +28,7 @@ LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message
 SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
 RESTART_WINDOW = 600.0  # seconds in which an engine is replaced at most `restart_engine` times
 PULSE = -1  # the call of the pings
+UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError)  # raised for what JSON and Python can say, and no message
 
 
 class Listener(Protocol):
@@ -149,7 +150,7 @@ class Connection:
             )
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message for the engine, if there is one."""
+        """Queue a message for the engine, if there is one.  Raises what `UNSENDABLE` names."""
         if self._link is not None:
             self._link.send(message)
 
@@ -169,7 +170,7 @@ class Connection:
         try:
             self.send(Call(call_id, method, args))
             return await answer
-        except (OverflowError, TypeError, UnicodeEncodeError) as error:  # what only JSON and Python can say
+        except UNSENDABLE as error:
             raise RequestError(f"{method}: {error}") from None
         finally:
             self._calls.pop(call_id, None)
