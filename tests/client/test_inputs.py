@@ -149,6 +149,9 @@ def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
         ({"priority": 1}, "priority"),
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"deadline_ms": 0}, "deadline_ms"),
+        ({"deadline_ms": 1 << 31}, "deadline_ms"),
+        ({"queue_timeout_ms": 1 << 62}, "queue_timeout_ms"),
+        ({"priority": -(1 << 63) - 1}, "priority"),
         ({"queue_timeout_ms": -1}, "queue_timeout_ms"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": "x" * 1025}, "request_id"),
@@ -156,6 +159,13 @@ def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
 )
 def test_terms_that_cannot_be_kept(terms: dict[str, Any], field: str) -> None:
     assert refusal(Order([1], SamplingParams(), **terms)).field == field
+
+
+@pytest.mark.parametrize(
+    "params", [{"max_tokens": 1 << 31}, {"extra_args": {"a": 10**30}}, {"extra_args": {"a": object()}}]
+)
+def test_what_is_too_large_for_a_message(params: dict[str, Any]) -> None:
+    assert refusal(Order([1], SamplingParams(**params))).field == next(iter(params))
 
 
 def test_terms_that_can() -> None:

@@ -31,6 +31,8 @@ PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")  # what replies put before
 MAX_SALT = 128
 MAX_ID = 1024
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
+INT32, INT64 = 1 << 31, 1 << 63
 NO_TOKENIZER = "this server runs with --tokens-only and has no tokenizer"
 
 
@@ -97,6 +99,7 @@ class Inputs:
     def prepare(self, order: Order) -> Prepared:
         """Raises RequestError for the first thing that is wrong with the request."""
         params = order.params
+        _check_sizes(order)
         prompt, length = self._check_prompt(order.prompt)
         params.validate()
         self._check_vocabulary(params)
@@ -248,6 +251,21 @@ class Inputs:
                     self._check_ids(f"bad_words[{i}]", ids)
                     found.append(ids)
         return [list(sequence) for sequence in dict.fromkeys(found)]
+
+
+def _check_sizes(order: Order) -> None:
+    """Refuse what would be too large for a message to the engine, or for its clock."""
+    params = order.params
+    numbers = [(name, getattr(params, name), INT32) for name in COUNTS]
+    numbers += [("deadline_ms", order.deadline_ms, INT32), ("queue_timeout_ms", order.queue_timeout_ms, INT32)]
+    for name, value, end in (*numbers, ("priority", order.priority, INT64)):
+        if value is not None and not -end <= value < end:
+            _refuse(name, f"must fit in {end.bit_length()} bits")
+    if params.extra_args is not None:
+        try:
+            msgspec.msgpack.encode(params.extra_args)
+        except (OverflowError, TypeError):
+            _refuse("extra_args", "holds a number that does not fit in 64 bits, or what JSON has not")
 
 
 def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_SALT = 128
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 SHOWN = 20  # adapters that an error lists
-_INT32, _INT64 = 1 << 31, 1 << 63
-_COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 
@@ -194,18 +192,11 @@ class Serving:
         group = asked.group_id
         if group is not None and not 0 < len(group) <= body.MAX_ID:
             raise RequestError(f"group_id must have 1 to {body.MAX_ID} characters", field="group_id")
-        priority = asked.priority or 0
-        for name, value, end in (
-            ("priority", priority, _INT64), ("deadline_ms", asked.deadline_ms, _INT32),
-            ("queue_timeout_ms", asked.queue_timeout_ms, _INT32),
-        ):  # fmt: skip
-            if value is not None and not -end <= value < end:
-                raise RequestError(f"{name} must fit in {end.bit_length()} bits", field=name)
         request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # of this request's task: all it logs from here on carries it
         return Terms(
             request_id=request_id,
-            cache_salt=salt, priority=priority, deadline_ms=asked.deadline_ms,
+            cache_salt=salt, priority=asked.priority or 0, deadline_ms=asked.deadline_ms,
             queue_timeout_ms=asked.queue_timeout_ms, group_id=group, adapter=self.adapter(asked.model),
         )  # fmt: skip
 
@@ -266,7 +257,6 @@ class Serving:
         """The prompts, checked; errors name fields as the client wrote them."""
         prepared: list[Prepared] = []
         try:
-            _check(params)
             for place, prompt in enumerate(prompts):
                 order = Order(
                     prompt, params, terms.request_id, stream, text, terms.priority, terms.cache_salt or "",
@@ -276,16 +266,3 @@ class Serving:
         except RequestError as error:
             raise fields.rename(error, len(prepared) if len(prompts) > 1 else None) from None
         return prepared
-
-
-def _check(params: SamplingParams) -> None:
-    """What would be too large for a message to the engine, or for anybody."""
-    for name in _COUNTS:
-        value = getattr(params, name)
-        if value is not None and value >= _INT32:
-            raise RequestError(f"{name} must fit in 32 bits", field=name)
-    if params.extra_args is not None:
-        try:
-            body.encode_msgpack(params.extra_args)
-        except (OverflowError, TypeError):
-            raise RequestError("extra_args holds a number that does not fit in 64 bits", field="extra_args") from None
