@@ -31,6 +31,7 @@ DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 64
 GPU_FILE = Path("/dev/nvidiactl")
+FOR_EVER = 1e9  # seconds, thirty years: the longest time that every clock can add
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -163,11 +164,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         dict[str, str] | None,
         about('Implementation by op, as JSON, e.g. {"rms_norm": "torch"}; "*" names all ops.'),
     ] = None
-    start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0)] = 600.0
+    start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0, le=FOR_EVER)] = 600.0
     step_timeout: Annotated[
         float,
         about("Seconds a step may take: an engine that has not answered for longer is hung, and /health says 503; "
-              "with --restart-engine it is then replaced.", gt=0),
+              "with --restart-engine it is then replaced.", gt=0, le=FOR_EVER),
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
@@ -190,7 +191,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
              "it is complete); auto: beside, if the free memory holds a second set."),
     ] = "auto"  # fmt: skip
     weight_transfer_timeout: Annotated[
-        float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0)
+        float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
     allowed_weight_dirs: Annotated[
         list[str] | None,
@@ -256,7 +257,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reject_while_paused: Annotated[
         bool, about("Refuse requests (503) while the engine is paused or asleep; else they wait.")
     ] = False
-    liveness_timeout: Annotated[float, about("Seconds the engine has to answer GET /liveness.", gt=0)] = 10.0
+    liveness_timeout: Annotated[float, about("Seconds the engine has to answer GET /liveness.", gt=0, le=FOR_EVER)] = (
+        10.0
+    )
     chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
     trust_request_chat_template: Annotated[
         bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
@@ -281,7 +284,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
     ] = 75
-    shutdown_timeout: Annotated[float, about("Seconds that running requests may finish in after SIGTERM.", ge=0)] = 10.0
+    shutdown_timeout: Annotated[
+        float, about("Seconds that running requests may finish in after SIGTERM.", ge=0, le=FOR_EVER)
+    ] = 10.0
     strict: Annotated[
         bool, about("Refuse unknown fields on the OpenAI routes too (they are named in X-Ignored-Fields otherwise).")
     ] = False
@@ -305,9 +310,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
               "needs the extra `otel`."),
     ] = None  # fmt: skip
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
-    log_stats_interval: Annotated[float, about("Seconds between the one-line statistics while requests run.", gt=0)] = (
-        10.0
-    )
+    log_stats_interval: Annotated[
+        float, about("Seconds between the one-line statistics while requests run.", gt=0, le=FOR_EVER)
+    ] = 10.0
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ def test_unknown_option_names_the_nearest() -> None:
     [
         {"port": 70000}, {"max_num_seqs": 0}, {"dtype": "int4"}, {"gpu_memory_utilization": 1.5}, {"block_size": 0},
         {"depth": 3}, {"max_model_len": "x"}, {"scheduling_policy": "lifo"}, {"keep_alive": 1},
-        {"quantization": "gptq"}, {"quantize_lm_head": 1},
+        {"quantization": "gptq"}, {"quantize_lm_head": 1}, {"start_timeout": float("inf")}, {"shutdown_timeout": 1e10},
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_with_the_options_name(option: dict[str, object]) -> None:
