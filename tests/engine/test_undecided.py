@@ -327,8 +327,11 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_nobody_foresaw_ends_its_request_alone() -> None:
+    died: list[threading.Thread] = []
+
     class Broken(Machine):
         def compute_bitmask(self) -> bytes:
+            died.append(threading.current_thread())
             raise ZeroDivisionError
 
     engine, grammars = made()
@@ -339,6 +342,7 @@ def test_an_error_that_nobody_foresaw_ends_its_request_alone() -> None:
     engine.run()
     finish = engine.received["g"].finish
     assert finish is not None and "mask could not be computed" in (finish.message or "")
+    died[0].join(LONG)
     grammars.machine = Machine
     send(engine, "h")
     grammars.finish()

@@ -99,15 +99,20 @@ class Following:
 
 
 class _Lane:
-    """A thread that computes masks, one after the other."""
+    """A thread that computes masks, one after the other; if an error that nobody foresaw ends it, another goes on."""
 
     def __init__(self, on_done: Callable[[Request], None], on_emptied: Callable[[], None], niceness: int = 0) -> None:
         self._on_done = on_done
         self._on_emptied = on_emptied
         self._due: deque[Request] = deque()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
-        self._thread = threading.Thread(target=self._run, args=(niceness,), name="masks", daemon=True)
-        self._thread.start()
+        self._niceness = niceness
+        self._thread = self._started()
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="masks", daemon=True)
+        thread.start()
+        return thread
 
     def begin(self, requests: Sequence[Request]) -> None:
         """These too."""
@@ -132,14 +137,21 @@ class _Lane:
         """The thread ends when it has nothing to do."""
         self._calls.put(False)
 
-    def _run(self, niceness: int) -> None:
-        if niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-        while self._calls.get():
-            with suppress(IndexError):
-                while True:
-                    self._compute(self._due.popleft())
-            self._on_emptied()
+    def _run(self) -> None:
+        if self._niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        failed = True
+        try:
+            while self._calls.get():
+                with suppress(IndexError):
+                    while True:
+                        self._compute(self._due.popleft())
+                self._on_emptied()
+            failed = False
+        finally:
+            if failed:  # the traceback is printed by the threading module
+                self._calls.put(True)
+                self._thread = self._started()
 
     def _compute(self, request: Request) -> None:
         follower = request.follower
@@ -147,6 +159,6 @@ class _Lane:
         began = time.monotonic()
         try:
             follower.look()
-        finally:  # an error that nobody foresaw ends the thread, and the request that it was about
+        finally:  # an error that nobody foresaw ends the request that it was about
             follower.slow = time.monotonic() - began > SLOW
             self._on_done(request)
