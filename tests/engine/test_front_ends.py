@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tokserve.engine import front_ends
-from tokserve.messages import Reply, Step, StepStats, Submit
+from tokserve.messages import Reply, Status, Step, StepStats, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -109,3 +109,12 @@ def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch)
     engine.add("b", [3], max_tokens=1, owner=b"3")
     engine.run()
     assert b"1" not in {i for i, m in engine.messages if isinstance(m, Step)}
+
+
+def test_who_has_not_written_for_the_longest_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_ends, "KEPT", 2)
+    engine = Engine()
+    for owner in (b"1", b"2", b"1", b"3"):
+        engine.call("ping", owner=owner)
+    engine.call("pause", owner=b"3")
+    assert {identity for identity, message in engine.messages if isinstance(message, Status)} == {b"1", b"3"}

@@ -37,7 +37,9 @@ class FrontEnds:
 
     def enter(self, identity: bytes) -> None:
         """It has written."""
-        if identity not in self._told:
+        if identity in self._told:
+            self._told.move_to_end(identity)
+        else:
             self._remember(identity, None)
 
     def leave(self, identity: bytes) -> None:
