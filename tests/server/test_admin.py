@@ -19,7 +19,7 @@ def test_health() -> None:
     answer = s.get("/health")
     assert answer.status_code == 200 and answer.json() == {} and not s.llm.verbs
     assert s.get("/ping").status_code == s.post("/ping").status_code == 200
-    assert s.get("/health?deep=1").status_code == 200 and s.llm.verbs == ["state"]
+    assert s.get("/health?deep=1").status_code == 200 and s.llm.verbs == ["check"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/health?deep=1"])

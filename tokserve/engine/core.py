@@ -398,14 +398,13 @@ class EngineCore:
         self._emit(identity, Reply(call_id, {}))
 
     def _state(self, identity: bytes, call_id: int) -> None:
-        self.cache.check()
         stats = self.scheduler.stats()
         status = self._status
         state = {
             "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
             "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
             "reason": status.quarantine or status.failure,
-            "in_flight": len(self._flights), "steps": stats.steps, "cache": "ok",
+            "in_flight": len(self._flights), "steps": stats.steps,
         }  # fmt: skip
         self._emit(identity, Reply(call_id, state))
 

@@ -71,7 +71,7 @@ async def health(serving: Serving, request: Request) -> Response:
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
         try:
-            await asyncio.wait_for(serving.llm.call("state"), DEEP_SECONDS)  # checks the KV accounting too
+            await asyncio.wait_for(serving.llm.call("check"), DEEP_SECONDS)  # of the KV accounting
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {DEEP_SECONDS:g} s", code="engine_hung") from None
     return body.reply(request, {})
