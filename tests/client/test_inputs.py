@@ -174,6 +174,14 @@ def test_terms_that_can() -> None:
     assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-3, "x" * 128, 1, 1)
 
 
+@pytest.mark.parametrize(("each", "scored"), [(False, [2, None, None]), (True, [2, 2, 2])])
+def test_the_prompt_is_scored_once(each: bool, scored: list[int | None]) -> None:
+    params = SamplingParams(n=3, prompt_logprobs=2, prompt_logprobs_start=1, seed=5)
+    adds = inputs().prepare(Order([1, 2, 3], params, score_each=each)).adds
+    assert [add.sampling.prompt_logprobs for add in adds] == scored
+    assert [add.sampling.prompt_logprobs_start for add in adds] == [1 if count else 0 for count in scored]
+
+
 def test_the_engine_gets_no_text_fields() -> None:
     params = SamplingParams(
         n=2, stop=["a"], bad_words=["the"], include_stop_str_in_output=True, skip_special_tokens=False, seed=5,

@@ -59,7 +59,8 @@ class Order:
     """A request as it was given: one prompt, n choices, and terms.
 
     Several prompts may be one request; `first_choice` is then the number of choices of the prompts before it.
-    `adapter`: the name of a loaded one, "" for none.
+    `adapter`: the name of a loaded one, "" for none.  `score_each`: every choice brings the prompt's logprobs, not the
+    first alone.
     """
 
     prompt: Sequence[int] | bytes
@@ -73,6 +74,7 @@ class Order:
     queue_timeout_ms: int | None = None
     first_choice: int = 0
     adapter: str = ""
+    score_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,15 @@ class Inputs:
         seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: as vLLM's clients write null
         bad = self._bad_sequences(params)
         self._check_choice_left(params, bad)
-        sampling = params.for_engine(seed=None, bad_token_sequences=bad)
+        sampling = unscored = params.for_engine(seed=None, bad_token_sequences=bad)
+        if not order.score_each:
+            unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)
         stops = params.stop_strings()
         adds = [
             Add(
-                f"{key}#{order.first_choice + i}", prompt, sampling, _wrap(seed + i), not order.stream and not stops,
-                order.priority, order.cache_salt, time.monotonic(), order.deadline_ms, order.queue_timeout_ms,
-                order.adapter,
+                f"{key}#{order.first_choice + i}", prompt, unscored if i else sampling, _wrap(seed + i),
+                not order.stream and not stops, order.priority, order.cache_salt, time.monotonic(), order.deadline_ms,
+                order.queue_timeout_ms, order.adapter,
             )
             for i in range(params.n)
         ]  # fmt: skip

@@ -94,7 +94,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = sampling_params(serving, asked)
-    terms = serving.terms(request, asked)
+    terms = msgspec.structs.replace(serving.terms(request, asked), score_each=True)
     prompts = parse_prompts(asked.prompt)
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"

@@ -48,7 +48,7 @@ Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request wi
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for besides tokens."""
+    """What a request asks for besides tokens.  `score_each`: every choice tells the prompt's logprobs."""
 
     request_id: str
     cache_salt: str | None = None
@@ -57,6 +57,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_ms: int | None = None
     group_id: str | None = None
     adapter: str = ""
+    score_each: bool = False
 
 
 class Fields(msgspec.Struct, frozen=True):
@@ -260,7 +261,7 @@ class Serving:
             for place, prompt in enumerate(prompts):
                 order = Order(
                     prompt, params, terms.request_id, stream, text, terms.priority, terms.cache_salt or "",
-                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n, terms.adapter,
+                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n, terms.adapter, terms.score_each,
                 )  # fmt: skip
                 prepared.append(self.llm.prepare(order))
         except RequestError as error:
