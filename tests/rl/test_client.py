@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tokserve.errors import TransferFailed
 from tokserve.rl import ServerError, TokserveClient
 from tokserve.rl.client import _safetensors
 
@@ -63,6 +65,9 @@ def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     for first in (httpx.ReadError("cut"), httpx.RemoteProtocolError("cut"), refusal(503), refusal(500), refusal(409)):
         sent, error = run({path: [first, generated()]}, lambda client: client.generate([[1]]))
         assert sent == [path] and isinstance(error, ServerError | httpx.TransportError)
+    restarted: list[Answer] = [httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"}), generated()]
+    sent, rollouts = run({path: restarted}, lambda client: client.generate([[1]]))
+    assert sent == [path] * 3 and rollouts[0].finish_reason == "stop"
     sent, error = run({path: [httpx.ConnectError("refused")]}, lambda client: client.generate([[1]]))
     assert sent == [path] * 2 and isinstance(error, httpx.ConnectError)
 
@@ -134,3 +139,35 @@ def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
+
+
+class DeafGroup:
+    """A process group whose other end never comes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.interrupted = threading.Event()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        assert self.interrupted.wait(60), "nobody ends the broadcast"
+        raise TransferFailed("the transfer was interrupted")
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+
+@pytest.mark.parametrize("failure", [refusal(400), httpx.ReadError("cut")], ids=["refused", "cut"])
+def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer) -> None:
+    group = DeafGroup()
+
+    async def push(client: TokserveClient) -> None:
+        client._group = group  # type: ignore[assignment]
+        try:
+            await client.update_weights(WEIGHTS)
+        finally:
+            assert client._group is None and group.interrupted.is_set()
+
+    sent, error = run({"/update_weights": [failure]}, push)
+    assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
+    assert isinstance(error, ServerError | httpx.ReadError)

@@ -229,13 +229,16 @@ class TokserveClient:
         announced = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True}
         tensors = [tensor for _, tensor in named]
         sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=True))
+        received = False
         try:
             await self._control("/update_weights", {"update_info": announced})
-        except ServerError:  # it does not listen any more
-            group.interrupt()
-            self._group = None
-            await asyncio.wait([sending])
-            raise
+            received = True
+        finally:
+            if not received:  # it does not listen any more, and the thread that sends must not wait for it
+                group.interrupt()
+                self._group = None
+                await asyncio.wait([sending])
+                sending.exception()  # looked at, lest asyncio complain
         await sending
 
     async def _control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
@@ -243,13 +246,14 @@ class TokserveClient:
 
     async def _send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
         """Send, and with `again` try anew where nothing can have happened."""
+        reconnect = again  # once
         while True:
             try:
                 answer = await self._http.request(method, path, **kwargs)
             except httpx.ConnectError:
-                if not again:
+                if not reconnect:
                     raise
-                again = False  # once
+                reconnect = False
                 await asyncio.sleep(WAIT)
                 continue
             if answer.status_code == 200:
