@@ -1,5 +1,8 @@
 """Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep, wake, adapters, in any order.
 
+Requests have one choice or several, groups, priorities, deadlines, prompts up to the context's end, and grammars whose
+compilation and masks come late; queues are short, slots and budgets few.
+
 The scripted executor checks every plan (no step without weights or memory, no prefix hit on KV of other weights); here
 it is checked that nothing is lost, hung or misattributed, and that what is made after a commit is what the new weights
 make.
@@ -9,14 +12,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tests.engine.grammars import STEPS, LateGrammars, LateMasks
 from tests.engine.scripted import Engine
+from tokserve.messages import Abort, Step, Submit, Verdict
+from tokserve.params import StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
-ENDS = {"abort_user", "abort_pause", "abort_quarantine"}
+ENDS = {"abort_user", "abort_pause", "abort_quarantine", "abort_disconnect", "deadline", "queue_timeout"}
+FOLLOWED = ENDS | {"eos", "grammar", "max_tokens", "context", "error"}  # ends of requests with a grammar
+REFUSALS = {"quarantined", "paused", "model_not_found", "queue_full", "invalid"}
+CONTEXT = 40
 
 
 class Life:
@@ -24,16 +33,24 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        blocks, size = rng.choice([(40, 4), (14, 4), (100, 2)])
+        blocks, size = rng.choice([(40, 4), (14, 4), (10, 4), (100, 2), (CONTEXT, 1)])
         self.engine = Engine(
-            num_blocks=blocks, block_size=size, context=40, depth=rng.choice([1, 2]), max_num_seqs=rng.choice([2, 8]),
-            max_num_batched_tokens=rng.choice([5, 64]), enable_lora=True, max_loras=2,
+            num_blocks=blocks, block_size=size, context=CONTEXT, depth=rng.choice([1, 2]),
+            max_num_seqs=rng.choice([1, 2, 8, 8]), max_num_batched_tokens=rng.choice([1, 5, 64]),
+            max_chunk=rng.choice([None, None, 3]), enable_prefix_caching=rng.random() < 0.8,
+            scheduling_policy=rng.choice(["fcfs", "priority"]), enable_lora=True, max_loras=rng.choice([1, 2]),
+            reject_while_paused=rng.random() < 0.2, max_queued_requests=rng.choice([None, None, 0, 3]),
+            max_queued_tokens=rng.choice([None, None, 60]),
         )  # fmt: skip
+        self.grammars, self.masks = LateGrammars(rng), LateMasks(rng)
+        self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
+        self.engine.core._following = cast(Any, self.masks)
         self.engine.executor.slow = deque()
         self.engine.executor.beside = rng.random() < 0.7
         self.calls: dict[int, str] = {}
         self.commits: dict[int, str] = {}  # call id -> weights it would commit
         self.staged = ""
+        self.submits: dict[int, Submit] = {}
         self.num = 0
 
     def call(self, method: str, **args: Any) -> int:
@@ -45,14 +62,15 @@ class Life:
     def act(self) -> None:
         rng = self.rng
         choices = [
-            self.add, self.add, self.add, self.abort, self.pause, self.resume, self.resume, self.start, self.stage,
-            self.stage, self.finish, self.one_call, self.cancel, self.sleep, self.wake, self.wake, self.label,
-            self.release, self.reset, self.leave,
-            self.load, self.load, self.unload,
+            self.add, self.add, self.add, self.abort, self.abort_group, self.disconnect, self.pause, self.resume,
+            self.resume, self.start, self.stage, self.stage, self.finish, self.one_call, self.cancel, self.sleep,
+            self.wake, self.wake, self.label, self.release, self.reset, self.leave, self.load, self.load, self.unload,
         ]  # fmt: skip
         rng.choice(choices)()
         for _ in range(rng.choice([0, 1, 1, 3, 9])):
             self.engine.executor.settle(rng.choice([0, 0, 1, 5]))
+            self.grammars.finish(0.2)
+            self.engine.clock.now += rng.choice([0, 0, 0.01, 0.2])
             self.engine.step()
             self.learn()
 
@@ -64,24 +82,39 @@ class Life:
             assert self.engine.weights_of.setdefault(version, weights) == weights, version
 
     def add(self) -> None:
-        prompt = OPEN[: self.rng.choice([4, 8, 12])] + [self.rng.randrange(4) for _ in range(self.rng.randint(1, 4))]
+        rng = self.rng
         self.num += 1
-        fields: dict[str, Any] = {"seed": self.rng.randrange(3), "ignore_eos": True, "hold": self.rng.random() < 0.5}
-        fields["max_tokens"] = self.rng.choice([1, 5, 20])
-        fields["adapter"] = self.rng.choice(["", "one", "two", "three"])
-        rid = f"r{self.num}"
-        verdict = self.engine.submit(rid, self.engine.make(rid, prompt, **fields))
-        if verdict.refusal:
-            unknown = fields["adapter"] and self.engine.core.adapters.find(fields["adapter"]) is None
-            assert verdict.refusal == "quarantined" or (unknown and verdict.refusal == "model_not_found")
-            del self.engine.requests[rid]
+        structured = StructuredOutputs(regex="x") if rng.random() < 0.3 else None
+        adds = []
+        for index in range(rng.choice([1, 1, 2, 5])):
+            own = rng.choice([1, 2, 4, 27, CONTEXT])
+            prompt = (OPEN[: rng.choice([0, 4, 8, 12])] + [rng.randrange(4) for _ in range(own)])[: CONTEXT - 1]
+            fields: dict[str, Any] = {"seed": rng.randrange(3), "ignore_eos": rng.random() < 0.8}
+            fields |= {
+                "hold": rng.random() < 0.5,
+                "max_tokens": rng.choice([1, 5, 20, None]),
+                "salt": rng.choice("  s"),
+            }
+            fields |= {"adapter": rng.choice(["", "one", "two", "three"]), "priority": rng.randrange(3)}
+            if rng.random() < 0.2:
+                fields |= {"prompt_logprobs": 1, "prompt_logprobs_start": rng.choice([0, 3, len(prompt) - 1])}
+            if rng.random() < 0.2:
+                fields |= {"deadline_ms": rng.choice([1, 500, 5000]), "queue_timeout_ms": rng.choice([None, 1, 300])}
+            adds.append(self.engine.make(f"k{self.num}#{index}", prompt, structured_outputs=structured, **fields))
+        self.submits[self.num] = submit = Submit(self.num, f"k{self.num}", adds, rng.choice(["", "g", "h"]))
+        self.engine.core.receive(b"A", submit)
 
     def abort(self) -> None:
-        rids = list(self.engine.requests)
-        if rids:
-            self.num += 1
-            self.calls[self.num] = "abort"
-            self.engine.abort(self.rng.choice(rids), call_id=self.num)
+        if self.submits:
+            self.call("abort", keys=[self.rng.choice(list(self.submits.values())).key])
+
+    def abort_group(self) -> None:
+        self.call("abort_group", group=self.rng.choice(["g", "h"]))
+
+    def disconnect(self) -> None:
+        if self.engine.requests:
+            rid = self.rng.choice(list(self.engine.requests))
+            self.engine.core.receive(b"A", Abort([rid], "abort_disconnect"))
 
     def pause(self) -> None:
         self.call("pause", mode=self.rng.choice(["abort", "wait", "keep", "keep"]), clear_cache=self.rng.random() < 0.3)
@@ -151,9 +184,10 @@ class Life:
     def rest(self) -> None:
         for _ in range(3000):
             self.engine.executor.settle()
+            self.grammars.finish(1.0)
             busy = self.engine.step()
             self.learn()
-            if not busy and not self.engine.executor.slow:
+            if not busy and not self.engine.executor.slow and not self.masks:
                 said = len(self.engine.messages)
                 self.engine.step()
                 assert len(self.engine.messages) == said, "it had more to say, and rested"
@@ -163,17 +197,39 @@ class Life:
     def check(self) -> None:
         engine = self.engine
         answered = {reply.call_id for reply in engine.replies}
+        assert len(answered) == len(engine.replies)
         assert answered == set(self.calls), {i: self.calls[i] for i in set(self.calls) - answered}
         assert all(reply.status in (400, 404, 409) for reply in engine.replies if reply.error)
-        for rid in engine.requests:
-            finish = engine.received[rid].finish
-            assert finish is not None, f"{rid} has not ended"
-            engine.check_spans(rid)
-            if finish.detail in ENDS:
-                assert engine.tokens(rid) == engine.solo(rid).tokens[: len(engine.tokens(rid))]
-            else:
-                engine.check_complete(rid)
+        refusals = {verdict.call_id: verdict.refusal for verdict in engine.verdicts}
+        assert len(refusals) == len(engine.verdicts) and refusals.keys() == self.submits.keys()
+        decided: set[str] = set()
+        for _, message in engine.messages:
+            if isinstance(message, Verdict):
+                decided.update(add.rid for add in self.submits[message.call_id].adds)
+            elif isinstance(message, Step):
+                assert decided.issuperset(message.rids), "output before the verdict"
+        for number, submit in self.submits.items():
+            for add in submit.adds:
+                if refusals[number]:
+                    assert refusals[number] in REFUSALS and add.rid not in engine.received
+                else:
+                    self.check_request(add.rid)
         engine.check_empty()
+        assert len(engine.core._registry) == 0 and not engine.core._registry.keys("g")
+        assert engine.core.scheduler._limits.requests == engine.core.scheduler._limits.tokens == 0
+
+    def check_request(self, rid: str) -> None:
+        engine, finish = self.engine, self.engine.received[rid].finish
+        assert finish is not None, f"{rid} has not ended"
+        engine.check_spans(rid)
+        tokens = engine.tokens(rid)
+        if engine.requests[rid].sampling.structured_outputs is not None:
+            assert finish.detail in FOLLOWED
+            assert all(token in allowed for token, allowed in zip(tokens, STEPS, strict=False))
+        elif finish.detail in ENDS:
+            assert tokens == engine.solo(rid).tokens[: len(tokens)]
+        else:
+            engine.check_complete(rid)
 
 
 def live(seed: int) -> Life:
@@ -181,7 +237,9 @@ def live(seed: int) -> Life:
     for _ in range(life.rng.choice([10, 40])):
         life.act()
     life.settle()
-    life.engine.add("after", [*OPEN, 1, 2, 3], max_tokens=6, ignore_eos=True)
+    after = life.engine.make("after", [*OPEN, 1, 2, 3], max_tokens=6, ignore_eos=True)
+    life.submits[0] = Submit(0, "after", [after])
+    life.engine.core.receive(b"A", life.submits[0])
     life.rest()
     (span,) = life.engine.received["after"].outputs[-1].spans
     assert life.engine.weights_of[span[0]] == life.engine.executor.weights
@@ -192,7 +250,7 @@ def live(seed: int) -> Life:
 @pytest.mark.parametrize("part", range(4))
 def test_any_order_of_verbs(part: int) -> None:
     commits = 0
-    for seed in range(30 * part, 30 * (part + 1)):
+    for seed in range(50 * part, 50 * (part + 1)):
         commits += live(seed).engine.core.control.status().epoch
     assert commits > 100  # else this tests nothing
 

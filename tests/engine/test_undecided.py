@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
+from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.scripted import EOS, VOCAB, Engine
 from tokserve.engine.grammar import Grammar
 from tokserve.errors import RequestError
@@ -18,30 +18,6 @@ from tokserve.params import StructuredOutputs
 
 LONG = 60.0  # seconds
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
-STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place
-
-
-class Machine:
-    """The library's part: a text of three tokens, then EOS.  After token 16 it fails."""
-
-    def __init__(self, tokens: tuple[int, ...] = ()) -> None:
-        self.tokens = tokens
-
-    def deep_copy(self) -> Machine:
-        return type(self)(self.tokens)
-
-    def consume_token(self, token: int) -> None:
-        self.tokens += (token,)
-
-    def is_error(self) -> bool:
-        return 16 in self.tokens
-
-    def get_error(self) -> str:
-        return "too complex"
-
-    def compute_bitmask(self) -> bytes:
-        place = len(self.tokens)
-        return np.array([sum(1 << token for token in (STEPS[place] if place < 3 else EOS))], np.uint32).tobytes()
 
 
 class Grammars:
@@ -57,10 +33,9 @@ class Grammars:
         return self.futures[-1]
 
     def finish(self) -> None:
-        eos = np.array([1 << EOS[0]], np.uint32)
         for future in self.futures:
             if not future.done():
-                future.set_result(Grammar(cast(Any, self.machine()), eos, eos, eos))
+                future.set_result(compiled(self.machine()))
 
 
 ENGINES: list[Engine] = []
@@ -283,8 +258,7 @@ def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> N
     engine.core._following.patience = LONG
     for i in range(3):
         future: Future[Grammar] = Future()
-        eos = np.array([1 << EOS[0]], np.uint32)
-        future.set_result(Grammar(cast(Any, Machine()), eos, eos, eos))
+        future.set_result(compiled(Machine()))
         engine.core._admission._grammars.compile = lambda _, future=future: future  # type: ignore[method-assign, misc]
         send(engine, f"h{i}", seed=i, call_id=30 + i)
     engine.run()

@@ -1,0 +1,96 @@
+"""Grammars without the library: a machine that three tokens and EOS satisfy, and compilers and masks that come late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, cast
+
+import numpy as np
+
+from tests.engine.scripted import EOS
+from tokserve.engine.grammar import Grammar
+from tokserve.engine.request import Request
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+
+STEPS = [{3, 13}, {5}, {6, 16}]  # what may come, place by place
+
+
+class Machine:
+    """The library's part: a text of three tokens, then EOS.  After token 16 it fails."""
+
+    def __init__(self, tokens: tuple[int, ...] = ()) -> None:
+        self.tokens = tokens
+
+    def deep_copy(self) -> Machine:
+        return type(self)(self.tokens)
+
+    def consume_token(self, token: int) -> None:
+        self.tokens += (token,)
+
+    def is_error(self) -> bool:
+        return 16 in self.tokens
+
+    def get_error(self) -> str:
+        return "too complex"
+
+    def compute_bitmask(self) -> bytes:
+        place = len(self.tokens)
+        return np.array([sum(1 << token for token in (STEPS[place] if place < 3 else EOS))], np.uint32).tobytes()
+
+
+def compiled(machine: Machine) -> Grammar:
+    """The grammar of such a machine."""
+    eos = np.array([1 << EOS[0]], np.uint32)
+    return Grammar(cast(Any, machine), eos, eos, eos)
+
+
+class LateGrammars:
+    """In place of `Grammars`: each is compiled, or cannot be, when the dice say so."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._due: list[Future[Grammar]] = []
+
+    def compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+        self._due.append(Future())
+        return self._due[-1]
+
+    def finish(self, share: float) -> None:
+        """So many of those that are due."""
+        for future in list(self._due):
+            if self._rng.random() < share:
+                self._due.remove(future)
+                if self._rng.random() < 0.2:
+                    future.set_exception(RequestError("cannot be used", field="structured_outputs.regex"))
+                else:
+                    future.set_result(compiled(Machine()))
+
+    def forget(self, grammar: Grammar) -> None:
+        pass
+
+
+class LateMasks:
+    """In place of `Following`, without its threads: a mask is there at a turn that the dice say."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._pending: list[Request] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def advance(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request.follower is not None and request.follower.due and request not in self._pending:
+                self._pending.append(request)
+
+    def done(self) -> list[Request]:
+        found = [request for request in self._pending if self._rng.random() < 0.6]
+        for request in found:
+            assert request.follower is not None
+            request.follower.look()
+            self._pending.remove(request)
+        return found
