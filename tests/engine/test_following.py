@@ -1,4 +1,4 @@
-"""The lanes that masks are computed in: an error ends one request's, and the others' are computed all the same."""
+"""Where masks are computed: quick ones by the loop, others by threads, which errors end and replace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tokserve.engine import following as module
 from tokserve.engine.following import Following
 from tokserve.engine.request import Request
 
@@ -15,11 +16,12 @@ LONG = 60.0  # seconds, of which none passes unless something is wrong
 
 
 class Follower:
-    """Computes its mask by a call."""
+    """Computes its mask by a call.  `begun`: it has had one before."""
 
-    def __init__(self, work: Callable[[], object], *, slow: bool) -> None:
+    def __init__(self, work: Callable[[], object], *, slow: bool, begun: bool) -> None:
         self.due = True
         self.slow = slow
+        self.begun = begun
         self._work = work
 
     def look(self) -> None:
@@ -38,16 +40,16 @@ class Masks(Following):
         self.patience = LONG
 
     def wait(self, count: int) -> list[Request]:
-        done: list[Request] = []
+        done = self.done()
         while len(done) < count:
             assert self.woken.acquire(timeout=LONG)
             done += self.done()
         return done
 
 
-def following(work: Callable[[], object] = lambda: None, *, slow: bool) -> Request:
+def following(work: Callable[[], object] = lambda: None, *, slow: bool = False, begun: bool = False) -> Request:
     request = cast(Any, object.__new__(Request))
-    request.follower = Follower(work, slow=slow)
+    request.follower = Follower(work, slow=slow, begun=begun)
     return cast(Request, request)
 
 
@@ -71,3 +73,34 @@ def test_an_error_that_nobody_foresaw_holds_up_no_other_mask(slow: bool) -> None
         masks.close()
         for thread in died:
             thread.join(LONG)
+
+
+def test_the_loop_computes_quick_masks_itself_but_a_request_s_first() -> None:
+    masks = Masks()
+    threads: list[threading.Thread] = []
+    requests = [following(lambda: threads.append(threading.current_thread()), begun=begun) for begun in (True, False)]
+    try:
+        masks.advance(requests)
+        assert set(masks.done()) == set(requests) and not masks
+        assert threads[0] is threading.current_thread() is not threads[1]
+    finally:
+        masks.close()
+
+
+def test_a_loop_that_was_held_up_leaves_masks_to_the_thread_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST", 1e9)
+    masks = Masks()
+    here: list[bool] = []
+    made = [
+        following(lambda: here.append(threading.current_thread() is threading.main_thread()), begun=True)
+        for _ in range(3)
+    ]
+    try:
+        masks.patience = -LONG  # the first takes longer
+        masks.advance(made[:2])
+        assert set(masks.wait(2)) == set(made[:2])
+        masks.patience = LONG
+        masks.advance(made[2:])
+        assert masks.done() == made[2:] and here == [True, False, False]
+    finally:
+        masks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -50,11 +51,12 @@ def closed() -> Iterator[None]:
 
 
 def made(**options: Any) -> tuple[Engine, Grammars]:
-    """An engine that waits for masks for as long as they take."""
+    """An engine whose masks are computed by threads, which it waits for as long as they take."""
     engine, grammars = Engine(**options), Grammars()
     ENGINES.append(engine)
     engine.core._admission._grammars = cast(Any, grammars)
     engine.core._following.patience = LONG
+    engine.core._following.resting_until = math.inf
     return engine, grammars
 
 

@@ -1,8 +1,11 @@
-"""Which tokens may come next, worked out beside the loop: quick grammars within the turn, slow ones while others go on.
+"""Which tokens may come next: quick grammars within the turn, slow ones while others go on.
 
-A mask costs microseconds, or seconds if a pattern is made for it, and nothing says so beforehand.  So the loop waits a
-little for a thread to compute them all; whoever is not done by then sits out steps until it is, and the thread is left
-to it.  Which tokens are drawn does not depend on that: a row's bits know nothing of the batch.  Knows no steps.
+A mask costs microseconds, or many milliseconds if a pattern is made for it, and nothing says so beforehand.  Two
+threads that take turns cost more than a quick mask does, so the loop itself computes those of requests whose last mask
+was quick.  Once that has held it up, a thread computes them for the next hundred times as long, as it does every
+request's first: the loop waits a little for it; whoever is not done by then sits out steps until it is, and the thread
+is left to it.  Which tokens are drawn does not depend on any of that: a row's bits know nothing of the batch.  Knows no
+steps.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from tokserve.engine.request import Request
 PATIENCE = 0.005  # seconds that a turn waits for masks,
 SHARE = 0.0005  # and so many more for each request of it
 SLOW = 0.005  # seconds; a request whose last mask took longer is not waited for
+REST = 100  # times as long as masks have held up the loop, it leaves them to the thread
 
 
 class Following:
@@ -28,6 +32,7 @@ class Following:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.patience = PATIENCE
+        self.resting_until = 0.0  # `time.monotonic`; the loop computes no masks before
         self._wake = wake
         self._pending: set[Request] = set()
         self._done: deque[Request] = deque()
@@ -42,16 +47,20 @@ class Following:
 
     def advance(self, requests: Iterable[Request]) -> None:
         """Begin with the masks of these that are due, unless that has begun, and wait a little."""
+        here: list[Request] = []
         quick: list[Request] = []
         slow: list[Request] = []
+        resting = time.monotonic() < self.resting_until
         for request in requests:
-            if request.follower is not None and request.follower.due and request not in self._pending:
-                (slow if request.follower.slow else quick).append(request)
+            follower = request.follower
+            if follower is not None and follower.due and request not in self._pending:
+                (slow if follower.slow else quick if resting or not follower.begun else here).append(request)
                 self._pending.add(request)
         if slow:
             if self._slow is None:
                 self._slow = _Lane(self._on_done, lambda: None, NICENESS)
             self._slow.begin(slow)
+        quick += self._compute(here)
         if quick:
             if self._quick is None:
                 self._quick = _Lane(self._on_done, self._on_emptied)
@@ -60,6 +69,19 @@ class Following:
             if not self._wait(quick):
                 self._quick = self._quick.replaced()
             self._waiting = False
+
+    def _compute(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Compute masks here, until that has taken too long; returns those that are left."""
+        began = time.monotonic()
+        end = began + self.patience + SHARE * len(requests)
+        for place, request in enumerate(requests):
+            _look(request)
+            self._done.append(request)
+            now = time.monotonic()
+            if now > end:
+                self.resting_until = now + REST * (now - began)
+                return requests[place + 1 :]
+        return ()
 
     def _wait(self, requests: Sequence[Request]) -> bool:
         """Whether all these are done in time."""
@@ -154,11 +176,18 @@ class _Lane:
                 self._thread = self._started()
 
     def _compute(self, request: Request) -> None:
-        follower = request.follower
-        assert follower is not None
-        began = time.monotonic()
         try:
-            follower.look()
+            _look(request)
         finally:  # an error that nobody foresaw ends the request that it was about
-            follower.slow = time.monotonic() - began > SLOW
             self._on_done(request)
+
+
+def _look(request: Request) -> None:
+    """Compute a mask, and note whether that was slow."""
+    follower = request.follower
+    assert follower is not None
+    began = time.monotonic()
+    try:
+        follower.look()
+    finally:
+        follower.slow = time.monotonic() - began > SLOW

@@ -139,6 +139,11 @@ class Follower:
             self.due = False
 
     @property
+    def begun(self) -> bool:
+        """There has been a mask."""
+        return self._matcher is not None
+
+    @property
     def words(self) -> UInt32:
         """As of a matcher."""
         assert self._matcher is not None and not self.due
