@@ -223,6 +223,7 @@ class ScriptedExecutor:
         self.adapter_read: str | None = None
         self.directories: dict[str, tuple[str, str]] = {}  # path -> the weights there, and the stamp of the files
         self.beside = True  # whether there is room for two sets of weights
+        self.commit_error: Exception | None = None  # raised when the swap has happened
         self.interrupted = 0
         self.slow: deque[tuple[Future[Any], Callable[[], Any]]] | None = None  # if set, what `background` puts off
 
@@ -244,6 +245,8 @@ class ScriptedExecutor:
         elif method == "commit_update":
             demand(self.staged, "nothing is staged")
             self.weights, self.staged = self.staged, None
+            if self.commit_error is not None:
+                raise self.commit_error
         elif method == "place_adapter":
             demand(self.adapter_read is not None, "no adapter was read")
             demand(0 <= args["slot"] < self.max_loras, "no such adapter slot")

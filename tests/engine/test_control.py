@@ -351,6 +351,24 @@ def test_a_label_is_a_new_epoch() -> None:
     assert engine.received["c"].cached == 0 and engine.received["c"].outputs[-1].spans == [("b", 0, 2)]
 
 
+def test_a_commit_that_fails_halfway_quarantines_until_an_update_succeeds() -> None:
+    engine = busy()
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"weights": "w1"})
+    engine.executor.commit_error = RuntimeError("out of memory")
+    reply = ask(engine, "finish_weight_update")
+    assert reply.status == 500 and state(engine) == "quarantined"
+    assert finished(engine, "r0") == "abort_quarantine"
+    assert engine.submit("r2", engine.make("r2", PROMPT)).refusal == "quarantined"
+    engine.executor.commit_error = None
+    update(engine, "w2", "good")
+    assert state(engine) == "running"
+    engine.add("r3", PROMPT, max_tokens=9, ignore_eos=True)
+    engine.run()
+    engine.check_complete("r3")
+    engine.check_empty()
+
+
 def test_without_room_for_two_sets_a_failure_quarantines_until_an_update_succeeds() -> None:
     engine = busy()
     engine.executor.beside = False

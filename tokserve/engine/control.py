@@ -335,7 +335,15 @@ class Control:
         yield from self._staged(update, "finish_update")
         yield STEP_BOUNDARY
         self._check_open(update)
-        self._executor.call("commit_update", {})
+        committed = False
+        try:
+            self._executor.call("commit_update", {})
+            committed = True
+        finally:
+            if not committed:  # the swap may have happened: what is there now has no name
+                update.in_place = True
+                self._fail(update, "the new weights could not take effect; the engine's log says more")
+                yield from self._background("forget_weights")
         self._update = None
         self._has_weights = True
         self._quarantine = self._failure = None
