@@ -8,6 +8,7 @@ import pytest
 from tokserve.bench.datasets import DatasetSpec, make
 from tokserve.bench.report import Outcome, is_good, parse_goodput, result, table
 from tokserve.bench.wire import EventLines, Reply, RequestShape
+from tokserve.errors import StartError
 
 
 def test_statistics_of_known_times() -> None:
@@ -61,3 +62,5 @@ def test_datasets_follow_their_seed_and_lengths() -> None:
     assert {len(p) for p in prompts} == set(range(10, 21))
     assert all(10 <= i < 256 for p in prompts for i in p)
     assert make(spec, stream=1)[0].turns[0].prompt[:5] == prompts[0][:5] != prompts[0][5:10]
+    with pytest.raises(StartError, match="seed"):
+        make(DatasetSpec(seed=-1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from tokserve.cli import options
 
 
@@ -20,3 +22,15 @@ def test_adapters_of_the_start_follow_one_flag_or_several() -> None:
 
 def test_other_lists_take_a_value_a_flag() -> None:
     assert parsed("--api-key", "a", "--api-key", "b").api_key == ["a", "b"]
+
+
+def test_sizes_have_suffixes() -> None:
+    for text, size in (("5", 5), ("2k", 2048), ("1.5M", 3 << 19), ("4G", 4 << 30)):
+        assert parsed("--kv-cache-memory-bytes", text).kv_cache_memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "x", "1.5", "infG", "nanK"])
+def test_what_is_no_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--kv-cache-memory-bytes", text)
+    assert "not a size" in capsys.readouterr().err

@@ -66,6 +66,8 @@ class DatasetSpec:
             if value is not None and value < least:
                 flag = "num-prompts" if name == "count" else name.replace("_", "-")
                 raise StartError(f"--{flag} must be at least {least}, got {value}")
+        if self.seed < 0:
+            raise StartError(f"the seed of prompts must be at least 0, got {self.seed}")
         if not 0.0 <= self.range_ratio < 1.0:
             raise StartError(f"--range-ratio must be in [0, 1), got {self.range_ratio}")
         if self.vocab_size <= LOWEST_ID:

@@ -91,5 +91,5 @@ def _size(text: str) -> int:
         number, scale = text[:-1], _SUFFIX[suffix]
     try:
         return int(float(number) * scale) if scale > 1 else int(number)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 512M, 4G)") from None
