@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.inputs import MAX_SALT
 from tokserve.params import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, MIN_REPETITION_PENALTY, SamplingParams
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
-from tokserve.server.serving import MAX_SALT, Serving
+from tokserve.server.serving import Serving
 
 _REF = "#/components/schemas/{name}"
 Described = dict[str, Any]

@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import RECOMMENDED, Order, Prepared, bare_id, generation_defaults
+from tokserve.client.inputs import MAX_SALT, RECOMMENDED, Order, Prepared, bare_id, generation_defaults
 from tokserve.config import Config
 from tokserve.errors import NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
@@ -38,7 +38,6 @@ from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_SALT = 128
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 SHOWN = 20  # adapters that an error lists
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
