@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import multiprocessing
 from pathlib import Path
 
+import pytest
+import zmq
+
 from tests.client.fake_engine import FakeEngine
 from tokserve.client.link import BURST, Link
+from tokserve.errors import StartError
 from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
 
 
@@ -98,3 +103,15 @@ def test_collecting_one_that_was_never_closed_does_not_block(tmp_path: Path) -> 
     blocked = process.is_alive()
     process.kill()
     assert not blocked and process.exitcode == 0
+
+
+def test_without_descriptors_there_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted() -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async def scene() -> None:
+        with pytest.raises(StartError, match="no socket to the engine"):
+            Link("ipc:///nowhere", lambda message: None, lambda: None)
+
+    monkeypatch.setattr(zmq, "Context", exhausted)
+    asyncio.run(scene())

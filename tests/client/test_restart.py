@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import gone, mode, pid_of
 from tokserve.client import connection
 from tokserve.client.async_llm import AsyncLLM, collect
-from tokserve.errors import EngineDead
+from tokserve.errors import EngineDead, StartError
 from tokserve.messages import Reply
 from tokserve.params import SamplingParams
 
@@ -205,4 +206,17 @@ def test_an_engine_that_does_not_answer_hangs_until_it_does(tmp_path: Path) -> N
             await until(lambda: not llm.hung)
             await llm.shutdown()
 
+    asyncio.run(scene())
+
+
+def test_an_engine_that_cannot_be_watched_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(pid: int, then: Callable[[], object]) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scene() -> None:
+        llm = make(0)
+        with FakeEngine(f"ipc://{tmp_path}/e.sock"), pytest.raises(StartError, match="cannot be watched"):
+            await llm.connect(f"ipc://{tmp_path}/e.sock", pid=os.getpid())
+
+    monkeypatch.setattr(connection, "watch", exhausted)
     asyncio.run(scene())

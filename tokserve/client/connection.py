@@ -114,6 +114,8 @@ class Connection:
                 watch(pid, lambda: self._on_end(link, "the engine process ended"))
             except ProcessLookupError:
                 raise StartError("the engine process has ended") from None
+            except OSError as error:  # no descriptor left, say
+                raise StartError(f"the engine process cannot be watched: {error.strerror}") from None
         link.send(Call(0, "hello"))
         timeout = self._config.runtime.start_timeout
         try:

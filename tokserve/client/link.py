@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
+from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_from_engine, encode
 
 RECONNECT_MS = 20  # how often a socket that is not there yet is tried
@@ -21,7 +22,7 @@ BURST = 64  # messages read before the loop's other work gets its turn
 
 class Link:
     """Connects at once; `deliver` is called in the loop's thread with every message, and `settle` when there is
-    none left for now, or a burst is over.
+    none left for now, or a burst is over.  Raises StartError.
 
     `name` is who this is to the engine, and nobody else's; without one, the engine makes one up.
     """
@@ -32,8 +33,11 @@ class Link:
         self._deliver = deliver
         self._settle = settle
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        try:
+            self._context = zmq.Context()
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # no descriptor left, say
+            raise StartError(f"there can be no socket to the engine: {error}") from None
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL, RECONNECT_MS)):
             self._socket.setsockopt(option, value)
         if name is not None:
