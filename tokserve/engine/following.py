@@ -10,6 +10,7 @@ steps.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -20,6 +21,8 @@ from contextlib import suppress
 
 from tokserve.engine.grammar import NICENESS
 from tokserve.engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 0.005  # seconds that a turn waits for masks,
 SHARE = 0.0005  # and so many more for each request of it
@@ -121,20 +124,15 @@ class Following:
 
 
 class _Lane:
-    """A thread that computes masks, one after the other; if an error that nobody foresaw ends it, another goes on."""
+    """A thread that computes masks, one after the other."""
 
     def __init__(self, on_done: Callable[[Request], None], on_emptied: Callable[[], None], niceness: int = 0) -> None:
         self._on_done = on_done
         self._on_emptied = on_emptied
         self._due: deque[Request] = deque()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
-        self._niceness = niceness
-        self._thread = self._started()
-
-    def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name="masks", daemon=True)
-        thread.start()
-        return thread
+        self._thread = threading.Thread(target=self._run, args=(niceness,), name="masks", daemon=True)
+        self._thread.start()
 
     def begin(self, requests: Sequence[Request]) -> None:
         """These too."""
@@ -159,35 +157,25 @@ class _Lane:
         """The thread ends when it has nothing to do."""
         self._calls.put(False)
 
-    def _run(self) -> None:
-        if self._niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
-        failed = True
-        try:
-            while self._calls.get():
-                with suppress(IndexError):
-                    while True:
-                        self._compute(self._due.popleft())
-                self._on_emptied()
-            failed = False
-        finally:
-            if failed:  # the traceback is printed by the threading module
-                self._calls.put(True)
-                self._thread = self._started()
-
-    def _compute(self, request: Request) -> None:
-        try:
-            _look(request)
-        finally:  # an error that nobody foresaw ends the request that it was about
-            self._on_done(request)
+    def _run(self, niceness: int) -> None:
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        while self._calls.get():
+            with suppress(IndexError):
+                while True:
+                    request = self._due.popleft()
+                    _look(request)
+                    self._on_done(request)
+            self._on_emptied()
 
 
 def _look(request: Request) -> None:
-    """Compute a mask, and note whether that was slow."""
+    """Compute a mask, and note whether that was slow.  An error that nobody foresaw ends this request and no other."""
     follower = request.follower
     assert follower is not None
     began = time.monotonic()
     try:
         follower.look()
-    finally:
-        follower.slow = time.monotonic() - began > SLOW
+    except Exception:  # `follower.error` says so already
+        logger.exception("the mask of request %s could not be computed", request.rid)
+    follower.slow = time.monotonic() - began > SLOW
