@@ -1,7 +1,8 @@
 """A program, not a test: compiles every Triton kernel for sm_90 as its launcher would call it, with no GPU in sight.
 
 The driver is replaced by one that names the target, and launching by compiling.  Prints a JSON object: for each kernel
-registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and whether its PTX has wgmma.
+registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and what its PTX says of the order in which
+it adds up: chains of the matrix unit, the floating-point operations of the loop around them, fma and atomics.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ from triton.runtime.jit import JITFunction
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.triton import launch
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, LONG, INT = torch.bfloat16, torch.int64, torch.int32
+MATMUL = re.compile(
+    r"wgmma\.mma_async\S*\.m64n\d+k(\d+)\S* \{([^}]*)\}, (\{[^}]*\}|%\w+), (%\w+), ([^,;]+)[,;]"
+)  # inputs at once, sums, the two operands (registers, or where they are in shared memory), whether it adds to the sums
+PLACE = re.compile(r"(?:add\.s|or\.b|cvt\.u64\.u)(?:32|64)\s+(%\w+), (%\w+)(?:, (-?\d+))?;")  # a register, and past it
+FLOATING = re.compile(r'= "?((?:arith\.\w+f|arith\.select|math\.\w+|tt\.reduce|ttng\.warp_group_dot)\b)')
 
 
 class NamesTheTarget:
@@ -86,16 +93,15 @@ def calls() -> None:
         call["paged_attention"](many, *float8, tables, starts, lens, 0.1 * scales[0], 0, scales[1])
         kernels = kernels or len(compiled)
     assert len(compiled) == kernels, "a scale is compiled in"
-    packed = ops.PackedWeight(hidden, hidden, BF16, torch.empty(hidden, hidden, dtype=BF16))
-    for tokens in (16, 128, 512):
-        call["linear"](torch.empty(tokens, hidden, dtype=BF16), packed, None)
-    call["linear"](x, packed, weight, torch.float32)
-    values, scales = torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, hidden)
-    by_row = ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden)
-    by_block = ops.PackedFloat8(hidden, hidden, values, scales, 128)
-    for quantized in (by_row, by_block):
-        for tokens in (16, 128, 512):
-            call["linear_float8"](torch.empty(tokens, hidden, dtype=BF16), quantized, None)
+    for tokens in (1, 64, 128, 256, 300):  # whatever the table has for this card
+        inputs = torch.empty(tokens, hidden, dtype=BF16)
+        for outputs in (1024, hidden, 24576):
+            packed = ops.PackedWeight(outputs, hidden, BF16, torch.empty(outputs, hidden, dtype=BF16))
+            call["linear"](inputs, packed, None)
+        values, scales = torch.empty(hidden, hidden, dtype=torch.float8_e4m3fn), torch.empty(hidden // 128, hidden)
+        call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales[:1], hidden), None)
+        call["linear_float8"](inputs, ops.PackedFloat8(hidden, hidden, values, scales, 128), None)
+    call["linear"](x, packed, torch.empty(24576, dtype=BF16), torch.float32)
     down, up = torch.empty(8, 2, 32, hidden, dtype=BF16), torch.empty(8, 32, hidden, dtype=BF16)
     ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)
@@ -116,14 +122,61 @@ def figures(kernel: Any) -> dict[str, Any]:
             [str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[-1]) for word in ("REG", "STACK"))
+    ptx = kernel.asm["ptx"]
     return {
         "registers": registers, "stack": stack, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
-        "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+        "chains": chains(ptx), "loop": loop(kernel.asm["ttgir"]) if "wgmma" in ptx else [],
+        "fma": bool(re.search(r"\bfma\.", ptx)), "atomics": bool(re.search(r"\b(atom|red)\.", ptx)),
     }  # fmt: skip
+
+
+def chains(ptx: str) -> list[dict[str, Any]]:
+    """Of each set of sums: inputs an instruction adds, how many follow one another, whether the first begins at zero,
+    whether all others add to what is there, and whether operands are taken in ascending order of the inputs."""
+    always = set(re.findall(r"mov\.pred\s+(%p\d+), -1;", ptx)) - set(re.findall(r"mov\.pred\s+(%p\d+), 0;", ptx))
+    places = {name: (base, int(past or 0)) for name, base, past in PLACE.findall(ptx)}
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for inputs, sums, left, right, adds in MATMUL.findall(ptx):
+        found.setdefault(sums, []).append((inputs, adds, left, right))
+    described = []
+    for chain in found.values():
+        operands = [[place(places, each[side]) for each in chain] for side in (2, 3)]
+        operands = [side for side in operands if side[0][0].startswith("%")]  # not those that lie in registers
+        described.append({
+            "inputs": sorted({int(each[0]) for each in chain}), "length": len(chain), "fresh": chain[0][1] == "0",
+            "adds": all(each[1] in always for each in chain[chain[0][1] == "0" :]),
+            "ascending": all(len({base for base, _ in side}) == 1 and side == sorted(set(side)) for side in operands),
+        })  # fmt: skip
+    return described
+
+
+def place(places: dict[str, tuple[str, int]], name: str) -> tuple[str, int]:
+    """The register that the named one is reckoned from, and how far past it."""
+    past = 0
+    while name in places:
+        name, more = places[name]
+        past += more
+    return name, past
+
+
+def loop(ttgir: str) -> list[str]:
+    """Floating-point operations of the innermost loop that multiplies matrices, in order, with their layouts."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    lines = [line.partition(" loc(")[0] for line in ttgir.splitlines()]
+    products = [i for i, line in enumerate(lines) if "ttng.warp_group_dot " in line]
+    first = max(i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line)
+    last = next(i for i, line in enumerate(lines) if "scf.yield" in line and i > products[-1])
+    found = []
+    for line in lines[first:last]:
+        if operation := FLOATING.search(line):
+            types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), line.rpartition(" : ")[2])
+            found.append(f"{operation[1]} {types}")
+    return found
 
 
 if __name__ == "__main__":
     assert registry.load_extension("cuda") is None
+    launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     driver.set_active(NamesTheTarget())
     JITFunction.run = compile_only
     calls()

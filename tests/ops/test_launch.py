@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -34,9 +35,14 @@ def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monk
     assert found == ["a", "b", "e", "d", "e"]
 
 
-def test_every_size_has_an_entry_that_says_all() -> None:
-    for rows, outputs in ((1, 1), (65, 4096), (1 << 20, 1 << 20)):
-        assert {"tile", "warps", "stages"} <= launch.tuned("linear", None, rows=rows, outputs=outputs).keys()
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", ""])
+def test_every_size_has_an_entry_that_says_all(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_architecture", lambda device: architecture)
+    launch.tuned.cache_clear()
+    for rows, outputs, size in product((1, 65, 1 << 20), (1, 4096, 1 << 20), (1, 2, 4)):
+        found = launch.tuned("linear", None, rows=rows, outputs=outputs, bytes=size)
+        assert {"tile", "warps", "stages"} <= found.keys() and found.get("bytes", 4) >= size
     for row_bytes, group in ((32, 1), (256, 4), (4096, 64)):
         found = launch.tuned("attention", None, row_bytes=row_bytes, group=group).keys()
         assert {"decode_stages", "prefill_stages", "programs"} <= found
+    launch.tuned.cache_clear()

@@ -388,19 +388,57 @@ def test_sampling_rows_stand_alone() -> None:
     )
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU shows it")
-def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What compile_sm90.py says of each variant of a kernel."""
+    if not INTERPRETED:
+        pytest.skip("a GPU shows it")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     program = Path(__file__).with_name("compile_sm90.py")
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=280, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    for name, figures in found.items():
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the named kernels, or of all."""
+    return {name: each for name, each in compiled.items() if not names or name.partition("#")[0] in names}
+
+
+def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
+    for name, figures in compiled.items():
         assert figures["stack"] <= 64, f"{name} spills: {figures}"
-        if name.partition("#")[0] in ("linear", "decode", "prefill"):
-            assert figures["wgmma"], f"{name} does without the matrix unit of Hopper"
+        assert figures["shared"] <= 227 << 10, f"{name} does not fit: {figures}"
+        assert not figures["atomics"] or name == "count", f"{name} adds in any order"
     source = Path(registry.__file__).parent / "triton"
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
-    assert kernels == {name.partition("#")[0] for name in found}
+    assert kernels == {name.partition("#")[0] for name in compiled}
+    for name, figures in variants(
+        compiled, "linear", "decode", "prefill", "merge", "norm_rope_store", "rms_norm", "rope", "gate", "store"
+    ).items():
+        assert not figures["fma"], f"{name} contracts"
+
+
+def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(compiled: dict[str, Any]) -> None:
+    products = variants(compiled, "linear")
+    assert len(products) >= 12
+    for name, figures in products.items():
+        assert figures["chains"], f"{name} does without the matrix unit of Hopper"
+        for chain in figures["chains"]:
+            assert chain["adds"] and chain["ascending"], f"{name}: {chain}"
+            by_float8 = {"inputs": [32], "length": float8.STEP // 32, "fresh": True}  # the rest is added in float32
+            in_place = chain["inputs"] == [16] and not chain["fresh"]
+            assert in_place or chain | by_float8 == chain, f"{name}: {chain}"
+
+
+def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, Any]) -> None:
+    attention = variants(compiled, "decode", "prefill")
+    loops = {name: figures["loop"] for name, figures in attention.items()}
+    assert len(loops) == 6 and all(loop == loops[name.replace("decode", "prefill")] for name, loop in loops.items())
+    for name, figures in attention.items():
+        scores, values = figures["chains"]
+        assert scores["fresh"] and not values["fresh"], name
+        assert all(chain["inputs"] == [16] and chain["adds"] and chain["ascending"] for chain in (scores, values)), name

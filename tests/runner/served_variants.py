@@ -23,7 +23,7 @@ from tests.runner.fake_device import FakeDevice
 from tests.runner.test_runner import prompt
 from tokserve import device, ops
 from tokserve.models.dummy import tiny_config
-from tokserve.ops.triton import float8, linear
+from tokserve.ops.triton import float8, launch, linear
 from tokserve.params import SamplingParams
 
 noted: Counter[str] = Counter()
@@ -70,6 +70,7 @@ def jobs(adapters: int) -> list[Job]:
 def main() -> None:
     JITFunction.run = note
     linear.home = float8.home = lambda: torch.device("cpu")
+    launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     functional.embedding = lambda ids, weight: weight.new_zeros(len(ids), weight.shape[1])
     ops.bind = bind_kernels
     device.use = lambda kind: FakeDevice()

@@ -29,6 +29,7 @@ SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
 TILE = 64  # query heads of one tile: the least that the matrix unit of sm_90 takes
 WARPS = 4  # part of the arithmetic: of how a sum over keys is made
+FETCHED = tl.constexpr(5)  # splits on their way while one is merged, and one
 ROWS_BLOCK = 128  # rows among which a program looks for its own, at least: one a thread costs what one costs
 LOG2_E = 1.4426950408889634
 NEVER = tl.constexpr(float("-inf"))
@@ -150,7 +151,7 @@ def merge_kernel(
         top = tl.full([1], NEVER, tl.float32)
         mass = tl.zeros([1], tl.float32)
         first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
-        for split in range(first, (length + SPLIT - 1) // SPLIT):
+        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=FETCHED):
             place = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
             part = tl.load(part_ptr + place[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
             result, top, mass = merge(result, top, mass, part, tl.load(top_ptr + place), tl.load(mass_ptr + place))

@@ -1,7 +1,8 @@
 """Matrix products on the GPU: an invariant one for exact serving, cuBLAS for fast serving.
 
 The invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never split
-over programs; tiles over M and N are chosen by M, which changes no output's chain.  cuBLAS picks its order of
+over programs; tiles over M and N, and how much of K is fetched at once, are chosen by M and N, which changes no
+output's chain.  cuBLAS picks its order of
 summation by the shape of the call, so a row's bits follow the size of the batch there.  Weights stay as checkpoints
 have them, so an embedding tied to the head is the same memory.  This file must not know what a weight is for.
 """
@@ -24,7 +25,7 @@ from tokserve.ops.linear import pack_linear as pack_linear_op
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.launch import EXACT, home, tuned
 
-BLOCK_K = STEP  # inputs of one step; part of the arithmetic
+BLOCK_K = STEP  # inputs of one step; part of the arithmetic where both are float8, else what the table says
 BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
 
 
@@ -110,12 +111,13 @@ def product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
-        how = tuned("linear", x.device.index, rows=rows, outputs=outputs)
+        how = tuned("linear", x.device.index, rows=rows, outputs=outputs, bytes=x.element_size())
         block_m, block_n = how["tile"]
+        block_k = how.get("step", BLOCK_K) if scales is None else BLOCK_K
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
         linear_kernel[grid](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
-            scales is not None, group, bias is not None, inputs % BLOCK_K == 0, BAND, block_m, block_n, BLOCK_K,
+            scales is not None, group, bias is not None, inputs % block_k == 0, BAND, block_m, block_n, block_k,
             num_warps=how["warps"], num_stages=how["stages"], **EXACT,
         )  # fmt: skip
     return out
