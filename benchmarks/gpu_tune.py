@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_tune.py --out OUT.json [--write] [--hidden 4096 --inner 12288 --heads 32 --kv-heads 8]
 
-Matrix products by rows and outputs, attention by head size; a candidate whose bits differ from the present one's is
-left out, as is one that does not fit the card.  `--write` puts the entries before the others in tuning.json.
+Matrix products by rows and outputs (of a layer, and of one a quarter as wide, for small models), attention by head
+size; a candidate whose bits differ from the present one's is left out, as is one that does not fit the card.  `--write`
+puts the entries before the others in tuning.json.  Takes `--seconds`; where they end, the best so far stands.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,16 @@ from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 from tokserve.ops.triton import launch
 
-ROWS = (16, 64, 128, 256, 2048)
-TILES = ((64, 16), (64, 32), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256))
+TILES = {  # by rows
+    16: ((64, 32), (64, 16), (64, 64)),
+    64: ((64, 64), (64, 32), (64, 128)),
+    128: ((64, 64), (128, 64), (64, 128), (128, 128)),
+    256: ((128, 64), (128, 128), (64, 256), (128, 256)),
+    2048: ((128, 256), (128, 128), (256, 128)),
+}
+STEPS, STAGES = (64, 128), (8, 6, 4, 3)
+FETCHED_BYTES = (60_000, 225_000)  # of shared memory, what a candidate takes at least and at most
+SUMS = 4096  # of a warp at most: 128 registers of a thread
 CACHE_BYTES = 1 << 30  # inputs are taken in turn from so much memory that they are not in the card's cache
 BF16 = torch.bfloat16
 Entry = dict[str, Any]
@@ -38,52 +48,71 @@ def call(name: str) -> Callable[..., Any]:
     return found
 
 
-def best(kernel: str, candidates: Iterator[Entry], run: Callable[[], list[torch.Tensor]]) -> tuple[Entry, float, float]:
+def best(
+    kernel: str, candidates: list[Entry], run: Callable[[], list[torch.Tensor]], until: float
+) -> tuple[Entry | None, float, float]:
     """The fastest candidate, its seconds and those of the present entry.  `run`: several calls, on several inputs."""
     present = launch.table()[kernel]
-    expected, before = run()[0], do_bench_cudagraph(run) / 1e3
-    found: tuple[Entry, float] | None = None
+    expected, before = run()[0], seconds_of(run)
+    found: tuple[Entry | None, float] = (None, before)
     for candidate in candidates:
         launch.table()[kernel] = [candidate]
         launch.tuned.cache_clear()
         try:
-            if torch.equal(run()[0], expected):
-                seconds = do_bench_cudagraph(run) / 1e3
-                found = min(found or (candidate, seconds), (candidate, seconds), key=lambda each: each[1])
+            if time.monotonic() < until and torch.equal(run()[0], expected):
+                seconds = seconds_of(run)
+                found = min(found, (candidate, seconds), key=lambda each: each[1])
         except OutOfResources:
             pass
     launch.table()[kernel] = present
     launch.tuned.cache_clear()
-    assert found is not None
     return *found, before
 
 
-def products(shapes: list[tuple[int, int]]) -> Iterator[Entry]:
+def seconds_of(run: Callable[[], object]) -> float:
+    """Of one run, as a graph, which the host does not slow down."""
+    return float(do_bench_cudagraph(run, rep=4, return_mode="median")) / 1e3
+
+
+def fitting(rows: int) -> list[Entry]:
+    """What is tried for that many rows."""
+    return [
+        {"tile": list(tile), "step": step, "warps": warps, "stages": stages}
+        for tile, step, warps, stages in itertools.product(TILES[rows], STEPS, (4, 8), STAGES)
+        if FETCHED_BYTES[0] <= BF16.itemsize * stages * step * sum(tile) <= FETCHED_BYTES[1]
+        and (warps == 4 or math.prod(tile) >= 64 * 128)
+        and math.prod(tile) <= warps * SUMS
+    ]
+
+
+def products(shapes: list[tuple[int, int]], until: float) -> Iterator[Entry]:
     """An entry for each number of rows and of outputs that is asked for."""
-    for rows, (outputs, inputs) in itertools.product(ROWS, sorted(shapes)):
+    cases = list(itertools.product(TILES, sorted(shapes)))
+    for number, (rows, (outputs, inputs)) in enumerate(cases):
         copies = max(1, min(16, CACHE_BYTES // (2 * outputs * inputs)))
         weights = torch.randn(copies, outputs, inputs, device="cuda", dtype=BF16)
         packed = [ops.PackedWeight(outputs, inputs, BF16, weight) for weight in weights]
         x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
-        candidates = (
-            {"tile": list(tile), "warps": warps, "stages": stages}
-            for tile, warps, stages in itertools.product(TILES, (4, 8), (3, 4, 5, 6))
-            if 2 * stages * 64 * sum(tile) <= 220_000 and (warps == 4) == (tile[0] * tile[1] <= 64 * 128)
-        )
 
         def run(x: torch.Tensor = x, packed: list[ops.PackedWeight] = packed) -> list[torch.Tensor]:
             return [call("linear")(x, each, None) for each in packed]
 
-        entry, seconds, before = best("linear", candidates, run)
+        share = (until - time.monotonic()) / (len(cases) - number)
+        entry, seconds, before = best("linear", fitting(rows), run, time.monotonic() + share)
+        if entry is None:  # the present one is the fastest of those tried
+            sizes = {"rows": rows, "outputs": outputs, "bytes": BF16.itemsize}
+            found = launch.tuned("linear", torch.cuda.current_device(), **sizes)
+            entry = {name: found[name] for name in ("tile", "step", "warps", "stages") if name in found}
         report(f"linear {rows} x {outputs} x {inputs}", entry, seconds / copies, before / copies, 2 * outputs * inputs)
         bounds = {"rows": rows, "outputs": outputs}
-        largest = {"rows": ROWS[-1], "outputs": max(shapes)[0]}  # stands for all that is larger
-        yield {"arch": architecture()} | {name: most for name, most in bounds.items() if most < largest[name]} | entry
+        largest = {"rows": max(TILES), "outputs": max(shapes)[0]}  # stands for all that is larger
+        where = {name: most for name, most in bounds.items() if most < largest[name]}
+        yield {"arch": architecture(), "bytes": BF16.itemsize} | where | entry
 
 
-def attention(heads: int, kv_heads: int, dim: int) -> Entry:
-    """One entry: decode of 64 rows of 1000 keys and of one of 8000, and a prompt of 2000, weighed alike."""
-    cases = [(64, 1000, 1), (1, 8000, 1), (1, 2000, 2000)]
+def attention(heads: int, kv_heads: int, dim: int, until: float) -> Entry:
+    """One entry: decode of 256 rows of 1000 keys and of one of 8000, and a prompt of 2000, weighed alike."""
+    cases = [(256, 1000, 1), (1, 8000, 1), (1, 2000, 2000)]
     made = []
     for rows, length, queries in cases:
         width = -(-length // 64)
@@ -92,15 +121,18 @@ def attention(heads: int, kv_heads: int, dim: int) -> Entry:
         q = torch.randn(rows * queries, heads, dim, device="cuda", dtype=BF16)
         starts = torch.arange(rows + 1, device="cuda").int() * queries
         made.append((q, *caches, tables, starts, torch.full((rows,), length, device="cuda").int(), dim**-0.5, 0))
-    candidates = (
+    candidates: list[Entry] = [  # 3 fetches one tile of keys ahead, 5 two, 7 three; between them nothing changes
         {"decode_stages": decode, "prefill_stages": prefill, "programs": programs}
-        for decode, prefill, programs in itertools.product((2, 3, 4), (2, 3), (1, 2, 4))
-    )
+        for programs, decode, prefill in itertools.product((2, 1, 3), (5, 3, 7), (5, 3, 2))
+    ]
 
     def run() -> list[torch.Tensor]:
         return [torch.cat([call("paged_attention")(*case).flatten() for case in made])]
 
-    entry, seconds, before = best("attention", candidates, run)
+    entry, seconds, before = best("attention", candidates, run, until)
+    if entry is None:
+        found = launch.tuned("attention", torch.cuda.current_device(), row_bytes=2 * dim, group=heads // kv_heads)
+        entry = {name: found[name] for name in candidates[0]}
     report(f"attention {heads} heads, {kv_heads} KV heads of {dim}", entry, seconds, before, 0)
     return {"arch": architecture(), "row_bytes": 2 * dim, "group": heads // kv_heads} | entry
 
@@ -133,22 +165,38 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put them into tokserve/ops/triton/tuning.json too")
     for name, default in (("hidden", 4096), ("inner", 12288), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=220.0)
     asked = parser.parse_args()
+    until = time.monotonic() + asked.seconds
     assert registry.load_extension("cuda") is None
     qkv = (asked.heads + 2 * asked.kv_heads) * asked.head_dim
     shapes = [
         (qkv, asked.hidden), (asked.hidden, asked.heads * asked.head_dim), (2 * asked.inner, asked.hidden),
+        (asked.hidden // 4, asked.inner // 4),
     ]  # fmt: skip
-    found = {
-        "attention": [attention(asked.heads, asked.kv_heads, asked.head_dim)],
-        "linear": merged(list(products(shapes))),
-    }
+    halfway = time.monotonic() + asked.seconds / 5
+    found = {"attention": [attention(asked.heads, asked.kv_heads, asked.head_dim, halfway)]}
+    found["linear"] = merged(list(products(shapes, until)))
     asked.out.write_text(json.dumps(found, indent=1) + "\n")
     if asked.write:
-        table = json.loads(launch.TABLE.read_text())
-        for kernel, entries in found.items():
-            table[kernel] = entries + [entry for entry in table[kernel] if entry.get("arch") != architecture()]
-        launch.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        write(found)
+
+
+def write(found: dict[str, list[Entry]]) -> None:
+    """Put the entries in place of those that the table has for this card and for operands of this size."""
+    table = json.loads(launch.TABLE.read_text())
+    for kernel, entries in found.items():
+        kept = [
+            entry for entry in table[kernel]
+            if entry.get("arch") != architecture() or entry.get("bytes") != entries[0].get("bytes")
+        ]  # fmt: skip
+        smaller = [entry for entry in kept if entry.get("bytes", math.inf) < entries[0].get("bytes", 0)]
+        table[kernel] = smaller + entries + [entry for entry in kept if entry not in smaller]
+    lines = ",\n".join(
+        f' "{kernel}": [\n' + ",\n".join(f"  {json.dumps(entry)}" for entry in entries) + "\n ]"
+        for kernel, entries in table.items() if kernel != "about"
+    )  # fmt: skip
+    launch.TABLE.write_text(f'{{\n "about": {json.dumps(table["about"])},\n{lines}\n}}\n')
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""benchmarks/gpu_tune.py: what it tries fits a card, and what it writes is what launches find."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tokserve.ops.triton import launch
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_tune.py"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program, on a card that is played, with a copy of the table."""
+    spec = importlib.util.spec_from_file_location("gpu_tune", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_tune", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(launch, "TABLE", Path(shutil.copy(launch.TABLE, tmp_path)))
+    monkeypatch.setattr(launch, "_architecture", lambda device: "sm_90")
+    monkeypatch.setattr(module, "architecture", lambda: "sm_90")
+    launch.table.cache_clear()
+    launch.tuned.cache_clear()
+    yield module
+    launch.table.cache_clear()
+    launch.tuned.cache_clear()
+
+
+def test_candidates_fit_a_card_and_each_size_has_some(program: Any) -> None:
+    for rows in program.TILES:
+        found = program.fitting(rows)
+        assert 8 <= len(found) <= 40 and len({json.dumps(each) for each in found}) == len(found)
+        for each in found:
+            assert 2 * each["stages"] * each["step"] * sum(each["tile"]) <= 227 << 10
+            assert each["tile"][0] * each["tile"][1] // (32 * each["warps"]) <= 128  # sums of a thread, in registers
+
+
+def test_what_is_written_is_found_and_float8_keeps_its_own(program: Any) -> None:
+    def entry(stages: int, **bounds: int) -> dict[str, Any]:
+        return {"arch": "sm_90", "bytes": 2, **bounds, "tile": [64, 32], "step": 64, "warps": 4, "stages": stages}
+
+    def stages(size: int, rows: int, outputs: int) -> int:
+        return int(launch.tuned("linear", 0, rows=rows, outputs=outputs, bytes=size)["stages"])
+
+    before = [stages(size, rows, 4096) for size in (1, 4) for rows in (1, 100, 999)]
+    measured = [entry(4), entry(7, rows=16), entry(7, rows=16, outputs=1024), entry(3, rows=16, outputs=512)]
+    attention = {"arch": "sm_90", "row_bytes": 256, "group": 4, "decode_stages": 9, "prefill_stages": 2, "programs": 2}
+    for _ in range(2):  # written again, it takes its own place
+        program.write({"attention": [attention], "linear": program.merged(measured)})
+    launch.table.cache_clear()
+    launch.tuned.cache_clear()
+    assert [stages(2, *sizes) for sizes in ((1, 512), (16, 1024), (16, 9999), (17, 1))] == [3, 7, 7, 4]
+    assert before == [stages(size, rows, 4096) for size in (1, 4) for rows in (1, 100, 999)]
+    assert [launch.tuned("attention", 0, row_bytes=256, group=group)["decode_stages"] for group in (4, 8)] == [9, 3]
+    text = launch.TABLE.read_text()
+    assert text.count('"bytes": 2') == 3 and json.loads(text)["about"]
