@@ -99,7 +99,7 @@ result() { # result FILE COMMAND...: run it; whatever becomes of it, the file is
 }
 
 tests kernels 110 "" $workers tests/ops/test_triton.py
-tests runner 120 "transformers" $workers tests/runner/test_gpu.py
+tests runner 150 "transformers" $workers tests/runner/test_gpu.py
 result "$out/steps.json" part steps 190 "msgspec psutil" "$python" benchmarks/gpu.py --out "$out/steps.json"
 tests server 90 "zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" tests/e2e/test_gpu.py
 result "$out/whole.json" part whole 170 "msgspec psutil transformers zmq fastapi uvicorn uvloop pydantic prometheus_client httpx" \

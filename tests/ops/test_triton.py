@@ -157,16 +157,18 @@ def test_prepared_tokens_stand_alone(dtype: torch.dtype) -> None:
     rows_stand_alone(prepared, 7)
 
 
-@pytest.mark.parametrize(
-    ("columns", "outputs_", "dtype"), [(100, 70, torch.float32), (128, 40, torch.float16), (256, 200, DTYPES[-1])]
-)
+LINEARS = [(100, 70, torch.float32), (128, 40, torch.float16), (256, 200, DTYPES[-1])]  # inputs, outputs
+WIDE = [(256, 2500, torch.bfloat16), (256, 5000, torch.bfloat16), (256, 8200, torch.bfloat16)]  # the other tiles
+
+
+@pytest.mark.parametrize(("columns", "outputs_", "dtype"), LINEARS if INTERPRETED else LINEARS + WIDE)
 def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int, dtype: torch.dtype) -> None:
     most = 300  # rows: every tile shape is used
     x, weight = randn(dtype, 1, most, columns), randn(dtype, 2, outputs_, columns)
     packed = OPS["pack_linear"].implementations["triton"].call(weight)
     call = on_device("linear")
     whole = call(x, packed, None, torch.float32)
-    for size in (1, 64, 65, 129):
+    for size in (1, 17, 64, 65, 129):
         assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
         assert torch.equal(call(x[most - size :], packed, None, torch.float32), whole[most - size :])
 
