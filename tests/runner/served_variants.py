@@ -1,8 +1,9 @@
 """A program, not a test: which variants of which kernels a start asks for, and which serving asks for beyond these.
 
 Kernels are neither compiled nor run: a launch is noted by what Triton compiles anew for (constants, dtypes, alignment,
-numbers that are 1 or that 16 divides), so what tensors hold means nothing.  Takes options of the configuration as JSON;
-prints {"start": names, "serving": launches}.
+numbers that are 1 or that 16 divides), so what tensors hold means nothing: those of the device are on torch's "meta",
+which holds nothing and mixes with no tensor of the host.  Takes options of the configuration as JSON; prints
+{"start": names, "serving": launches}.
 """
 
 from __future__ import annotations
@@ -11,23 +12,63 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction, KernelParam
 
 from tests.runner.drive import Driver, Job, make_runner
-from tests.runner.fake_device import FakeDevice
+from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tokserve import device, ops
 from tokserve.models.dummy import tiny_config
 from tokserve.ops.triton import float8, launch, linear
 from tokserve.params import SamplingParams
 
+HOME = torch.device("meta")
+READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__index__")
+
 noted: Counter[str] = Counter()
 bind = ops.bind
+
+
+class Zeros(TorchFunctionMode):
+    """What reads a tensor of the device reads zeros, and finds them equal to any."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if args and isinstance(args[0], Tensor) and args[0].device == HOME:
+            if name == "cpu":
+                return on_host(args[0])
+            if name in READS:
+                return getattr(on_host(args[0]), name)()
+            if name == "equal":
+                return True
+        return function(*args, **(kwargs or {}))
+
+
+class Nowhere(FakeDevice):
+    """A device without values."""
+
+    home = HOME
+
+    def put(self, arrays: Sequence[Any]) -> list[Tensor]:
+        return [tensor.to(HOME) for tensor in super().put(arrays)]
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Leaving:
+        return Leaving(self, [on_host(tensor).numpy() for tensor in tensors])
+
+    def capture(self, run: Any, pool: object) -> Any:
+        run()
+        return run
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -39,7 +80,9 @@ def kind(parameter: KernelParam, value: Any) -> str:
     if parameter.is_constexpr:
         return f"{parameter.name}={value}"
     if isinstance(value, torch.Tensor):
-        aligned = value.data_ptr() % 16 == 0 or parameter.do_not_specialize_on_alignment
+        assert value.device == HOME, f"{parameter.name} of a kernel is a tensor of the host"
+        past = value.storage_offset() * value.element_size()
+        aligned = past % 16 == 0 or parameter.do_not_specialize_on_alignment
         return f"{parameter.name} {value.dtype}{'' if aligned else ' unaligned'}"
     if isinstance(value, int) and not parameter.do_not_specialize:
         return f"{parameter.name}{' is 1' if value == 1 else ' by 16' if value % 16 == 0 else ''}"
@@ -48,7 +91,7 @@ def kind(parameter: KernelParam, value: Any) -> str:
 
 def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
     bound = bind("cuda")
-    ops.home = torch.device("cpu")
+    ops.home = HOME
     return bound
 
 
@@ -69,12 +112,18 @@ def jobs(adapters: int) -> list[Job]:
 
 def main() -> None:
     JITFunction.run = note
-    linear.home = float8.home = lambda: torch.device("cpu")
+    linear.home = float8.home = lambda: HOME
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
-    functional.embedding = lambda ids, weight: weight.new_zeros(len(ids), weight.shape[1])
     ops.bind = bind_kernels
-    device.use = lambda kind: FakeDevice()
+    device.use = lambda kind: Nowhere()
     options = json.loads(sys.argv[1])
+    with Zeros():
+        start, serving = served(options)
+    json.dump({"start": [each.split()[0] for each in start], "serving": sorted(serving)}, sys.stdout)
+
+
+def served(options: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """What a start asks for, and what serving asks for beyond it."""
     with tempfile.TemporaryDirectory() as path:
         hf = tiny_config("qwen3", num_hidden_layers=1, vocab_size=5008, max_position_embeddings=4096)
         runner, facts = make_runner(
@@ -86,8 +135,7 @@ def main() -> None:
         Driver(runner, facts).run([job.fresh()])
     for chunk in (1 << 30, 100, 16, 7):
         Driver(runner, facts).run(jobs(adapters), chunk=chunk)
-    serving = sorted(set(noted) - start)
-    json.dump({"start": [each.split()[0] for each in start], "serving": serving}, sys.stdout)
+    return start, set(noted) - start
 
 
 if __name__ == "__main__":
