@@ -53,7 +53,7 @@ def alone(llm: LLM, count: int | None = None) -> list[tuple[Any, ...]]:
     return [result(llm.generate([prompt], [params], use_tqdm=False)[0]) for prompt, params in cases()[:count]]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(f"tiny-{request.param}")
     write_checkpoint(directory, tiny_config("qwen3", dtype=request.param), seed=1)

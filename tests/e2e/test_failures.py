@@ -226,10 +226,14 @@ def test_port_in_use_is_told_at_once() -> None:
         (["serve", "/no/such/model"], "neither a directory"),
         (["serve", "demo", "--max-model-len", "0"], "max_model_len"),
         (["serve", "demo", "--max-model-len", "1000000"], "max_position_embeddings"),
-        (["serve", "demo", "--ops", '{"no_such_op": "torch"}'], "no_such_op"),
+        pytest.param(["serve", "demo", "--ops", '{"no_such_op": "torch"}'], "no_such_op", marks=pytest.mark.slow),
         (["serve", "demo", "--kv-cache-memory-bytes", "1K"], "--kv-cache-memory-bytes"),
-        (["serve", "demo", "--hf-overrides", '{"architectures": ["MambaForCausalLM"]}'], "Qwen3ForCausalLM"),
-        (["serve", "demo", "--hf-overrides", '{"hidden_size": 64}'], "shape"),
+        pytest.param(
+            ["serve", "demo", "--hf-overrides", '{"architectures": ["MambaForCausalLM"]}'],
+            "Qwen3ForCausalLM",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["serve", "demo", "--hf-overrides", '{"hidden_size": 64}'], "shape", marks=pytest.mark.slow),
     ],
 )
 def test_a_start_that_cannot_work_says_why_in_one_line(args: list[str], message: str) -> None:

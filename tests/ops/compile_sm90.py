@@ -3,6 +3,7 @@
 The driver is replaced by one that names the target, and launching by compiling.  Prints a JSON object: for each kernel
 registers and bytes of stack a thread uses (ptxas), bytes of shared memory, and what its PTX says of the order in which
 it adds up: chains of the matrix unit, the floating-point operations of the loop around them, fma and atomics.
+Arguments are the numbers of rows that products are compiled for.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwarg
     return kernel
 
 
-def calls() -> None:
-    """Every launcher, at the shapes of an 8B model with 64-token pages."""
+def calls(sizes: list[int]) -> None:
+    """Every launcher, at the shapes of an 8B model with 64-token pages; products of so many rows."""
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     rows, hidden, heads, kv_heads, dim, page, vocab = 16, 4096, 32, 8, 128, 64, 151936
     x, weight = torch.empty(rows, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
@@ -93,7 +94,7 @@ def calls() -> None:
         call["paged_attention"](many, *float8, tables, starts, lens, 0.1 * scales[0], 0, scales[1])
         kernels = kernels or len(compiled)
     assert len(compiled) == kernels, "a scale is compiled in"
-    for tokens in (1, 64, 128, 256, 300):  # whatever the table has for this card
+    for tokens in sizes:
         inputs = torch.empty(tokens, hidden, dtype=BF16)
         for outputs in (1024, hidden, 24576):
             packed = ops.PackedWeight(outputs, hidden, BF16, torch.empty(outputs, hidden, dtype=BF16))
@@ -179,5 +180,5 @@ if __name__ == "__main__":
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     driver.set_active(NamesTheTarget())
     JITFunction.run = compile_only
-    calls()
+    calls([int(size) for size in sys.argv[1:]])
     json.dump({name: figures(kernel) for name, kernel in sorted(compiled.items())}, sys.stdout, indent=1)

@@ -390,16 +390,22 @@ def test_sampling_rows_stand_alone() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has something for this card
+
+
+@pytest.fixture(
+    scope="module", params=[["1", "300"], pytest.param(EVERY_SIZE, marks=pytest.mark.slow)], ids=["ends", "whole-table"]
+)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What compile_sm90.py says of each variant of a kernel."""
     if not INTERPRETED:
         pytest.skip("a GPU shows it")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     program = Path(__file__).with_name("compile_sm90.py")
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, check=False, timeout=280, env=environment
-    )
+        [sys.executable, str(program), *request.param], capture_output=True, text=True, check=False, timeout=280,
+        env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -424,9 +430,11 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         assert not figures["fma"], f"{name} contracts"
 
 
-def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(compiled: dict[str, Any]) -> None:
+def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
+    compiled: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     products = variants(compiled, "linear")
-    assert len(products) >= 12
+    assert len(products) >= (12 if "whole-table" in request.node.name else 6)
     for name, figures in products.items():
         assert figures["chains"], f"{name} does without the matrix unit of Hopper"
         for chain in figures["chains"]:
