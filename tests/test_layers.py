@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
-ROOT_ORDER = ["errors", "log", "sockets", "params", "checkpoint", "config", "messages", "plan"]
+ROOT_ORDER = ["errors", "log", "sockets", "params", "checkpoint", "config", "resolve", "messages", "plan"]
 # package -> (packages and root files it may import, foreign modules it must not import anywhere)
 TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
@@ -24,9 +24,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "runner": ({"models", "layers", "ops", "device", "rl", "plan", "params", "config", "checkpoint", "errors"}, set()),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": ({"messages", "plan", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),
-    "client": ({"messages", "params", "config", "text", "errors", "log", "checkpoint", "engine"}, TORCH | {"fastapi"}),
+    "client": (
+        {"messages", "params", "config", "resolve", "text", "errors", "log", "checkpoint", "engine"},
+        TORCH | {"fastapi"},
+    ),
     "server": ({"client", "text", "params", "errors", "config", "log", "checkpoint"}, TORCH),
-    "cli": ({"bench", "client", "server", "config", "errors", "log", "sockets"}, TORCH),
+    "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
 }
 # modules a package may import from another only in the named file

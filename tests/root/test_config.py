@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub
 
-from tokserve import config
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.config import Config, resolve
+from tokserve.config import Config
 from tokserve.errors import StartError
+from tokserve.resolve import resolve
 
 
 @pytest.fixture
@@ -157,14 +157,14 @@ def test_a_quantized_head_needs_a_quantization_and_excludes_another_type(checkpo
 
 def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resolved(**options: object) -> tuple[str, int | None]:
-        found = config.resolve(Config.make(model=str(checkpoint), **options))
+        found = resolve(Config.make(model=str(checkpoint), **options))
         return found.runtime.device, found.cache.block_size
 
-    monkeypatch.setattr(config, "GPU_FILE", checkpoint / "absent")
+    monkeypatch.setattr("tokserve.resolve.GPU_FILE", checkpoint / "absent")
     assert resolved() == ("cpu", 16)
     assert resolved(device="cuda") == ("cuda", 64)
     assert resolved(device="cuda", block_size=32) == ("cuda", 32)
-    monkeypatch.setattr(config, "GPU_FILE", checkpoint)
+    monkeypatch.setattr("tokserve.resolve.GPU_FILE", checkpoint)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolved() == ("cpu", 16)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton")

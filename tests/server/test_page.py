@@ -9,7 +9,8 @@ import re
 import pytest
 
 from tests.server.fake_llm import Site, site
-from tokserve.config import Config, resolve
+from tokserve.config import Config
+from tokserve.resolve import resolve
 from tokserve.server.page import FILE
 
 PAGE = FILE.read_text()

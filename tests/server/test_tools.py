@@ -10,10 +10,11 @@ import tokenizers
 
 from tests.server.fake_llm import TOKENIZER, Site, byte_tokenizer, ids, says, site
 from tests.text.tool_templates import DEEPSEEK, HERMES, LLAMA, MISTRAL, OPENED, THINKER
-from tokserve.config import Config, resolve
+from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
+from tokserve.resolve import resolve
 from tokserve.server import tools
-from tokserve.text.formats import TOOL_FORMATS
+from tokserve.text.formats import THINKING, TOOL_FORMATS
 from tokserve.text.tokenizer import Tokenizer
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
@@ -323,12 +324,13 @@ def test_without_a_format_auto_is_refused_with_a_way_out(path: str, options: dic
 
 
 def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
-    for options, words in (
-        ({"tool_call_parser": "x"}, "tool_call_parser"), ({"reasoning_parser": "x"}, "reasoning_parser"),
-        ({"enable_auto_tool_choice": True}, "--tool-call-parser"),
-    ):  # fmt: skip
-        with pytest.raises(StartError, match=words):
-            site(**options)
+    with pytest.raises(StartError, match="--tool-call-parser"):
+        site(enable_auto_tool_choice=True)
+    for option, table in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THINKING)):
+        for form in table:
+            assert Config.make(**{option: form.name})
+        with pytest.raises(StartError, match=f"option {option}"):
+            Config.make(**{option: "x"})
     for options in ({"reasoning_parser": "qwen3"}, {"enable_auto_tool_choice": True}):
         with pytest.raises(StartError, match="tokens_only"):
             resolve(Config.make(model="demo", tokens_only=True, **options))

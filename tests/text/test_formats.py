@@ -8,7 +8,6 @@ import pytest
 
 from tests.server.fake_llm import byte_tokenizer
 from tests.text.tool_templates import SHOWS, UNKNOWN
-from tokserve.errors import StartError
 from tokserve.text import formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Parser, Reading
@@ -39,7 +38,7 @@ def test_a_template_that_shows_none_that_is_known(kind: str) -> None:
 @pytest.mark.parametrize(("name", "source"), SHOWS)
 def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> None:
     """What a client sends back as history is what it was told, so the next prompt begins with the last answer."""
-    chat, form = template(source), formats.named(formats.TOOL_FORMATS, name, "tool_call_parser")
+    chat, form = template(source), formats.named(formats.TOOL_FORMATS, name)
     calls = CALLS[:1] if name == "llama3_json" else CALLS  # whose template shows one
     turn = {"role": "assistant", "content": None, "tool_calls": calls}
     prompt = chat.text(QUESTION, tools=TOOLS, add_generation_prompt=False)
@@ -52,9 +51,3 @@ def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> N
     arguments = "".join(text if kind == "arguments" else "\n" for kind, text in said if kind in ("call", "arguments"))
     assert told == ["add"] * len(calls)
     assert [json.loads(line) for line in arguments.splitlines()[1:]] == [{"a": i} for i in range(len(calls))]
-
-
-def test_names() -> None:
-    assert formats.named(formats.THINKING, "qwen3", "reasoning_parser").opens == "<think>"
-    with pytest.raises(StartError, match=r"tool_call_parser: expected one of hermes, .*, got 'hermees'"):
-        formats.named(formats.TOOL_FORMATS, "hermees", "tool_call_parser")

@@ -19,7 +19,8 @@ from tokserve import log
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
-from tokserve.config import Config, resolve
+from tokserve.config import Config
+from tokserve.resolve import resolve
 
 logger = logging.getLogger("tokserve.serve")
 

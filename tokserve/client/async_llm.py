@@ -24,10 +24,11 @@ from tokserve.client.prompts import Prompt, read
 from tokserve.client.requests import Requests
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
-from tokserve.config import Config, resolve
+from tokserve.config import Config
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Abort, Step, Submit, Verdict
 from tokserve.params import SamplingParams
+from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM", "Completion", "StepStats", "Stream", "collect"]

@@ -126,7 +126,7 @@ class Serving:
         if server.enable_auto_tool_choice is False:
             return None
         if server.tool_call_parser != "auto":
-            return formats.named(formats.TOOL_FORMATS, server.tool_call_parser, "tool_call_parser")
+            return formats.named(formats.TOOL_FORMATS, server.tool_call_parser)
         found = formats.recognise(self.template)
         if found is not None:
             logger.info("tool calls: %s, as the chat template writes them", found.name)
@@ -139,9 +139,9 @@ class Serving:
 
     @cached_property
     def thinking(self) -> Thinking | None:
-        """How the model writes reasoning, if that is returned apart.  Raises StartError."""
+        """How the model writes reasoning, if that is returned apart."""
         name = self.config.server.reasoning_parser
-        return None if name is None else formats.named(formats.THINKING, name, "reasoning_parser")
+        return None if name is None else formats.named(formats.THINKING, name)
 
     @property
     def fingerprint(self) -> str:

@@ -177,8 +177,9 @@ class ChatTemplate:
         source = self._source(template, variables["tools"] is not None)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
+        special = tuple(self._tokenizer.special_tokens.items())
         for message in chat:
-            if isinstance(message.get("content"), list) and not self._takes_parts(source, message["role"]):
+            if isinstance(message.get("content"), list) and not _takes_parts(source, message["role"], special):
                 message["content"] = _joined(message["content"])
         mark = ""
         if continue_final_message:
@@ -188,9 +189,6 @@ class ChatTemplate:
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
-
-    def _takes_parts(self, source: str, role: str) -> bool:
-        return _takes_parts(source, role, tuple(self._tokenizer.special_tokens.items()))
 
     def knows(self, template: str) -> bool:
         """Whether this is the name of a template here."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import RequestError
 from tokserve.text.chat import ChatTemplate, Message
 from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
 
@@ -53,12 +53,9 @@ FUNCTION: dict[str, Any] = {
 CALL = {"id": "probe0001", "type": "function", "function": {"name": FUNCTION["name"], "arguments": ARGUMENTS}}
 
 
-def named(table: tuple[F, ...], name: str, option: str) -> F:
-    """The row with this name.  Raises StartError."""
-    for row in table:
-        if row.name == name:
-            return row
-    raise StartError(f"option {option}: expected one of {', '.join(row.name for row in table)}, got {name!r}")
+def named(table: tuple[F, ...], name: str) -> F:
+    """The row with this name, which is there: options have no other."""
+    return next(row for row in table if row.name == name)
 
 
 def recognise(template: ChatTemplate) -> ToolFormat | None:

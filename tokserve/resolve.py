@@ -1,0 +1,163 @@
+"""What the options come to: "auto" and None become values, and what cannot be served is refused.
+
+The only place where that happens; afterwards nothing is set.  Must not know what an option is for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokserve import checkpoint
+from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, ServerConfig
+from tokserve.errors import StartError
+
+DTYPES = ("float32", "bfloat16", "float16")
+GPU_BLOCK_SIZE = 64
+GPU_FILE = Path("/dev/nvidiactl")
+
+
+def resolve(config: Config) -> Config:
+    """The configuration with every "auto" and None that has a value replaced by it.
+
+    Reads config.json and generation_config.json of the checkpoint.  Raises StartError.
+    """
+    model = config.model
+    directory = checkpoint.locate(model.model, weights=model.load_format != "dummy")
+    hf = checkpoint.hf_config(directory) | (model.hf_overrides or {})
+    generation = checkpoint.read_json(directory, "generation_config.json") or {}
+    names = config.server.served_model_name or [model.model]
+    device = _device(config.runtime.device)
+    keys = list(config.server.api_key or [])
+    if os.environ.get("TOKSERVE_API_KEY"):
+        keys.append(os.environ["TOKSERVE_API_KEY"])
+    for name, given in (("api_key", keys), ("admin_api_key", config.server.admin_api_key or [])):
+        if any(not key for key in given):
+            raise StartError(f"option {name}: must not be empty")
+    replace = msgspec.structs.replace
+    resolved = replace(
+        config,
+        model=replace(
+            model,
+            model=str(directory),
+            tokenizer=_tokenizer(config),
+            dtype=_dtype(model.dtype, hf),
+            max_model_len=_max_model_len(model.max_model_len, hf),
+            eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+        ),
+        cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
+        runtime=replace(
+            config.runtime, device=device, cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
+        ),
+        server=replace(config.server, served_model_name=names, api_key=keys, ui=_ui(config.server)),
+    )
+    _check(resolved)
+    return resolved
+
+
+def _tokenizer(config: Config) -> str | None:
+    """The directory of a tokenizer that is not the model's own, where one is needed."""
+    name = config.model.tokenizer
+    if name is None or config.server.tokens_only:
+        return name
+    return str(checkpoint.locate(name, weights=False, what="tokenizer"))
+
+
+def _ui(server: ServerConfig) -> bool:
+    """Whether to serve the page: where only this machine can see it, if nothing else is said."""
+    if server.ui is not None:
+        return server.ui
+    return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check(config: Config) -> None:
+    model = config.model
+    if model.quantize_lm_head and model.quantization in (None, "none"):
+        raise StartError("quantize_lm_head needs a quantization")
+    if model.quantize_lm_head and model.head_dtype != "auto":
+        raise StartError("quantize_lm_head and head_dtype exclude each other")
+    if model.quantization == "int8" and config.runtime.device != "cpu":
+        raise StartError("quantization int8 runs on a CPU only; give --device cpu, or --quantization fp8")
+    if config.cache.kv_cache_dtype != "auto" and config.runtime.device == "cpu":
+        raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
+    if model.max_model_len is not None and model.max_model_len < 2:
+        raise StartError("option max_model_len: must be at least 2, for a token of prompt and one of output")
+    if config.lora.modules() and not config.lora.enable_lora:
+        raise StartError("lora_modules needs enable_lora")
+    server = config.server
+    if not all(server.served_model_name or []):
+        raise StartError("option served_model_name: must not be empty")
+    if server.ssl_ca_certs is not None and server.ssl_certfile is None:
+        raise StartError("ssl_ca_certs needs ssl_certfile and ssl_keyfile: without them there is no TLS")
+    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
+        raise StartError("ssl_keyfile and ssl_certfile must be given together")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        path = getattr(server, name)
+        if path is not None and not Path(path).is_file():
+            raise StartError(f"option {name}: no file {path!r}")
+    transfer = config.weights.weight_transfer_config or {}
+    if transfer.keys() - {"backend", *PACKING} or transfer.get("backend", "disk") not in BACKENDS:
+        raise StartError(f'option weight_transfer_config: expected {{"backend": one of {", ".join(BACKENDS)}}}')
+    for directory in config.weights.allowed_weight_dirs or []:
+        if not Path(directory).is_dir():
+            raise StartError(f"option allowed_weight_dirs: no directory {directory!r}")
+    if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
+        raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
+    text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
+    for name, asked in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
+        if server.tokens_only and asked:
+            raise StartError(f"{name} has no use with tokens_only")
+
+
+def _device(asked: str) -> Any:
+    if asked != "auto":
+        return asked
+    return "cuda" if GPU_FILE.exists() and importlib.util.find_spec("triton") else "cpu"
+
+
+def _block_size(device: str) -> int:
+    return GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE
+
+
+def _dtype(asked: str, hf: dict[str, Any]) -> Any:
+    own = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = own if asked == "auto" else asked
+    if name not in DTYPES:
+        raise StartError(f"the checkpoint's dtype is {name!r}; choose one with --dtype: {', '.join(DTYPES)}")
+    return name
+
+
+def _max_model_len(asked: int | None, hf: dict[str, Any]) -> int:
+    limit = hf.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        if asked is None:
+            raise StartError("config.json has no max_position_embeddings; give --max-model-len")
+        return asked
+    if asked is not None and asked > limit:
+        raise StartError(
+            f"max_model_len {asked} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
+            f"give --hf-overrides '{{\"max_position_embeddings\": {asked}}}' (and a rope_scaling, if it needs one)"
+        )
+    return asked or limit
+
+
+def _eos(asked: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    if asked is not None:
+        return asked
+    found: list[int] = []
+    for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
+        ids = source if isinstance(source, list) else [] if source is None else [source]
+        found += [token for token in ids if token not in found]
+    return found
