@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,17 @@ def test_bad_sequences_see_only_what_came_before() -> None:
     before, after = processed(made, rows_of([0] * 6, [1, 2, 3, 4, 5, 6]))
     before[[2, 5], 4] = NEVER
     assert torch.equal(after, before)
+
+
+def test_bad_sequences_take_as_much_memory_as_their_ids() -> None:
+    many, long = [[1 + i % 11, i % 5] for i in range(3000)], [3] * 3000
+    tracemalloc.start()
+    try:
+        made, _ = pipeline({"bad_token_sequences": many}, {"bad_token_sequences": [*many, long]})
+        processed(made, rows_of([0, 1], [4, 4]))
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_min_tokens_forbids_stop_ids_until_there_are_enough() -> None:

@@ -12,6 +12,7 @@ penalties and reckoned from the largest.  Nothing is drawn here and no logprob i
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,7 +32,6 @@ INF = float("inf")
 MOST = float(np.finfo(np.float32).max)
 COLD, LARGE, FACTOR = 2.0**-7, 2.0**8, 2.0**4  # within one of these, logits of a model are rounded by less than 0.001
 PART = 1 << 18  # token ids in a list that are handled at a time
-WINDOW = 8  # bad sequences are compared in windows of a multiple of this many tokens
 
 
 @dataclass(slots=True)
@@ -242,32 +242,29 @@ class BadSequences(Processor):
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self._tokens = slots.tokens
         self._vocab_size = vocab_size
-        self._asked: dict[int, tuple[Int32, Int64]] = {}  # prefixes [n, window] after -1s, last ids [n]
+        # by slot and by length of what comes before: those ids, as bytes -> the ids that are forbidden after them
+        self._asked: dict[int, dict[int, dict[bytes, list[int]]]] = {}
 
     def enter(self, row: NewRow) -> bool:
-        sequences = [s for s in row.params.bad_token_sequences if len(s) > 1 and s[-1] < self._vocab_size]
-        if not sequences:
-            self._asked.pop(row.slot, None)
-            return False
-        window = -(-max(len(sequence) - 1 for sequence in sequences) // WINDOW) * WINDOW
-        prefixes = np.full((len(sequences), window), -1, np.int32)
-        for prefix, sequence in zip(prefixes, sequences, strict=True):
-            prefix[window - len(sequence) + 1 :] = sequence[:-1]
-        self._asked[row.slot] = (prefixes, np.array([sequence[-1] for sequence in sequences], np.int64))
-        return True
+        asked: dict[int, dict[bytes, list[int]]] = {}
+        for sequence in row.params.bad_token_sequences:
+            if len(sequence) > 1 and sequence[-1] < self._vocab_size:
+                before = array("i", sequence[:-1])
+                asked.setdefault(len(before), {}).setdefault(before.tobytes(), []).append(sequence[-1])
+        self._asked[row.slot] = asked
+        return bool(asked)
 
     def apply(self, work: Work, rows: Rows, which: Int64) -> None:
-        asked = [self._asked[slot] for slot in rows.slots[which].tolist()]
-        window = max(prefixes.shape[1] for prefixes, _ in asked)
-        prefixes = np.concatenate([_widen(prefixes, window) for prefixes, _ in asked])  # [n, window]
-        last = np.concatenate([last for _, last in asked])  # [n]
-        index = np.repeat(which, [len(last) for _, last in asked])  # [n]
-        at = rows.lengths[index][:, None] + np.arange(-window, 0)  # [n, window]
-        seen = self._tokens[rows.slots[index][:, None], np.maximum(at, 0)]
-        hit = ((prefixes < 0) | ((prefixes == seen) & (at >= 0))).all(1)
-        if hit.any():
-            places = index[hit] * work.logits.shape[1] + last[hit]
-            work.flat().index_fill_(0, work.tensor(places), -INF)
+        places: list[int] = []
+        for row, slot, length in zip(
+            which.tolist(), rows.slots[which].tolist(), rows.lengths[which].tolist(), strict=True
+        ):
+            for size, forbidden in self._asked[slot].items():
+                if size <= length:
+                    ids = forbidden.get(self._tokens[slot, length - size : length].tobytes(), ())
+                    places += [row * self._vocab_size + token for token in ids]
+        if places:
+            work.flat().index_fill_(0, work.tensor(np.array(places, np.int64)), -INF)
 
 
 class MinTokens(Processor):
@@ -421,10 +418,3 @@ def _parts(which: Int64, ids: list[Int64]) -> Iterator[tuple[Int64, list[Int64]]
     for first, last in pairwise(cuts):
         if first < last:
             yield which[first:last], ids[first:last]
-
-
-def _widen(prefixes: Int32, window: int) -> Int32:
-    """Prefixes with -1s before them up to the window."""
-    if prefixes.shape[1] == window:
-        return prefixes
-    return np.pad(prefixes, ((0, 0), (window - prefixes.shape[1], 0)), constant_values=-1)
