@@ -92,5 +92,6 @@ class LateMasks:
         for request in found:
             assert request.follower is not None
             request.follower.look()
+            request.follower.done()
             self._pending.remove(request)
         return found

@@ -25,10 +25,10 @@ class Follower:
         self._work = work
 
     def look(self) -> None:
-        try:
-            self._work()
-        finally:
-            self.due = False
+        self._work()
+
+    def done(self) -> None:
+        self.due = False
 
 
 class Masks(Following):
@@ -99,4 +99,27 @@ def test_a_loop_that_was_held_up_leaves_masks_to_the_thread_for_a_while(monkeypa
         masks.advance(made[2:])
         assert masks.done() == made[2:] and here == [True, False, False]
     finally:
+        masks.close()
+
+
+def test_no_mask_may_be_used_before_the_loop_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, computed, go_on = Masks(), threading.Event(), threading.Event()
+    tell = masks._on_done
+
+    def hold_up(request: Request) -> None:
+        computed.set()
+        assert go_on.wait(LONG)
+        tell(request)
+
+    monkeypatch.setattr(masks, "_on_done", hold_up)
+    request = following()
+    try:
+        masks.patience = -LONG  # the loop does not wait
+        masks.advance([request])
+        assert computed.wait(LONG)
+        assert masks.done() == [] and masks and not request.may_draw
+        go_on.set()
+        assert masks.wait(1) == [request] and not masks and request.may_draw
+    finally:
+        go_on.set()
         masks.close()

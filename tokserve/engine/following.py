@@ -87,12 +87,12 @@ class Following:
         return ()
 
     def _wait(self, requests: Sequence[Request]) -> bool:
-        """Whether all these are done in time."""
+        """Whether all these are done in time.  A thread that was replaced may say so too, of its own."""
         end = time.monotonic() + self.patience + SHARE * len(requests)
         with suppress(queue.Empty):
             while True:
                 self._emptied.get(timeout=max(0.0, end - time.monotonic()))
-                if not any(request.follower is not None and request.follower.due for request in requests):
+                if set(requests).issubset(self._done.copy()):
                     return True
         return False
 
@@ -102,6 +102,9 @@ class Following:
         with suppress(IndexError):
             while True:
                 found.append(self._done.popleft())
+        for request in found:
+            if request.follower is not None:
+                request.follower.done()
         self._pending.difference_update(found)
         return found
 

@@ -108,7 +108,7 @@ class Matcher:
 
 class Follower:
     """A matcher whose work is done elsewhere: `push` here, then `look` in one other thread, and until that returns
-    nothing else.  It is `due` from its making and from every `push` to the `look` that follows."""
+    nothing else.  It is `due` from its making, and from every `push`, until whoever has had it look is `done`."""
 
     def __init__(self, grammar: Grammar, *, ends: bool) -> None:
         self.due = True
@@ -135,8 +135,10 @@ class Follower:
             self.error = None
         except RequestError as error:
             self.error = error.message
-        finally:
-            self.due = False
+
+    def done(self) -> None:
+        """In the thread that pushes: what `look` has found may be used."""
+        self.due = False
 
     @property
     def begun(self) -> bool:
