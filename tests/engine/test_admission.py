@@ -9,6 +9,7 @@ import pytest
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.engine import admission
 from tokserve.messages import Reply, Verdict
+from tokserve.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -44,10 +45,12 @@ def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.Mo
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(admission, "Request", broken)
-        verdict = engine.submit("bad", engine.make("bad", [3]))
-    assert (verdict.refusal, verdict.message) == ("internal", "internal error at admission")
+    form = StructuredOutputs(regex="a")
+    for place, name, options in ((admission, "Request", {}), (engine.core.grammars, "compile", {"structured_outputs": form})):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, broken)
+            verdict = engine.submit("bad", engine.make("bad", [3], **options))
+        assert (verdict.refusal, verdict.message) == ("internal", "internal error at admission")
     engine.add("good", [3], max_tokens=2)
     engine.run()
     engine.check_complete("good")

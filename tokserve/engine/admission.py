@@ -69,7 +69,7 @@ class Admission:
                 verdict = Verdict(submit.call_id, "internal", "internal error at admission")
             else:
                 self._accept(submit, requests)
-                if self._compile(requests):
+                if any(request.grammar is not None for request in requests):
                     return self.undecided.add(identity, submit.call_id, requests)
                 verdict = Verdict(submit.call_id)
         self._emit(identity, verdict)
@@ -92,11 +92,16 @@ class Admission:
         return None if excess is None else Verdict(submit.call_id, "queue_full", *excess)
 
     def _requests(self, identity: bytes, submit: Submit, received: float) -> list[Request]:
-        """One of each `Add`.  Raises RequestError."""
-        return [
+        """One of each `Add`, with the grammar it waits for begun.  Raises RequestError."""
+        requests = [
             Request(add, identity, number, received, self._limits, self._adapters.find(add.adapter))
             for number, add in enumerate(submit.adds, self.num_received)
         ]
+        for request in requests:
+            if request.params.structured_outputs is not None:
+                request.grammar = self._grammars.compile(request.params.structured_outputs)
+                request.grammar.add_done_callback(lambda _: self._wake())
+        return requests
 
     def _accept(self, submit: Submit, requests: list[Request]) -> None:
         self.num_received += len(requests)
@@ -104,14 +109,6 @@ class Admission:
         for request, add in zip(requests, submit.adds, strict=True):
             self._deadlines.add(request, add)
             self._scheduler.add(request)
-
-    def _compile(self, requests: list[Request]) -> bool:
-        """Begin with the grammars that these ask for; whether there are any."""
-        for request in requests:
-            if request.params.structured_outputs is not None:
-                request.grammar = self._grammars.compile(request.params.structured_outputs)
-                request.grammar.add_done_callback(lambda _: self._wake())
-        return any(request.grammar is not None for request in requests)
 
     def _withdraw(self, request: Request) -> None:
         """Take out a request that is refused after all; nobody is told of its end."""

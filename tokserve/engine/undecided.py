@@ -35,28 +35,28 @@ class Undecided:
         fail: Callable[[Request, str], None],
     ) -> None:
         self._emit, self._drop, self._fail = emit, drop, fail
-        self._submissions: list[_Submission] = []
+        self._of: dict[Request, _Submission] = {}  # in order of receipt
 
     def __bool__(self) -> bool:
-        return bool(self._submissions)
+        return bool(self._of)
 
     def add(self, identity: bytes, call_id: int, requests: list[Request]) -> None:
         """Some of these wait for their grammar."""
-        self._submissions.append(_Submission(identity, call_id, requests))
+        self._of |= dict.fromkeys(requests, _Submission(identity, call_id, requests))
 
     def ending(self, request: Request) -> None:
         """A request ends before its output begins: the client hears first that it was accepted."""
-        for submission in self._submissions:
-            if request in submission.requests:
-                self._accept(submission)
+        if request in self._of:
+            self._accept(self._of[request])
 
     def decide(self) -> list[Request]:
         """Of those whose grammars are all there; returns the requests that begin to follow theirs."""
         begun = []
-        for submission in list(self._submissions):
+        for submission in dict.fromkeys(self._of.values()):
             grammars = [request.grammar for request in submission.requests if request.grammar is not None]
             if all(grammar.done() for grammar in grammars):
-                self._submissions.remove(submission)
+                for request in submission.requests:
+                    del self._of[request]
                 error = next((each for each in (grammar.exception() for grammar in grammars) if each), None)
                 if error is None:
                     begun += self._begin(submission)
