@@ -46,7 +46,10 @@ def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.Mo
         raise ZeroDivisionError
 
     form = StructuredOutputs(regex="a")
-    for place, name, options in ((admission, "Request", {}), (engine.core.grammars, "compile", {"structured_outputs": form})):
+    for place, name, options in (
+        (admission, "Request", {}),
+        (engine.core.grammars, "compile", {"structured_outputs": form}),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, broken)
             verdict = engine.submit("bad", engine.make("bad", [3], **options))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +42,15 @@ def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, .
     arguments = pages.arguments_held(op.name, name, arguments)
     result = call(*arguments)
     return result, pages.arguments_as_rows(op.name, name, arguments)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_implementations_are_called_as_their_reference_is(op: Op[Any, Any]) -> None:
+    def parameters(call: Callable[..., Any]) -> list[tuple[str, object, object]]:
+        return [(each.name, each.kind, each.default) for each in inspect.signature(call).parameters.values()]
+
+    for name, implementation in op.implementations.items():
+        assert parameters(implementation.call) == parameters(op.reference), name
 
 
 def close(actual: object, expected: object, tolerance: tuple[float, float]) -> None:

@@ -26,7 +26,7 @@ from tests.runner.fake_device import FakeDevice, Leaving
 from tests.runner.test_runner import prompt
 from tokserve import device, ops
 from tokserve.models.dummy import tiny_config
-from tokserve.ops.triton import float8, launch, linear
+from tokserve.ops.triton import dense, float8, launch
 from tokserve.params import SamplingParams
 
 HOME = torch.device("meta")
@@ -112,7 +112,7 @@ def jobs(adapters: int) -> list[Job]:
 
 def main() -> None:
     JITFunction.run = note
-    linear.home = float8.home = lambda: HOME
+    dense.home = float8.home = lambda: HOME
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     ops.bind = bind_kernels
     device.use = lambda kind: Nowhere()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.lora import LoraSlots
 from tokserve.layers.parameter import Parameter, Scaled
-from tokserve.layers.quant import UNQUANTIZED, Float8, Packed, QuantMethod
+from tokserve.layers.quant import UNQUANTIZED, Float8, Packed, QuantMethod, gated
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -165,7 +165,7 @@ class GatedLinear(Linear):
             return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
         both = self.quant.gated_linear(x, self.packed, self.bias, None)
         self.lora.add(both, x, adapters)
-        return ops.silu_mul(both) if self.activation == "silu" else ops.gelu_mul(both)
+        return gated(both, self.activation)
 
 
 def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:

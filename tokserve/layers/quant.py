@@ -124,10 +124,14 @@ class Float8:
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """Two ops: the product, then the gate."""
-        both = self.linear(x, packed, bias, None)
-        if activation is None:
-            return both
-        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+        return gated(self.linear(x, packed, bias, None), activation)
+
+
+def gated(both: Tensor, activation: str | None) -> Tensor:
+    """What a gated product [T, 2 * inner] ends in: activation(first half) * second half; None: the product itself."""
+    if activation is None:
+        return both
+    return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
 
 
 UNQUANTIZED = Unquantized()

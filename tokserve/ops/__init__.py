@@ -12,40 +12,12 @@ from collections.abc import Mapping
 
 import torch
 
-from tokserve.ops.attention import norm_rope_store as _norm_rope_store
-from tokserve.ops.attention import paged_attention as _paged_attention
-from tokserve.ops.attention import store_kv as _store_kv
-from tokserve.ops.elementwise import add_rms_norm as _add_rms_norm
-from tokserve.ops.elementwise import gelu_mul as _gelu_mul
-from tokserve.ops.elementwise import rms_norm as _rms_norm
-from tokserve.ops.elementwise import rope as _rope
-from tokserve.ops.elementwise import silu_mul as _silu_mul
+from tokserve.ops import attention, dense, elementwise, float8, lora, quant, sampling, step
+from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP as FLOAT8_STEP
 from tokserve.ops.float8 import PackedFloat8
-from tokserve.ops.float8 import linear_float8 as _linear_float8
-from tokserve.ops.float8 import pack_linear_float8 as _pack_linear_float8
-from tokserve.ops.float8 import pack_scaled_float8 as _pack_scaled_float8
-from tokserve.ops.linear import PackedWeight
-from tokserve.ops.linear import embedding as _embedding
-from tokserve.ops.linear import gated_linear as _gated_linear
-from tokserve.ops.linear import linear as _linear
-from tokserve.ops.linear import pack_gated as _pack_gated
-from tokserve.ops.linear import pack_linear as _pack_linear
-from tokserve.ops.lora import add_lora as _add_lora
 from tokserve.ops.quant import PackedInt8
-from tokserve.ops.quant import gated_linear_int8 as _gated_linear_int8
-from tokserve.ops.quant import linear_int8 as _linear_int8
-from tokserve.ops.quant import pack_gated_int8 as _pack_gated_int8
-from tokserve.ops.quant import pack_linear_int8 as _pack_linear_int8
-from tokserve.ops.quant import quantize_rows as _quantize_rows
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
-from tokserve.ops.sampling import draw as _draw
-from tokserve.ops.sampling import filter_logits as _filter_logits
-from tokserve.ops.sampling import logprobs as _logprobs
-from tokserve.ops.sampling import penalize as _penalize
-from tokserve.ops.sampling import sample as _sample
-from tokserve.ops.step import edit_rows as _edit_rows
-from tokserve.ops.step import prepare_step as _prepare_step
 
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw",
@@ -59,35 +31,35 @@ logger = logging.getLogger(__name__)
 
 home = torch.device("cpu")  # where tensors that the bound ops take are to lie
 
-rms_norm = _rms_norm.reference
-add_rms_norm = _add_rms_norm.reference
-rope = _rope.reference
-silu_mul = _silu_mul.reference
-gelu_mul = _gelu_mul.reference
-pack_linear = _pack_linear.reference
-linear = _linear.reference
-pack_gated = _pack_gated.reference
-gated_linear = _gated_linear.reference
-embedding = _embedding.reference
-add_lora = _add_lora.reference
-quantize_rows = _quantize_rows.reference
-pack_linear_int8 = _pack_linear_int8.reference
-linear_int8 = _linear_int8.reference
-pack_gated_int8 = _pack_gated_int8.reference
-gated_linear_int8 = _gated_linear_int8.reference
-pack_linear_float8 = _pack_linear_float8.reference
-pack_scaled_float8 = _pack_scaled_float8.reference
-linear_float8 = _linear_float8.reference
-store_kv = _store_kv.reference
-norm_rope_store = _norm_rope_store.reference
-paged_attention = _paged_attention.reference
-sample = _sample.reference
-draw = _draw.reference
-edit_rows = _edit_rows.reference
-prepare_step = _prepare_step.reference
-filter_logits = _filter_logits.reference
-penalize = _penalize.reference
-logprobs = _logprobs.reference
+rms_norm = elementwise.rms_norm.reference
+add_rms_norm = elementwise.add_rms_norm.reference
+rope = elementwise.rope.reference
+silu_mul = elementwise.silu_mul.reference
+gelu_mul = elementwise.gelu_mul.reference
+pack_linear = dense.pack_linear.reference
+linear = dense.linear.reference
+pack_gated = dense.pack_gated.reference
+gated_linear = dense.gated_linear.reference
+embedding = dense.embedding.reference
+add_lora = lora.add_lora.reference
+quantize_rows = quant.quantize_rows.reference
+pack_linear_int8 = quant.pack_linear_int8.reference
+linear_int8 = quant.linear_int8.reference
+pack_gated_int8 = quant.pack_gated_int8.reference
+gated_linear_int8 = quant.gated_linear_int8.reference
+pack_linear_float8 = float8.pack_linear_float8.reference
+pack_scaled_float8 = float8.pack_scaled_float8.reference
+linear_float8 = float8.linear_float8.reference
+store_kv = attention.store_kv.reference
+norm_rope_store = attention.norm_rope_store.reference
+paged_attention = attention.paged_attention.reference
+sample = sampling.sample.reference
+draw = sampling.draw.reference
+edit_rows = step.edit_rows.reference
+prepare_step = step.prepare_step.reference
+filter_logits = sampling.filter_logits.reference
+penalize = sampling.penalize.reference
+logprobs = sampling.logprobs.reference
 
 
 def bind(

@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import attention, elementwise, quant, sampling
+from tokserve.ops import attention, dense, elementwise, lora, quant, sampling
 from tokserve.ops.arena import Arena
-from tokserve.ops.linear import PackedWeight
-from tokserve.ops.linear import embedding as embedding_op
-from tokserve.ops.linear import gated_linear as gated_linear_op
-from tokserve.ops.linear import linear as linear_op
-from tokserve.ops.linear import pack_gated as pack_gated_op
-from tokserve.ops.linear import pack_linear as pack_linear_op
-from tokserve.ops.lora import add_lora as add_lora_op
+from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
 
 if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
@@ -75,13 +69,13 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor
     return turned_q, turned_k
 
 
-@pack_linear_op.implement("cpp", device="cpu")
+@dense.pack_linear.implement("cpp", device="cpu")
 def pack_linear(weight: Tensor) -> PackedWeight:
     """The weight in panels of 64 outputs: [N/64][K][64], or [N/64][K/2][64][2] in bfloat16, padded with zeros."""
     return _packed(weight, gated=False)
 
 
-@pack_gated_op.implement("cpp", device="cpu")
+@dense.pack_gated.implement("cpp", device="cpu")
 def pack_gated(weight: Tensor) -> PackedWeight:
     """As `pack_linear`, a panel holding 32 outputs of the gate and below them the 32 that they gate."""
     return _packed(weight, gated=True)
@@ -96,7 +90,7 @@ def _packed(weight: Tensor, gated: bool) -> PackedWeight:
     return PackedWeight(rows, columns, weight.dtype, packed)
 
 
-@linear_op.implement("cpp", device="cpu")
+@dense.linear.implement("cpp", device="cpu")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
@@ -107,7 +101,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     return out
 
 
-@gated_linear_op.implement("cpp", device="cpu")
+@dense.gated_linear.implement("cpp", device="cpu")
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As the reference; rows of x may lie apart."""
     if x.shape[-1] != packed.columns:
@@ -117,7 +111,7 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
     return out
 
 
-@add_lora_op.implement("cpp", device="cpu")
+@lora.add_lora.implement("cpp", device="cpu")
 def add_lora(
     out: Tensor,
     x: Tensor,
@@ -131,7 +125,7 @@ def add_lora(
     _C.add_lora(out, x, adapters, down, up, ranks, scales, sizes)
 
 
-@embedding_op.implement("cpp", device="cpu")
+@dense.embedding.implement("cpp", device="cpu")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     out = packed.packed.new_empty(ids.shape[0], packed.columns)
     _C.embedding(ids, packed.packed, packed.rows, out)

@@ -14,15 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.ops.registry import op
+from tokserve.ops.registry import normal, op
 
 TOLERANCE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (1e-6, 8e-3), torch.float16: (1e-6, 1e-3)}
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
-
-
-def _random(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _norm_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -34,7 +30,7 @@ def _norm_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         (2, 4096, 3.0),
         (4, 1, 1.0),
     ):
-        yield _random(dtype, width, rows, width) * scale, _random(dtype, width + 1, width), 1e-6
+        yield normal(dtype, width, rows, width) * scale, normal(dtype, width + 1, width), 1e-6
     yield torch.zeros(2, 96, dtype=dtype), torch.ones(96, dtype=dtype), 1e-5
 
 
@@ -51,7 +47,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _add_norm_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for x, weight, eps in _norm_samples(dtype):
-        yield x, _random(dtype, 7, *x.shape), weight, eps
+        yield x, normal(dtype, 7, *x.shape), weight, eps
 
 
 @op(samples=_add_norm_samples, tolerance=TOLERANCE)
@@ -71,7 +67,7 @@ def _rope_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         angles = torch.arange(97.0)[:, None] * (10000.0 ** (-torch.arange(rot // 2) * 2.0 / rot))
         table = torch.cat([angles.cos(), angles.sin()], -1)
         positions = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens))
-        yield _random(dtype, 1, tokens, heads, dim), _random(dtype, 2, tokens, kv_heads, dim), table, positions
+        yield normal(dtype, 1, tokens, heads, dim), normal(dtype, 2, tokens, kv_heads, dim), table, positions
 
 
 @op(samples=_rope_samples, tolerance=TOLERANCE)
@@ -93,7 +89,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _gate_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for rows, width in ((1, 512), (5, 33), (70, 128), (3, 1)):
-        yield (_random(dtype, width, rows, 2 * width) * 4,)
+        yield (normal(dtype, width, rows, 2 * width) * 4,)
     yield (torch.tensor([[-200.0, -20.0, 0.0, 20.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]]).to(dtype),)
 
 
@@ -110,3 +106,10 @@ def gelu_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, -1)  # [T,I] each
     inner = (gate + gate * gate * gate * GELU_CUBIC) * GELU_SCALE
     return (gate * 0.5 * (1.0 + torch.tanh(inner)) * up).to(x.dtype)
+
+
+def gated(both: Tensor, activation: str | None) -> Tensor:
+    """What a gated product [T,2I] ends in: `silu_mul` or `gelu_mul` of it; None: the product itself."""
+    if activation is None:
+        return both
+    return (silu_mul if activation == "silu" else gelu_mul).reference(both)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.ops import linear as dense
-from tokserve.ops.registry import op
+from tokserve.ops import dense
+from tokserve.ops.registry import no_samples, op
 
 MOST = 448.0  # the largest number of e4m3
 LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
@@ -48,18 +48,14 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(finite, largest / MOST, torch.nan).squeeze(-1)
 
 
-def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return iter(())  # a layout is an implementation's own affair; `linear_float8` is what shows whether it is right
-
-
-@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
 def pack_linear_float8(weight: Tensor) -> PackedFloat8:
     """The floating weight [N,K] quantized by rows, in the layout of `linear_float8`: here that of `linear`."""
     (rows, columns), (values, scales) = weight.shape, quantize(weight)
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales[None], columns)
 
 
-@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
 def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
     """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`.
 

@@ -13,14 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokserve.ops.linear import TOLERANCE
-from tokserve.ops.linear import linear as linear_op
-from tokserve.ops.linear import pack_linear as pack_linear_op
-from tokserve.ops.registry import op
-
-
-def _random(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tokserve.ops import dense
+from tokserve.ops.registry import normal, op
 
 
 def _lora_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -35,9 +29,9 @@ def _lora_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     )
     for rows, inputs, sizes, slots, rank in shapes:
         shards, outputs = len(sizes), sum(sizes)
-        x, wide = _random(dtype, rows, rows, inputs), _random(dtype, 1, rows, outputs + 3)
-        down = _random(dtype, 2, slots, shards, rank, inputs) / inputs**0.5
-        up = _random(dtype, 3, slots, rank, outputs) / rank**0.5
+        x, wide = normal(dtype, rows, rows, inputs), normal(dtype, 1, rows, outputs + 3)
+        down = normal(dtype, 2, slots, shards, rank, inputs) / inputs**0.5
+        up = normal(dtype, 3, slots, rank, outputs) / rank**0.5
         adapters = (torch.arange(rows) * 5 // 3 % (slots + 1) - 1).int()
         ranks = (rank - torch.arange(slots * shards) * 2).clamp(min=0).int().view(slots, shards)
         adapters[0] = 0
@@ -45,7 +39,7 @@ def _lora_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield wide[:, 1 : 1 + outputs], x, adapters, down, up, ranks, scales, sizes
 
 
-@op(samples=_lora_samples, tolerance=TOLERANCE)
+@op(samples=_lora_samples, tolerance=dense.TOLERANCE)
 def add_lora(
     out: Tensor,
     x: Tensor,
@@ -69,9 +63,9 @@ def add_lora(
         for slot in sorted({slot for slot in adapters.tolist() if slot >= 0}):
             if rank := int(ranks[slot, shard]):
                 rows = (adapters == slot).nonzero().flatten()
-                factor = pack_linear_op.reference(down[slot, shard, :rank])
-                inner = linear_op.reference(x[rows], factor, None, torch.float32) * scales[slot, shard]
-                factor = pack_linear_op.reference(up[slot, :rank, columns].t())
-                added = linear_op.reference(inner, factor, None, torch.float32)
+                factor = dense.pack_linear.reference(down[slot, shard, :rank])
+                inner = dense.linear.reference(x[rows], factor, None, torch.float32) * scales[slot, shard]
+                factor = dense.pack_linear.reference(up[slot, :rank, columns].t())
+                added = dense.linear.reference(inner, factor, None, torch.float32)
                 out[rows, columns] = (out[rows, columns].float() + added).to(out.dtype)
         first += size

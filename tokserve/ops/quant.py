@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import op
+from tokserve.ops.registry import no_samples, normal, op
 
 LEVELS = 127.0
 LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
@@ -33,14 +33,10 @@ class PackedInt8:
     scales: Tensor  # [N] float32
 
 
-def _random(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def _row_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for rows, width, scale in ((1, 64, 1.0), (5, 192, 30.0), (3, 257, 1e-3), (70, 33, 1.0), (2, 1, 1.0)):
-        yield (_random(dtype, width, rows, width) * scale,)
-    odd = _random(dtype, 9, 7, 40)
+        yield (normal(dtype, width, rows, width) * scale,)
+    odd = normal(dtype, 9, 7, 40)
     odd[0], odd[1], odd[1, 3] = 0.0, 0.0, 1e-38
     odd[2, 5], odd[3, 39], odd[4, 0] = float("inf"), float("nan"), float("-inf")
     odd[5] = torch.arange(40).to(dtype) + 0.5  # ties, to even
@@ -66,11 +62,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(torch.int8), scales.squeeze(-1)
 
 
-def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return iter(())  # a layout is an implementation's own affair; `linear_int8` is what shows whether it is right
-
-
-@op(samples=_pack_samples, tolerance=EXACT, follows="linear_int8")
+@op(samples=no_samples, tolerance=EXACT, follows="linear_int8")
 def pack_linear_int8(weight: Tensor) -> PackedInt8:
     """The floating weight [N,K], K at most 131072, quantized by rows, in the layout of `linear_int8`."""
     values, scales = quantize_rows.reference(weight)
@@ -91,9 +83,9 @@ def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     )
     for tokens, columns, rows in shapes:
         x, weight, bias = (
-            _random(dtype, tokens, tokens, columns) * 3,
-            _random(dtype, 1, rows, columns) / columns**0.5,
-            _random(dtype, 2, rows),
+            normal(dtype, tokens, tokens, columns) * 3,
+            normal(dtype, 1, rows, columns) / columns**0.5,
+            normal(dtype, 2, rows),
         )
         x[tokens // 2 :: 9] = 0.0
         yield x, weight, None, None
@@ -122,7 +114,7 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
     return result.to(out_dtype or x.dtype)
 
 
-@op(samples=_pack_samples, tolerance=EXACT, follows="gated_linear_int8")
+@op(samples=no_samples, tolerance=EXACT, follows="gated_linear_int8")
 def pack_gated_int8(weight: Tensor) -> PackedInt8:
     """As `pack_linear_int8`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_int8`."""
     return pack_linear_int8.reference(weight)
@@ -142,7 +134,4 @@ def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activa
     `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
     `silu_mul` or `gelu_mul` of `linear_int8` is.  None: the product itself, [T,2I], bit for bit that of `linear_int8`.
     """
-    both = linear_int8.reference(x, packed, bias)
-    if activation is None:
-        return both
-    return (elementwise.silu_mul if activation == "silu" else elementwise.gelu_mul).reference(both)
+    return elementwise.gated(linear_int8.reference(x, packed, bias), activation)

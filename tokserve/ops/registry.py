@@ -87,6 +87,16 @@ class Op(Generic[P, R]):
 OPS: dict[str, Op[Any, Any]] = {}
 
 
+def no_samples(dtype: torch.dtype) -> Iterable[tuple[Any, ...]]:
+    """Of an op that only packs: what is done with the packed weight shows whether it is right."""
+    return ()
+
+
+def normal(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
+    """Normally distributed numbers, for samples."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def op(
     *, samples: Samples, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:

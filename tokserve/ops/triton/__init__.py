@@ -6,6 +6,6 @@ no shapes: what reaches them was checked when the request came in.  This file mu
 
 from __future__ import annotations
 
-from tokserve.ops.triton import attention, elementwise, filters, float8, linear, lora, sampling, step
+from tokserve.ops.triton import attention, dense, elementwise, filters, float8, lora, sampling, step
 
-__all__ = ["attention", "elementwise", "filters", "float8", "linear", "lora", "sampling", "step"]
+__all__ = ["attention", "dense", "elementwise", "filters", "float8", "lora", "sampling", "step"]

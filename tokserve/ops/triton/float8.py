@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
+from tokserve.ops.triton.dense import product
 from tokserve.ops.triton.launch import EXACT, home, warps
-from tokserve.ops.triton.linear import product
 
 MOST = tl.constexpr(float8.MOST)
 LEAST = tl.constexpr(float8.LEAST)

@@ -15,13 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from tokserve.ops import dense
+from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
-from tokserve.ops.linear import PackedWeight
-from tokserve.ops.linear import embedding as embedding_op
-from tokserve.ops.linear import gated_linear as gated_linear_op
-from tokserve.ops.linear import linear as linear_op
-from tokserve.ops.linear import pack_gated as pack_gated_op
-from tokserve.ops.linear import pack_linear as pack_linear_op
 from tokserve.ops.triton import elementwise
 from tokserve.ops.triton.launch import EXACT, home, tuned
 
@@ -77,10 +73,10 @@ def linear_kernel(
     tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@pack_linear_op.implement("cublas", device="cuda")
-@pack_linear_op.implement("triton", device="cuda")
-@pack_gated_op.implement("cublas", device="cuda")
-@pack_gated_op.implement("triton", device="cuda")
+@dense.pack_linear.implement("cublas", device="cuda")
+@dense.pack_linear.implement("triton", device="cuda")
+@dense.pack_gated.implement("cublas", device="cuda")
+@dense.pack_gated.implement("triton", device="cuda")
 def pack(weight: Tensor) -> PackedWeight:
     """A copy of the weight on the GPU, as it is."""
     rows, columns = weight.shape
@@ -88,14 +84,14 @@ def pack(weight: Tensor) -> PackedWeight:
     return PackedWeight(rows, columns, weight.dtype, there)
 
 
-@embedding_op.implement("cublas", device="cuda")
-@embedding_op.implement("triton", device="cuda")
+@dense.embedding.implement("cublas", device="cuda")
+@dense.embedding.implement("triton", device="cuda")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     """As the reference."""
     return functional.embedding(ids, packed.packed)
 
 
-@linear_op.implement("triton", device="cuda")
+@dense.linear.implement("triton", device="cuda")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """As the reference; rows of x may lie apart."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
@@ -123,14 +119,14 @@ def product(
     return out
 
 
-@gated_linear_op.implement("triton", device="cuda")
+@dense.gated_linear.implement("triton", device="cuda")
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As the reference."""
     both = linear(x, packed, bias)
     return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
 
 
-@linear_op.implement("cublas", device="cuda")
+@dense.linear.implement("cublas", device="cuda")
 def linear_by_cublas(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -141,7 +137,7 @@ def linear_by_cublas(
     return sums if bias is None else sums.add_(bias)
 
 
-@gated_linear_op.implement("cublas", device="cuda")
+@dense.gated_linear.implement("cublas", device="cuda")
 def gated_by_cublas(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """As `linear_by_cublas`, gated."""
     both = linear_by_cublas(x, packed, bias)

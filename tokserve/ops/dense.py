@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import op
+from tokserve.ops.registry import no_samples, op
 
 TILE = 16  # rows of one product
 ALIGN = 16  # weight sides: one cache line of float32
@@ -35,11 +35,7 @@ class PackedWeight:
     packed: Tensor
 
 
-def _pack_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return iter(())  # a layout is an implementation's own affair; `linear` is what shows whether it is right
-
-
-@op(samples=_pack_samples, tolerance=TOLERANCE, follows="linear")
+@op(samples=no_samples, tolerance=TOLERANCE, follows="linear")
 def pack_linear(weight: Tensor) -> PackedWeight:
     """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros."""
     rows, columns = weight.shape
@@ -111,7 +107,7 @@ def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
 
 
-@op(samples=_pack_samples, tolerance=TOLERANCE, follows="gated_linear")
+@op(samples=no_samples, tolerance=TOLERANCE, follows="gated_linear")
 def pack_gated(weight: Tensor) -> PackedWeight:
     """The weight [2I,K] of a gate and, below it, what is gated, in the layout of `gated_linear`."""
     return pack_linear.reference(weight)
@@ -131,7 +127,4 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
     `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
     `silu_mul` or `gelu_mul` of `linear` is.  None: the product itself, [T,2I], bit for bit that of `linear`.
     """
-    both = linear.reference(x, packed, bias)
-    if activation is None:
-        return both
-    return (elementwise.silu_mul if activation == "silu" else elementwise.gelu_mul).reference(both)
+    return elementwise.gated(linear.reference(x, packed, bias), activation)
