@@ -198,7 +198,7 @@ void add_values_up_to(int64_t rows, const typename Format::Row* weights, const R
 
 template <class T>
 struct Tile {
-  using Format = typename PageFormat<T>::Format;
+  using Format = typename FormatOf<T>::Format;
   using Row = typename Format::Row;
   static constexpr int64_t kDepth = Format::kDepth;
 
@@ -429,27 +429,15 @@ int64_t attention_partial(const AttentionArgs& a, int64_t queries) {
 }
 
 void attend(const AttentionArgs& a, const AttentionTile& tile, char* scratch) {
-  switch (a.dtype) {
-    case DType::f32: return attend_typed<float>(a, tile, scratch);
-    case DType::bf16: return attend_typed<bf16>(a, tile, scratch);
-    case DType::f16: return attend_typed<f16>(a, tile, scratch);
-  }
+  with_type(a.dtype, [&](auto x) { attend_typed<decltype(x)>(a, tile, scratch); });
 }
 
 void attend_split(const AttentionArgs& a, const AttentionTile& tile, int64_t split, float* partial, char* scratch) {
-  switch (a.dtype) {
-    case DType::f32: return attend_split_typed<float>(a, tile, split, partial, scratch);
-    case DType::bf16: return attend_split_typed<bf16>(a, tile, split, partial, scratch);
-    case DType::f16: return attend_split_typed<f16>(a, tile, split, partial, scratch);
-  }
+  with_type(a.dtype, [&](auto x) { attend_split_typed<decltype(x)>(a, tile, split, partial, scratch); });
 }
 
 void merge_splits(const AttentionArgs& a, const AttentionTile& tile, float* partials) {
-  switch (a.dtype) {
-    case DType::f32: return merge_splits_typed<float>(a, tile, partials);
-    case DType::bf16: return merge_splits_typed<bf16>(a, tile, partials);
-    case DType::f16: return merge_splits_typed<f16>(a, tile, partials);
-  }
+  with_type(a.dtype, [&](auto x) { merge_splits_typed<decltype(x)>(a, tile, partials); });
 }
 
 }  // namespace TOKSERVE_ISA

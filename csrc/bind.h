@@ -64,6 +64,15 @@ inline int64_t panels_of(int64_t n, bool gated) {
 // What an activation's name (none: nothing is applied) makes of a gated product; defined beside linear.
 Gate gate_of(const std::optional<std::string>& activation);
 
+// A product's sizes: n outputs, in panels of the weight, whose rows are as many as there are sums of a row of x.
+struct Product {
+  DType dtype, out_dtype;
+  int64_t m, n, k, panels, sums;
+};
+
+// Those of x [M, K] times a weight, with what goes with any weight checked; defined beside linear.
+Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& out, Gate gate, const char* op);
+
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);

@@ -16,6 +16,18 @@ Gate gate_of(const std::optional<std::string>& activation) {
   return *activation == "silu" ? Gate::silu : Gate::gelu;
 }
 
+Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& out, Gate gate, const char* op) {
+  const bool gated = gate != Gate::none;
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
+  require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
+  require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
+  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
+  const int64_t n = gate == Gate::both ? out.size(1) / 2 : out.size(1), sums = gated ? 2 * n : n;
+  if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
+  return {dtype, float_type(out, op), x.size(0), n, x.size(1), panels_of(n, gated), sums};
+}
+
 namespace {
 
 // Elements of a packed weight, its rows padded to panels of 64; bfloat16 takes K in pairs.
@@ -131,21 +143,14 @@ void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
 }
 
 void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out, Gate gate) {
-  const bool gated = gate != Gate::none;
-  const char* op = gated ? "gated_linear" : "linear";
-  const DType dtype = float_type(x, op);
-  require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
-  require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
-  require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
-  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
-  const int64_t m = x.size(0), k = x.size(1), n = gate == Gate::both ? out.size(1) / 2 : out.size(1);
-  const int64_t panels = panels_of(n, gated), sums = gated ? 2 * n : n;
-  require(packed, x.kind(), {packed_size(panels, k, dtype == DType::bf16)}, op, "the weight was packed for another shape or dtype");
-  if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
-  const LinearArgs a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
-                     out.data<void>(), m, n, k, x.stride(0)};
-  if (m == 0 || n == 0) return;
-  perform([=] { multiply(a, panels, sums); });
+  const char* op = gate == Gate::none ? "linear" : "gated_linear";
+  const Product p = product_of(x, bias, out, gate, op);
+  const int64_t size = packed_size(p.panels, p.k, p.dtype == DType::bf16);
+  require(packed, x.kind(), {size}, op, "the weight was packed for another shape or dtype");
+  const LinearArgs a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
+                     out.data<void>(), p.m, p.n, p.k, x.stride(0)};
+  if (p.m == 0 || p.n == 0) return;
+  perform([=] { multiply(a, p.panels, p.sums); });
 }
 
 }  // namespace

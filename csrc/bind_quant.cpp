@@ -91,23 +91,15 @@ void multiply(Int8Args a, int64_t panels, int64_t sums) {
 
 void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
                  const Tensor& out, Gate gate) {
-  const bool gated = gate != Gate::none;
-  const char* op = gated ? "gated_linear_int8" : "linear_int8";
-  const DType dtype = float_type(x, op);
-  require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
-  require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
-  require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
-  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
-  const int64_t m = x.size(0), k = x.size(1), n = gate == Gate::both ? out.size(1) / 2 : out.size(1);
-  const int64_t panels = panels_of(n, gated), sums = gated ? 2 * n : n;
-  require(k <= kLongest, op, "takes at most 131072 columns");
-  require(packed, Kind::u8, {packed_int8_size(panels, k)}, op, "the weight was packed for another shape");
-  require(scales, Kind::f32, {sums}, op, "scales must be float32 with an entry for each row of the weight");
-  if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
-  if (m == 0 || n == 0) return;
-  const Int8Args a{dtype, float_type(out, op), gate, x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
-                   bias ? bias->data<void>() : nullptr, out.data<void>(), m, n, k, x.stride(0), nullptr};
-  perform([=] { multiply(a, panels, sums); });
+  const char* op = gate == Gate::none ? "linear_int8" : "gated_linear_int8";
+  const Product p = product_of(x, bias, out, gate, op);
+  require(p.k <= kLongest, op, "takes at most 131072 columns");
+  require(packed, Kind::u8, {packed_int8_size(p.panels, p.k)}, op, "the weight was packed for another shape");
+  require(scales, Kind::f32, {p.sums}, op, "scales must be float32 with an entry for each row of the weight");
+  if (p.m == 0 || p.n == 0) return;
+  const Int8Args a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
+                   bias ? bias->data<void>() : nullptr, out.data<void>(), p.m, p.n, p.k, x.stride(0), nullptr};
+  perform([=] { multiply(a, p.panels, p.sums); });
 }
 
 }  // namespace

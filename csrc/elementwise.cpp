@@ -59,12 +59,6 @@ void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void rms_norm_typed(const NormArgs& a, int64_t begin, int64_t end) {
-  if (a.weight_dtype == DType::f32) rms_norm_rows<T, float>(a, begin, end);
-  else rms_norm_rows<T, T>(a, begin, end);
-}
-
 template <class T, class Activation>
 void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
   const Activation activation;
@@ -138,14 +132,7 @@ void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* key) {
 }
 
 template <class T>
-void qkv_typed(const QkvArgs& a, int64_t begin, int64_t end, char* scratch) {
-  T* key = reinterpret_cast<T*>(scratch);
-  if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end, key);
-  else qkv_rows<T, T>(a, begin, end, key);
-}
-
-template <class T>
-void store_typed(const StoreArgs& a, int64_t begin, int64_t end) {
+void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
   const PageLayout<T> layout{a.page, a.dim};
   for (int64_t t = begin; t < end; t++) {
     const Slot slot = find_slot(a.slots[t], a.heads, a.page, a.dim);
@@ -160,51 +147,35 @@ void store_typed(const StoreArgs& a, int64_t begin, int64_t end) {
 }  // namespace
 
 void rms_norm(const NormArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return rms_norm_typed<float>(a, begin, end);
-    case DType::bf16: return rms_norm_typed<bf16>(a, begin, end);
-    case DType::f16: return rms_norm_typed<f16>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    if (a.weight_dtype == DType::f32) rms_norm_rows<T, float>(a, begin, end);
+    else rms_norm_rows<T, T>(a, begin, end);
+  });
 }
 
 void silu_mul(const GatedArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return gated_rows<float, Silu>(a, begin, end);
-    case DType::bf16: return gated_rows<bf16, Silu>(a, begin, end);
-    case DType::f16: return gated_rows<f16, Silu>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { gated_rows<decltype(x), Silu>(a, begin, end); });
 }
 
 void gelu_mul(const GatedArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return gated_rows<float, Gelu>(a, begin, end);
-    case DType::bf16: return gated_rows<bf16, Gelu>(a, begin, end);
-    case DType::f16: return gated_rows<f16, Gelu>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { gated_rows<decltype(x), Gelu>(a, begin, end); });
 }
 
 void rope(const RopeArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return rope_rows<float>(a, begin, end);
-    case DType::bf16: return rope_rows<bf16>(a, begin, end);
-    case DType::f16: return rope_rows<f16>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { rope_rows<decltype(x)>(a, begin, end); });
 }
 
 void norm_rope_store(const QkvArgs& a, int64_t begin, int64_t end, char* scratch) {
-  switch (a.dtype) {
-    case DType::f32: return qkv_typed<float>(a, begin, end, scratch);
-    case DType::bf16: return qkv_typed<bf16>(a, begin, end, scratch);
-    case DType::f16: return qkv_typed<f16>(a, begin, end, scratch);
-  }
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    if (a.weight_dtype == DType::f32) qkv_rows<T, float>(a, begin, end, reinterpret_cast<T*>(scratch));
+    else qkv_rows<T, T>(a, begin, end, reinterpret_cast<T*>(scratch));
+  });
 }
 
 void store_kv(const StoreArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return store_typed<float>(a, begin, end);
-    case DType::bf16: return store_typed<bf16>(a, begin, end);
-    case DType::f16: return store_typed<f16>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { store_rows<decltype(x)>(a, begin, end); });
 }
 
 }  // namespace TOKSERVE_ISA

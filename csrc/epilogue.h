@@ -10,18 +10,19 @@
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
+// `columns` of the panel's sums from `place` on go to rows of `width` outputs, from `first` on.
 template <class T, class Out, class Args, class Sums>
-void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t column0) {
-  const int64_t columns = least(kPanel, a.n - column0);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + column0 : nullptr;
+void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t place, int64_t columns, int64_t first,
+               int64_t width) {
+  const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const int64_t n = least(kLanes, columns - c);
     const F shift = bias ? load_part(bias + c, n) : fzero();
-    const auto values = sums.columns(c, column0 + c, n);
-    Out* out = static_cast<Out*>(a.out) + row0 * a.n + column0 + c;
+    const auto values = sums.columns(place + c, first + c, n);
+    Out* out = static_cast<Out*>(a.out) + row0 * width + first + c;
     for (int64_t r = 0; r < rows; r++) {
       const F value = values(r);
-      store_part(out + r * a.n, bias ? value + shift : value, n);
+      store_part(out + r * width, bias ? value + shift : value, n);
     }
   }
 }
@@ -40,15 +41,14 @@ TOKSERVE_INLINE F rounded<float>(F x) {
 
 // A panel's sums [rows][gate | up] become activation(gate) * up.
 template <class T, class Activation, class Args, class Sums>
-void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t column0) {
+void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t columns, int64_t first) {
   const Activation activation;
-  const int64_t columns = least(kGatedPanel, a.n - column0);
-  const T* bias = a.bias ? static_cast<const T*>(a.bias) + column0 : nullptr;
+  const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const int64_t n = least(kLanes, columns - c);
     const F gate_shift = bias ? load_part(bias + c, n) : fzero(), up_shift = bias ? load_part(bias + a.n + c, n) : fzero();
-    const auto gates = sums.columns(c, column0 + c, n), ups = sums.columns(kGatedPanel + c, a.n + column0 + c, n);
-    T* out = static_cast<T*>(a.out) + row0 * a.n + column0 + c;
+    const auto gates = sums.columns(c, first + c, n), ups = sums.columns(kGatedPanel + c, a.n + first + c, n);
+    T* out = static_cast<T*>(a.out) + row0 * a.n + first + c;
     for (int64_t r = 0; r < rows; r++) {
       const F gate = gates(r), up = ups(r);
       const F shifted_gate = rounded<T>(bias ? gate + gate_shift : gate), shifted_up = rounded<T>(bias ? up + up_shift : up);
@@ -57,36 +57,20 @@ void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, in
   }
 }
 
-// A panel's sums [rows][gate | up] go where the gate's outputs and, behind all of them, what they gate lie.
-template <class T, class Args, class Sums>
-void write_both(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t column0) {
-  const int64_t columns = least(kGatedPanel, a.n - column0);
-  for (int64_t half = 0; half < 2; half++) {
-    const int64_t first = half * a.n + column0;
-    const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      const int64_t n = least(kLanes, columns - c);
-      const F shift = bias ? load_part(bias + c, n) : fzero();
-      const auto values = sums.columns(half * kGatedPanel + c, first + c, n);
-      T* out = static_cast<T*>(a.out) + row0 * 2 * a.n + first + c;
-      for (int64_t r = 0; r < rows; r++) {
-        const F value = values(r);
-        store_part(out + r * 2 * a.n, bias ? value + shift : value, n);
-      }
-    }
-  }
-}
-
 template <class T, class Args, class Sums>
 void write_panel(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t panel) {
+  const int64_t first = panel * (a.gate == Gate::none ? kPanel : kGatedPanel);
+  const int64_t columns = least(a.gate == Gate::none ? kPanel : kGatedPanel, a.n - first);
   switch (a.gate) {
-    case Gate::silu: return write_gated<T, Silu>(a, sums, row0, rows, panel * kGatedPanel);
-    case Gate::gelu: return write_gated<T, Gelu>(a, sums, row0, rows, panel * kGatedPanel);
-    case Gate::both: return write_both<T>(a, sums, row0, rows, panel * kGatedPanel);
+    case Gate::silu: return write_gated<T, Silu>(a, sums, row0, rows, columns, first);
+    case Gate::gelu: return write_gated<T, Gelu>(a, sums, row0, rows, columns, first);
+    case Gate::both:  // what is gated lies behind all of the gate
+      write_out<T, T>(a, sums, row0, rows, 0, columns, first, 2 * a.n);
+      return write_out<T, T>(a, sums, row0, rows, kGatedPanel, columns, a.n + first, 2 * a.n);
     case Gate::none: break;
   }
-  if (a.out_dtype == DType::f32) write_out<T, float>(a, sums, row0, rows, panel * kPanel);
-  else write_out<T, T>(a, sums, row0, rows, panel * kPanel);
+  if (a.out_dtype == DType::f32) write_out<T, float>(a, sums, row0, rows, 0, columns, first, a.n);
+  else write_out<T, T>(a, sums, row0, rows, 0, columns, first, a.n);
 }
 
 }  // namespace TOKSERVE_ISA

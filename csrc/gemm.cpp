@@ -48,8 +48,9 @@ struct FloatSums {
   }
 };
 
-template <class Format, class T>
+template <class T>
 void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
+  using Format = typename FormatOf<T>::Format;
   const int64_t rows = least(kRowBlock, a.m - row0), padded = rounded_up(a.k, Format::kDepth);
   float* sums = reinterpret_cast<float*>(scratch);
   int64_t stride = a.x_stride;
@@ -71,11 +72,7 @@ int64_t linear_scratch(const LinearArgs& a) {
 }
 
 void linear(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
-  switch (a.dtype) {
-    case DType::f32: return linear_typed<Plain<float>, float>(a, row0, begin, end, scratch);
-    case DType::bf16: return linear_typed<Pairs, bf16>(a, row0, begin, end, scratch);
-    case DType::f16: return linear_typed<Plain<f16>, f16>(a, row0, begin, end, scratch);
-  }
+  with_type(a.dtype, [&](auto x) { linear_typed<decltype(x)>(a, row0, begin, end, scratch); });
 }
 
 }  // namespace TOKSERVE_ISA

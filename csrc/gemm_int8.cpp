@@ -182,11 +182,7 @@ void linear_int8_typed(const Int8Args& a, int64_t row0, int64_t begin, int64_t e
 }  // namespace
 
 void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return quantize_typed<float>(a, begin, end);
-    case DType::bf16: return quantize_typed<bf16>(a, begin, end);
-    case DType::f16: return quantize_typed<f16>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { quantize_typed<decltype(x)>(a, begin, end); });
 }
 
 int64_t int8_rows_size(const Int8Args& a) {
@@ -194,19 +190,11 @@ int64_t int8_rows_size(const Int8Args& a) {
 }
 
 void int8_rows(const Int8Args& a, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return int8_rows_typed<float>(a, begin, end);
-    case DType::bf16: return int8_rows_typed<bf16>(a, begin, end);
-    case DType::f16: return int8_rows_typed<f16>(a, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { int8_rows_typed<decltype(x)>(a, begin, end); });
 }
 
 void linear_int8(const Int8Args& a, int64_t row0, int64_t begin, int64_t end) {
-  switch (a.dtype) {
-    case DType::f32: return linear_int8_typed<float>(a, row0, begin, end);
-    case DType::bf16: return linear_int8_typed<bf16>(a, row0, begin, end);
-    case DType::f16: return linear_int8_typed<f16>(a, row0, begin, end);
-  }
+  with_type(a.dtype, [&](auto x) { linear_int8_typed<decltype(x)>(a, row0, begin, end); });
 }
 
 }  // namespace TOKSERVE_ISA

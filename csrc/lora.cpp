@@ -138,19 +138,11 @@ int64_t lora_scratch(const LoraArgs& a) { return kLoraRows * padded(a.k) * stati
 
 void lora_down(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, char* scratch) {
   float* wide = reinterpret_cast<float*>(scratch);
-  switch (a.dtype) {
-    case DType::f32: return down_typed<float>(a, group, begin, end, inner, wide);
-    case DType::bf16: return down_typed<bf16>(a, group, begin, end, inner, wide);
-    case DType::f16: return down_typed<f16>(a, group, begin, end, inner, wide);
-  }
+  with_type(a.dtype, [&](auto x) { down_typed<decltype(x)>(a, group, begin, end, inner, wide); });
 }
 
 void lora_up(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, const float* inner) {
-  switch (a.dtype) {
-    case DType::f32: return up_typed<float>(a, group, begin, end, inner);
-    case DType::bf16: return up_typed<bf16>(a, group, begin, end, inner);
-    case DType::f16: return up_typed<f16>(a, group, begin, end, inner);
-  }
+  with_type(a.dtype, [&](auto x) { up_typed<decltype(x)>(a, group, begin, end, inner); });
 }
 
 }  // namespace TOKSERVE_ISA

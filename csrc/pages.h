@@ -11,19 +11,9 @@
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
-// The product's format for pages of T.
-template <class T>
-struct PageFormat {
-  using Format = Plain<T>;
-};
-template <>
-struct PageFormat<bf16> {
-  using Format = Pairs;
-};
-
 template <class T>
 struct PageLayout {
-  using Format = typename PageFormat<T>::Format;
+  using Format = typename FormatOf<T>::Format;
   static constexpr int64_t kDepth = Format::kDepth;
 
   int64_t page, dim;

@@ -7,35 +7,17 @@
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
-const Kernels table = {
-    TOKSERVE_TEXT(TOKSERVE_ISA),
-    rms_norm,
-    silu_mul,
-    gelu_mul,
-    rope,
-    store_kv,
-    norm_rope_store,
-    linear_scratch,
-    linear,
-    lora_scratch,
-    lora_down,
-    lora_up,
-    quantize_rows,
-    int8_rows_size,
-    int8_rows,
-    linear_int8,
-    attention_scratch,
-    attention_partial,
-    attend,
-    attend_split,
-    merge_splits,
-    sampling_scratch,
-    logprobs,
-    sample,
-    draw,
-    filter_logits,
-    penalize,
-};
+#define TOKSERVE_COUNT(kernel) +1
+static_assert(sizeof(Kernels) == (1 TOKSERVE_KERNELS(TOKSERVE_COUNT)) * sizeof(void*), "a kernel is not in the list");
+
+// constexpr: nothing of this set may run before the processor was asked whether it has it.
+constexpr Kernels table = [] {
+  Kernels all{};
+  all.name = TOKSERVE_TEXT(TOKSERVE_ISA);
+#define TOKSERVE_ENTER(kernel) all.kernel = kernel;
+  TOKSERVE_KERNELS(TOKSERVE_ENTER)
+  return all;
+}();
 
 }  // namespace TOKSERVE_ISA
 }  // namespace tokserve

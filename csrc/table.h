@@ -1,38 +1,34 @@
 // The kernels of one instruction set, as declared for its table; included only by files compiled for that set.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "vec.h"
+
+#define TOKSERVE_KERNELS(EACH)                                                                                       \
+  EACH(rms_norm) EACH(silu_mul) EACH(gelu_mul) EACH(rope) EACH(store_kv) EACH(norm_rope_store)                       \
+  EACH(linear_scratch) EACH(linear) EACH(lora_scratch) EACH(lora_down) EACH(lora_up)                                 \
+  EACH(quantize_rows) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                                         \
+  EACH(attention_scratch) EACH(attention_partial) EACH(attend) EACH(attend_split) EACH(merge_splits)                 \
+  EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(draw) EACH(filter_logits) EACH(penalize)
 
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
-void rms_norm(const NormArgs&, int64_t begin, int64_t end);
-void silu_mul(const GatedArgs&, int64_t begin, int64_t end);
-void gelu_mul(const GatedArgs&, int64_t begin, int64_t end);
-void rope(const RopeArgs&, int64_t begin, int64_t end);
-void store_kv(const StoreArgs&, int64_t begin, int64_t end);
-void norm_rope_store(const QkvArgs&, int64_t begin, int64_t end, char* scratch);
-int64_t linear_scratch(const LinearArgs&);
-void linear(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
-int64_t lora_scratch(const LoraArgs&);
-void lora_down(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, float* inner, char* scratch);
-void lora_up(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, const float* inner);
-void quantize_rows(const QuantizeArgs&, int64_t begin, int64_t end);
-int64_t int8_rows_size(const Int8Args&);
-void int8_rows(const Int8Args&, int64_t begin, int64_t end);
-void linear_int8(const Int8Args&, int64_t row0, int64_t begin, int64_t end);
-int64_t attention_scratch(const AttentionArgs&);
-int64_t attention_partial(const AttentionArgs&, int64_t queries);
-void attend(const AttentionArgs&, const AttentionTile&, char* scratch);
-void attend_split(const AttentionArgs&, const AttentionTile&, int64_t split, float* partial, char* scratch);
-void merge_splits(const AttentionArgs&, const AttentionTile&, float* partials);
-int64_t sampling_scratch(int64_t vocab, int64_t k);
-void logprobs(const LogprobArgs&, int64_t row, char* scratch);
-void sample(const SampleArgs&, int64_t row);
-bool draw(const DrawArgs&, int64_t row, const float* logits, char* scratch);
-void filter_logits(const FilterArgs&, int64_t row, char* scratch);
-void penalize(const PenaltyArgs&, int64_t row, char* scratch);
+#define TOKSERVE_DECLARE(kernel) std::remove_pointer_t<decltype(Kernels::kernel)> kernel;
+TOKSERVE_KERNELS(TOKSERVE_DECLARE)
+#undef TOKSERVE_DECLARE
+
+// Calls f with an element of that type.
+template <class Call>
+TOKSERVE_INLINE void with_type(DType dtype, const Call& f) {
+  switch (dtype) {
+    case DType::f32: return f(float{});
+    case DType::bf16: return f(bf16{});
+    case DType::f16: return f(f16{});
+  }
+}
 
 }  // namespace TOKSERVE_ISA
 }  // namespace tokserve

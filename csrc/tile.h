@@ -56,6 +56,16 @@ struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
 #endif
 };
 
+// The format of a floating element.
+template <class T>
+struct FormatOf {
+  using Format = Plain<T>;
+};
+template <>
+struct FormatOf<bf16> {
+  using Format = Pairs;
+};
+
 TOKSERVE_INLINE void set_zero(F& sum) { sum = fzero(); }
 TOKSERVE_INLINE void set_zero(I& sum) { sum = iset(0); }
 TOKSERVE_INLINE void load_sum(const float* p, F& sum) { sum = load(p); }

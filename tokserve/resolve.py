@@ -159,5 +159,7 @@ def _eos(asked: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]
     found: list[int] = []
     for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
         ids = source if isinstance(source, list) else [] if source is None else [source]
+        if not all(type(token) is int for token in ids):
+            raise StartError(f"the checkpoint's eos_token_id must be an id or a list of ids, found {source!r}")
         found += [token for token in ids if token not in found]
     return found

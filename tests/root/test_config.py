@@ -63,6 +63,13 @@ def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:
     assert config.server.served_model_name == [str(checkpoint)]
 
 
+@pytest.mark.parametrize("wrong", ['"</s>"', "[5, null]", "true"])
+def test_an_eos_that_is_no_id_is_refused_with_its_name(checkpoint: Path, wrong: str) -> None:
+    (checkpoint / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+    with pytest.raises(StartError, match="eos_token_id"):
+        resolve(Config.make(model=str(checkpoint)))
+
+
 def test_eos_ids_of_generation_config_come_first_and_all_count(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 5, 9]}')
     assert resolve(Config.make(model=str(checkpoint))).model.eos_token_ids == [7, 5, 9]
