@@ -26,6 +26,11 @@ def test_kv_specs_have_a_window_where_the_layer_has_one() -> None:
     assert specs == (KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16"), KVSpec(2, 16, "bfloat16", window=9))
 
 
+def test_a_second_set_of_weights_shares_the_rope_table() -> None:
+    decoder = made("llama")
+    assert decoder.blank().rope_table is decoder.rope_table
+
+
 def test_parameters_have_the_names_of_checkpoints() -> None:
     names = made("llama", num_hidden_layers=1, attention_bias=True).parameters_by_name()
     layer = "model.layers.0."

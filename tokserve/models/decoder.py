@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
@@ -18,7 +17,6 @@ from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
-from tokserve.layers.rope import rope_table
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import KVSpec
 
@@ -54,10 +52,10 @@ class Block:
 
 
 class Decoder:
-    """A dense decoder that serves up to `positions` positions; `head_dtype`: type of the head's operands.
+    """A dense decoder that serves as many positions as the rope `table` has rows [positions, rope.dim].
 
-    `quant`, `head_quant`: what the blocks' projections and the head do with their weights.  `float8_cache`: keys
-    and values will be kept as float8, so scales of such a cache are of use.
+    `head_dtype`: type of the head's operands.  `quant`, `head_quant`: what the blocks' projections and the head do with
+    their weights.  `float8_cache`: keys and values will be kept as float8, so scales of such a cache are of use.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Decoder:
         spec: DecoderSpec,
         dtype: torch.dtype,
         head_dtype: torch.dtype,
-        positions: int,
+        table: Tensor,
         *,
         quant: QuantMethod = UNQUANTIZED,
         head_quant: QuantMethod = UNQUANTIZED,
@@ -78,13 +76,13 @@ class Decoder:
         self.embedding = Embedding(spec.vocab, spec.hidden, dtype, head=self.head if spec.tied else None)
         self.blocks = [Block(spec, window, dtype, quant) for window in spec.windows]
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
-        self.rope_table = rope_table(spec.rope, positions).to(ops.home)  # [positions, rope.dim] float32
+        self.rope_table = table  # [positions, rope.dim] float32
 
     def blank(self) -> Decoder:
         """Another of this kind, without weights; the cache's scales are this one's until others come."""
         head, quant = self.head, self.blocks[0].attention.qkv.quant
         blank = Decoder(
-            self.spec, self.dtype, head.dtype, len(self.rope_table), quant=quant, head_quant=head.linear.quant,
+            self.spec, self.dtype, head.dtype, self.rope_table, quant=quant, head_quant=head.linear.quant,
             float8_cache=self.float8_cache,
         )  # fmt: skip
         for block, scales in zip(blank.blocks, self.kv_scales(), strict=True):

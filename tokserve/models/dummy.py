@@ -106,7 +106,7 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
-    wanted = Decoder(decoder_spec(hf), dtype, dtype, positions=1).parameters_by_name()
+    wanted = Decoder(decoder_spec(hf), dtype, dtype, torch.empty(0)).parameters_by_name()
     named = {name: tensor.to(dtype) for name, tensor in tensors(wanted, seed)}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})

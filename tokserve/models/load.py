@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.layers.quant import METHODS, UNQUANTIZED
+from tokserve.layers.rope import rope_table
 from tokserve.models import dummy, float8, kv_scales, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.registry import decoder_spec
@@ -107,9 +109,10 @@ def build(
     quant = UNQUANTIZED if quantization is None else METHODS[quantization]
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-    positions, head_quant = max_model_len or spec.max_position, quant if quantize_lm_head else UNQUANTIZED
+    head_quant = quant if quantize_lm_head else UNQUANTIZED
+    table = rope_table(spec.rope, max_model_len or spec.max_position)
     return Decoder(
-        spec, model_type, head_type, positions, quant=quant, head_quant=head_quant, float8_cache=float8_cache
+        spec, model_type, head_type, table.to(ops.home), quant=quant, head_quant=head_quant, float8_cache=float8_cache
     )
 
 
