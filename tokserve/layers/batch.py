@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+Pages = list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]
+
 
 @dataclass(frozen=True, slots=True)
 class Ends:
@@ -39,6 +41,6 @@ class ForwardBatch:
     seq_lens: Tensor  # [R] int32
     block_tables: Tensor  # [R, max_blocks] int32
     slot_mapping: Tensor  # [T] int64
-    kv: list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]
+    kv: Pages
     ends: Ends | None = None
     adapters: Tensor | None = None  # [T] int32

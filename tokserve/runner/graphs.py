@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from tokserve.device import Device
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.plan import StepPlan
 from tokserve.runner.staging import StagedSlots
 
-Pages = list[tuple[Tensor, Tensor]]
 Step = Callable[[ForwardBatch], Tensor]
 
 MOST_TOKENS = 512  # of more, the device works longer than the host needs to launch

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
 from tokserve.errors import StartError
+from tokserve.layers.batch import Pages
 from tokserve.plan import KVLayout, KVSpec
 
 FLOAT8 = "float8_e4m3fn"
@@ -69,12 +70,12 @@ def layout(
     return KVLayout(specs, blocks, block_size)
 
 
-def allocate(layout: KVLayout) -> list[tuple[Tensor, Tensor]]:
+def allocate(layout: KVLayout) -> Pages:
     """Per layer K and V of shape [num_blocks, heads, block_size, dim].  Raises StartError."""
     return [(_reserve(layout, spec), _reserve(layout, spec)) for spec in layout.specs]
 
 
-def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> list[tuple[Tensor, Tensor]]:
+def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
     """As `allocate`, in a device's own memory, with `spare` blocks more."""
 
     def reserve(spec: KVSpec) -> Tensor:
@@ -90,7 +91,7 @@ def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> list
         ) from error
 
 
-def rescale(kv: list[tuple[Tensor, Tensor]], old: list[tuple[float, float]], new: list[tuple[float, float]]) -> None:
+def rescale(kv: Pages, old: list[tuple[float, float]], new: list[tuple[float, float]]) -> None:
     """Have float8 pages that were stored by the layers' `old` scales mean the same by the `new` ones, rounded again.
 
     So a request in flight goes on, on what older weights stored.  What lies in the pages is converted a few at a time.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.ops.record import Memory, Unrecordable, record
 from tokserve.plan import StepPlan
-from tokserve.runner.graphs import Pages, decodes
+from tokserve.runner.graphs import decodes
 from tokserve.runner.slots import Slots
 
 MOST_ROWS = 64  # of more rows the interpreter's share is small, and their logits are large

@@ -30,7 +30,7 @@ from tokserve.config import (
     WeightsConfig,
 )
 from tokserve.errors import NotFound, RequestError, StartError
-from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models import load
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
@@ -38,7 +38,7 @@ from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
-from tokserve.runner.graphs import Graphs, Pages, prompt_buckets, prompt_rows
+from tokserve.runner.graphs import Graphs, prompt_buckets, prompt_rows
 from tokserve.runner.logits import Rows
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.records import Records

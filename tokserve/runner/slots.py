@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import Ends, ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
@@ -103,7 +103,7 @@ class Slots:
     def keep(self, token_ids: Tensor) -> None:
         """Tokens drawn for the step's rows; here `learn` is soon enough."""
 
-    def blank(self, rows: int, kv: list[tuple[Tensor, Tensor]], *, adapters: bool = False) -> ForwardBatch:
+    def blank(self, rows: int, kv: Pages, *, adapters: bool = False) -> ForwardBatch:
         """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
         return ForwardBatch(
             input_ids=torch.zeros(rows, dtype=torch.int64),
@@ -116,7 +116,7 @@ class Slots:
             adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
         )
 
-    def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]], into: ForwardBatch | None = None) -> ForwardBatch:
+    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
         """The plan's tokens as one batch; `into`: fill this one, which has as many rows, one token each."""
         slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
         rows = len(slots)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device
-from tokserve.layers.batch import Ends, ForwardBatch
+from tokserve.layers.batch import Ends, ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Columns, Int64, Slots, last_tokens
 
@@ -46,9 +46,7 @@ class StagedSlots(Slots):
         super().extend(slot, first, blocks)
         self._block_edits.append((slot, first, np.array(blocks, np.int32)))
 
-    def blank(
-        self, rows: int, kv: list[tuple[Tensor, Tensor]], *, tokens: int | None = None, adapters: bool = False
-    ) -> ForwardBatch:
+    def blank(self, rows: int, kv: Pages, *, tokens: int | None = None, adapters: bool = False) -> ForwardBatch:
         """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.
 
         `tokens`: of all rows together, more than there are rows; None: one each.
@@ -71,7 +69,7 @@ class StagedSlots(Slots):
     def _padding_place(self) -> int:
         return int(self._device_blocks[self._padding, 0]) * self.block_size
 
-    def build(self, plan: StepPlan, kv: list[tuple[Tensor, Tensor]], into: ForwardBatch | None = None) -> ForwardBatch:
+    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
         """The plan's tokens as one batch; `into`: fill this one, of `blank`, which has room for them.
 
         Its last row takes the tokens that are missing if it is not the plan's, unless rows have one token each.
@@ -122,9 +120,7 @@ class StagedSlots(Slots):
             into.adapters.copy_(adapters_there)
         return batch
 
-    def _empty(
-        self, tokens: int, rows: int, width: int, query_start: Tensor, kv: list[tuple[Tensor, Tensor]]
-    ) -> ForwardBatch:
+    def _empty(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
         home = self._device.home
         return ForwardBatch(
             input_ids=torch.empty(tokens, dtype=torch.int64, device=home),
