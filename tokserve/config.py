@@ -2,7 +2,7 @@
 
 Field names are the command line flags (`max_model_len` is `--max-model-len`) and the keyword arguments of
 `LLM` and `AsyncLLM`; they are unique over all groups, so nobody needs to know the groups.  A component is
-given its own group, never the whole.  What "auto" and None become is `resolve`'s.
+given its own group, never the whole.  `resolve` replaces "auto" and None by values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # what b
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_BLOCK_SIZE = 16
-FOR_EVER = 1e9  # seconds, thirty years: the longest time that every clock can add
+FOR_EVER = 1e9  # seconds, thirty years: the longest timeout that every clock accepts
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 

@@ -29,7 +29,7 @@ STAGES = 4  # copies to a GPU that may be under way at once
 LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
-NO_LIMIT = 1 << 60  # what version 1 writes for "none" is about 2^63
+NO_LIMIT = 1 << 60  # cgroups version 1 writes about 2^63 for no limit
 
 
 def name() -> str:
@@ -47,7 +47,7 @@ def set_threads(count: int | None) -> int:
 
 
 def give_back_memory() -> None:
-    """Hand what the C allocator holds but nobody uses back to the system, where the allocator can (glibc)."""
+    """Return memory that the C allocator holds unused to the system, where the allocator can (glibc)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -117,7 +117,7 @@ class Device(Protocol):
         """Bytes that can still be taken.  Any thread may ask."""
 
     def give_back_memory(self) -> None:
-        """Let others have what is held but not used, here and on the host.  Any thread may ask."""
+        """Return memory that is held but not used, here and on the host.  Any thread may ask."""
 
     def require_float8(self, option: str) -> None:
         """Raise StartError, naming the option, if kernels cannot compute with float8 (e4m3) here."""

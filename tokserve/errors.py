@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def sendable(text: str) -> str:
-    """`text` in UTF-8's range: the lone surrogates that names of files may bring along become escapes."""
+    """`text` with lone surrogates escaped: file names may hold some, and UTF-8 has none."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -48,7 +48,7 @@ class NotFound(RequestError):
 
 
 class Forbidden(RequestError):
-    """403: who asks may not."""
+    """403: the caller is not allowed to do that."""
 
     status = 403
     type = "permission_error"
@@ -92,7 +92,7 @@ class Unavailable(RequestError):
 
 
 class TransferFailed(RequestError):
-    """502: tensors did not come as they were announced, or their sender has gone."""
+    """502: tensors did not arrive as announced, or their sender has gone."""
 
     status = 502
     type = "transfer_error"
@@ -123,7 +123,7 @@ class EngineDead(RequestError):
         self.retry_after = retry_after
 
     def again(self) -> EngineDead:
-        """The same for one more who must hear of it: an exception is raised once."""
+        """A copy for another waiter: one exception object is raised once."""
         return EngineDead(
             self.message, private=self.private, code=self.code or "engine_dead", retry_after=self.retry_after
         )
@@ -132,7 +132,7 @@ class EngineDead(RequestError):
 _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)
 BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # what crosses a process boundary
 
-REFUSALS = (  # the engine's words
+REFUSALS = (  # what a `Verdict` may say
     "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ class _Objects(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(line).decode()
-        except UnicodeEncodeError:  # half of a surrogate pair, out of somebody's JSON
+        except UnicodeEncodeError:  # a lone surrogate from a client's JSON
             return msgspec.json.encode(_whole(line)).decode()
 
 
@@ -76,7 +76,7 @@ def _escaped(text: str) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """Without what no UTF-8 can say."""
+    """With lone surrogates escaped."""
     if isinstance(value, dict):
         return {name: _whole(each) for name, each in value.items()}
     return sendable(value) if isinstance(value, str) else value

@@ -133,7 +133,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows: bytes = b""
 
     def spread(self, counts: list[int], to: list[Logprobs | None]) -> None:
-        """Put each row's logprobs to its place; `counts`: tokens of every row of the step."""
+        """Put each row's logprobs in its place in `to`; `counts`: tokens of every row of the step."""
         own, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
         end = 0
         for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
@@ -146,7 +146,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row of a step has seldom.  With a request's first output: `prompt_logprobs` (rows for prompt tokens
+    """What few rows of a step have.  With a request's first output: `prompt_logprobs` (rows for prompt tokens
     start.. in order, the very first token of a prompt has none) and `cached`, its prompt tokens found in the cache.
     With its last: `finish`, and `spans`, (weight version, start, end) of output positions, the version with what
     `Adapter.label` adds to it.

@@ -19,16 +19,16 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
 MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
-MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less is no float32
+MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less overflows float32
 MAX_WHITESPACE = 256  # bytes
-# most bytes of each form of structured outputs: what compiles within a second or so, however it is meant
+# largest size of each form of structured outputs, in bytes: what compiles within about a second, even in the worst case
 GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 14, "json_object": 1}
 _INT64 = 1 << 63
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """End an output that goes round in circles: its tail is a pattern of `min_pattern_size` (0: 1) to
-    `max_pattern_size` ids, `min_count` times.  `max_pattern_size` 0 is off."""
+    """End an output that repeats itself: it ends in a pattern of `min_pattern_size` (0: 1) to `max_pattern_size` ids,
+    `min_count` times in a row.  `max_pattern_size` 0 is off."""
 
     max_pattern_size: int = 0
     min_pattern_size: int = 0

@@ -138,7 +138,7 @@ class LogprobRows:
 class StepResult:
     """What came of a plan.  `token_ids`, `finite` and `logprobs` have a row per plan row with `samples`,
     in plan order; `logprobs` is None if no row asked for any.  `finite` False: there was nothing to draw from, and
-    the token means nothing; with `forbidden` (None: nowhere) because of the request's parameters, else because the
+    the token is meaningless; with `forbidden` (None: nowhere) because of the request's parameters, else because the
     logits held NaN or only -inf.  `prompt_logprobs`: plan row -> rows for the prompt tokens that follow this chunk's
     positions (token num_computed + 1 ..), restricted to those that the request asks for.
     """

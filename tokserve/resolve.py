@@ -1,6 +1,6 @@
-"""What the options come to: "auto" and None become values, and what cannot be served is refused.
+"""Resolves the options: "auto" and None become values, and combinations that cannot be served are refused.
 
-The only place where that happens; afterwards nothing is set.  Must not know what an option is for.
+The only place where that happens; no option changes afterwards.  Must not know how an option is used.
 """
 
 from __future__ import annotations

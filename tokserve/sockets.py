@@ -1,6 +1,6 @@
-"""The files of Unix sockets: they outlive their process, so whoever finds one must know whether anybody listens.
+"""Files of Unix sockets outlive their process: this removes one that nobody listens on any more.
 
-Used by who listens and by who survives it; knows neither.
+Knows neither the listener nor who cleans up after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 
 def remove_stale(path: str) -> None:
-    """Unlink a socket's file that nobody listens on; one in use is left, and so is what is no socket."""
+    """Unlink a socket's file that nobody listens on; a socket in use is left alone, and so is any other file."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if stat.S_ISSOCK(os.stat(path).st_mode):
             try:

@@ -75,7 +75,7 @@ class BlockPool:
         entry.refs += 1
 
     def take_new(self, count: int) -> list[int] | None:
-        """`count` blocks for one table, their old content forgotten; None, and no change, if there are too few."""
+        """`count` blocks for one table, without their old content; None, and no change, if there are too few."""
         if count > self.num_available:
             return None
         return [self._pop() for _ in range(count)]
@@ -95,7 +95,7 @@ class BlockPool:
             entry.digest = None
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up a table; its tail is given away first, since a prefix is of use without it but not the reverse."""
+        """Give up a table.  Its tail is reused first: a prefix is of use without its tail, not the other way round."""
         for block in reversed(blocks):
             entry = self._blocks[block]
             entry.refs -= 1

@@ -107,7 +107,7 @@ class StepColumns:
         self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached: int = 0,
         spans: list[tuple[str, int, int]] | None = None,
     ) -> None:  # fmt: skip
-        """What is seldom said, about the row just added."""
+        """What few rows have, of the row just added."""
         scores = None if prompt_logprobs is None else prompt_logprobs.packed()
         self._extras.append(Extra(len(self._rids) - 1, finish, scores, cached, spans or []))
 

@@ -145,7 +145,7 @@ class EngineCore:
         self._expire()
         self._advance_grammars()
         while any([self._go_on(task) for task in list(self._tasks)]):
-            pass  # what one has done, another may have waited for
+            pass  # a verb may have waited for what another has just done
         if len(self._flights) < self._depth and not self._held_back:
             plan = self.scheduler.schedule(self._clock())
             if plan is not None:
@@ -213,7 +213,7 @@ class EngineCore:
         self._acknowledge()
 
     def _rest(self) -> None:
-        """Nothing to do: look for lost blocks, and tell the last gauges to those who have seen others."""
+        """Nothing to do: look for lost blocks, and send the last gauges to front ends that have seen others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
         elif self._last_plan is not None:

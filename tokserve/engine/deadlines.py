@@ -1,4 +1,4 @@
-"""When requests must have ended, or must have left the queue: the nearest first.
+"""When requests must have ended, or must have left the queue: the earliest first.
 
 Knows no clock: the moment is given.  What becomes of a request that is late is the core's business.
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from tokserve.engine.request import Request
 from tokserve.messages import Add
 
-SPARE = 64  # entries of ended requests that are not worth a look
+SPARE = 64  # entries of ended requests that are not worth removing
 
 
 class Deadlines:
-    """A heap of (when, number, which, request); entries of requests that ended in time are dropped by and by."""
+    """A heap of (when, number, which, request); entries of requests that ended in time are dropped later."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Request]] = []
@@ -30,7 +30,7 @@ class Deadlines:
                 heapq.heappush(self._heap, (request.received + limit / 1e3, request.number, which, request))
 
     def passed(self, now: float) -> Iterator[tuple[Request, str]]:
-        """Requests that are late, and for what ("deadline" or "queue_timeout"); end each before the next is taken."""
+        """Requests that are late, and for which of the two limits; end each before the next is taken."""
         while self._heap and self._heap[0][0] <= now:
             _, _, which, request = heapq.heappop(self._heap)
             if _counts(which, request):
@@ -43,7 +43,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Until the nearest that still counts; None: there is none."""
+        """Until the earliest that still counts; None: there is none."""
         while self._heap and not _counts(self._heap[0][2], self._heap[0][3]):
             heapq.heappop(self._heap)
         return max(0.0, self._heap[0][0] - now) if self._heap else None

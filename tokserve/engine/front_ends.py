@@ -32,7 +32,7 @@ class FrontEnds:
         return len(self._told)
 
     def has_left(self, identity: bytes) -> bool:
-        """Whether its process has ended; its last words may come after the news of that."""
+        """Whether its process has ended; messages of it may still arrive after the news of that."""
         return identity in self._left
 
     def enter(self, identity: bytes) -> None:
@@ -59,11 +59,11 @@ class FrontEnds:
             self._send_step(identity, columns, self._stats())
 
     def send_stats(self, identity: bytes) -> None:
-        """Gauges alone, to one that has asked."""
+        """Gauges alone, to a front end that has asked."""
         self._send_step(identity, StepColumns(), self._stats())
 
     def refresh_stats(self, before: float) -> None:
-        """Gauges alone to those that were told none since `before` and would see a difference."""
+        """Gauges alone, to front ends that were sent none since `before` and would see a difference."""
         stale = [identity for identity, (when, _) in self._told.items() if when <= before]
         if stale:
             stats = self._stats()

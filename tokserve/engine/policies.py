@@ -1,7 +1,7 @@
 """In which order requests get to run; the last in this order is the first to be preempted.
 
 A policy is a function from a request to its place, and places are compared.  It is chosen by name at start-up
-and asked once per request; it must not depend on anything that changes.
+and must not depend on anything that changes.
 """
 
 from __future__ import annotations

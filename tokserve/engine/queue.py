@@ -44,7 +44,7 @@ class QueueLimits:
         self.tokens -= length
 
     def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why requests with prompts of these lengths may not come in as well, and when (seconds) they might.
+        """Why requests with prompts of these lengths may not wait too, and in how many seconds they might.
 
         `served`: the lengths of those, new or waiting, that need not wait.
         """
@@ -61,7 +61,7 @@ class QueueLimits:
         return None
 
     def _seconds(self, amount: int, pace: Sequence[int], now: float) -> int:
-        """How long it takes until `amount` has left the queue, at the speed of late."""
+        """How long it takes until `amount` has left the queue, at its recent speed."""
         if len(pace) < 2:
             return 1
         speed = sum(pace[1:]) / max(now - self._left[0][0], 1e-3)

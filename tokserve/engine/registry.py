@@ -93,5 +93,5 @@ class Registry:
         return [request for request in self if request.owner == owner]
 
     def has_ended(self, key: str) -> bool:
-        """Whether the key was in use not long ago."""
+        """Whether the key was in use recently."""
         return key in self._ended

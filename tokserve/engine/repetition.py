@@ -1,7 +1,7 @@
-"""Finds out that an output goes round in circles: that it ends in one pattern of ids, several times in a row.
+"""Detects an output that repeats itself: one that ends in the same pattern of ids several times in a row.
 
-For every size of pattern, one number: how many ids up to the last equal the one a pattern earlier.  `times` patterns
-in a row are (times - 1) * size such ids, so a token costs a comparison per size, however long the output is.
+For every size of pattern one number is kept: how many of the latest ids equal the id one pattern earlier.  `times`
+patterns in a row are (times - 1) * size such ids, so a token costs a comparison per size, however long the output is.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class Request:
         self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
         self._enders = self._eos | self._stops | {sequence[-1] for sequence in self._sequences}
         self.stop_ids = tuple(sorted(self._stops.union(limits.eos)))
-        circles = params.repetition_detection
-        self._repetition = Repetition(circles) if circles is not None and circles.max_pattern_size else None
+        detection = params.repetition_detection
+        self._repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
         self.follower: Follower | None = None  # of a request with structured outputs, once its grammar is there
         self._ends = False  # an EOS may end what the follower follows
         self.finish: Finish | None = None

@@ -188,7 +188,7 @@ class Scheduler:
         """Rows for running requests: those that lack one token first, so that no prompt delays them."""
         prompts = []
         for request in list(self._running):
-            if request.state is not State.RUNNING or not request.may_draw:  # preempted by one before it, or late
+            if request.state is not State.RUNNING or not request.may_draw:  # preempted by one before it, or no mask
                 continue
             wanted = request.wanted
             if wanted - request.computed > 1:

@@ -1,7 +1,7 @@
 """Submissions whose verdict is still due: they are entered and queued, but a grammar of theirs is being compiled.
 
-So a grammar that cannot be used is a refusal and not a failure halfway, and all that happens to a waiting request
-(abort, deadline, a full queue) happens to these too.  Knows nothing of grammars beyond their futures.
+So a grammar that cannot be used refuses the request instead of failing it later, and whatever can happen to a waiting
+request (abort, deadline, a full queue) can happen to these too.  Knows nothing of grammars beyond their futures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Submission:
     identity: bytes
     call_id: int
     requests: list[Request]
-    told: bool = False  # a request of it has ended, so it was accepted, whatever comes
+    told: bool = False  # a request of it has ended: the client was told that it was accepted
 
 
 class Undecided:

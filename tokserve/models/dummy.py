@@ -1,7 +1,7 @@
 """Random weights for a real or tiny config, so that a server can be run and tested with no download.
 
 A tensor's values follow from its name and the seed alone.  They are scaled so that the model behaves like
-one: logits with a spread of about 2, attention with peaks, output that varies with the context.  This file
+a trained one: logits with a spread of about 2, attention with peaks, output that varies with the context.  This file
 must not know how tensors are loaded, nor need transformers.
 """
 

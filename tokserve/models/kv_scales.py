@@ -39,7 +39,7 @@ def refusal(quantization: Mapping[str, Any] | None) -> str | None:
 
 
 def give(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
-    """Set the layers' scales; what none comes for is 1.  Raises StartError for those that cannot be used."""
+    """Set the layers' scales; a layer without one gets 1.  Raises StartError for scales that cannot be used."""
     known = places(len(decoder.blocks))
     found: dict[int, dict[str, float]] = defaultdict(dict)
     problems = []

@@ -1,6 +1,6 @@
 """Memory for packed weights, side by side in huge pages.
 
-Decoding reads every weight once a step, and an address translation per 4 KiB costs it a tenth of its time.  A weight
+Decoding reads every weight once a step, and translating an address per 4 KiB page takes a tenth of its time.  A weight
 of a few MiB with a mapping of its own lies half outside any aligned 2 MiB, so weights share larger mappings.  A mapping
 is given back with the last tensor in it.  This file must not know what the tensors hold.
 """

@@ -1,4 +1,4 @@
-"""A function of ops, recorded once and repeated without the interpreter in between: to a CPU what a graph is to a GPU.
+"""A function of ops, recorded once and repeated without the interpreter in between: what a CUDA graph is, on a CPU.
 
 The compiled ops take note of their calls and of the memory they were given.  Torch's own ops take none, so a recorded
 function may do nothing with torch but make tensors and view them; anything else is found out while recording.  This

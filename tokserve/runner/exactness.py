@@ -1,7 +1,7 @@
-"""Asks the kernels at start-up what exactness rests on: that a product's row has the same bits among any others.
+"""Checks at start-up what exactness rests on: that a row of a product has the same bits whatever rows are beside it.
 
-A library may choose another order of summation for another number of rows, and a card or a compiler that nobody tried
-may surprise.  Takes a second at most; knows nothing of plans or requests.
+A library may choose another order of summation for another number of rows, and not every card and compiler has been
+tried.  Takes a second at most; knows nothing of plans or requests.
 """
 
 from __future__ import annotations

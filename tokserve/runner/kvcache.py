@@ -2,8 +2,8 @@
 
 Which block belongs to whom is the engine's business, and how a head's elements lie in a block that of the ops; this
 file knows bytes and shapes only.  Memory is reserved at once and touched as it is used.  A block is handed on with
-what its last owner left in it, NaN not excluded: `paged_attention` gives no weight, not even 0 * NaN, to what lies
-past a row's length.
+what its last owner left in it, which may be NaN: `paged_attention` leaves out what lies past a row's length instead
+of multiplying it by zero.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> (extreme rows: from the largest)
 -> temperature -> top-k, top-p, min-p.
 Each object keeps what requests in its care asked for, by slot, and edits only the rows that need it; a
-batch in which nobody needs anything is not even copied.  What a row becomes depends on its own slot and
-history alone, never on the other rows.  Parameters that could make logits so large that the noise of a draw is lost
-in their rounding, or take them out of float32's range, mark their row as extreme: its values are clamped after the
-penalties and reckoned from the largest.  Nothing is drawn here and no logprob is known here.
+batch in which no row needs anything is not even copied.  What a row becomes depends on its own slot and
+history alone, never on the other rows.  Parameters that could make logits overflow float32, or so large that the noise
+of a draw is lost in their rounding, mark their row as extreme: its values are clamped after the penalties, and the
+largest is subtracted from all.  Nothing is drawn here and no logprob is known here.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class Penalties(Processor):
 
 
 class FromLargest(Processor):
-    """Extreme rows less their largest logit: no probability changes, and what can be drawn comes near zero."""
+    """Extreme rows minus their largest logit: no probability changes, and what can be drawn is near zero."""
 
     masks = False
 

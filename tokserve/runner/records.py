@@ -1,7 +1,7 @@
 """Decode steps of the CPU, recorded when they first come: a graph for each number of rows, with adapters and without.
 
-What the interpreter and torch take per op and layer is spent once; a repeated step is one call.  Rows do not touch
-each other and a repeated op is the same op, so bits are those of a step that is not recorded.  Knows nothing of
+The time that the interpreter and torch take per op and layer is spent once; a repeated step is one call.  Rows do not
+touch each other and a repeated op is the same op, so bits are those of a step that is not recorded.  Knows nothing of
 sampling: what is recorded ends with the logits.
 """
 

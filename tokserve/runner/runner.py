@@ -49,7 +49,7 @@ from tokserve.runner.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS: tuple[dict[str, Any], ...] = (  # what requests ask for; all but the first are to have kernels compiled
+WARM_UPS: tuple[dict[str, Any], ...] = (  # requests' parameters; all but the first only compile kernels
     {
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 1,
         "prompt_logprobs": 1,
@@ -433,7 +433,7 @@ class Runner:
             self._distrust_records()
 
     def _distrust_records(self) -> None:
-        """Foreign code may have put other tensors in the place of those that recorded steps read."""
+        """Foreign code may have replaced tensors that recorded steps read."""
         if not self._device.staged:  # where recording takes seconds, foreign code has to copy into the tensors
             self._record_again()
 

@@ -18,7 +18,7 @@ from tokserve.layers.batch import Ends, ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
-COLDEST = 2.0**-100  # a temperature below is taken as this one, which leaves the best of the logits nothing else either
+COLDEST = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well
 
 
 @dataclass(frozen=True, slots=True)
