@@ -1,11 +1,11 @@
-"""Which tokens may come next: quick grammars within the turn, slow ones while others go on.
+"""Computes what grammars allow next: quick masks within the loop's turn, slow ones beside it.
 
-A mask costs microseconds, or many milliseconds if a pattern is made for it, and nothing says so beforehand.  Two
-threads that take turns cost more than a quick mask does, so the loop itself computes those of requests whose last mask
-was quick.  Once that has held it up, a thread computes them for the next hundred times as long, as it does every
-request's first: the loop waits a little for it; whoever is not done by then sits out steps until it is, and the thread
-is left to it.  Which tokens are drawn does not depend on any of that: a row's bits know nothing of the batch.  Knows no
-steps.
+A mask costs microseconds, or many milliseconds if a pattern is made for it, and nothing tells beforehand.  Handing a
+quick mask to another thread costs more than the mask, so the loop itself computes those of requests whose last one was
+quick.  Once that has held it up, a thread computes them for `REST` times as long, as it does every request's first.
+The loop waits a little for the thread; a request whose mask is not there by then sits out steps until it is, and
+another thread takes over the rest.  Which tokens are drawn does not depend on any of that: a row's bits know nothing
+of the batch.  Knows no steps.
 """
 
 from __future__ import annotations

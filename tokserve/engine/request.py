@@ -83,8 +83,10 @@ class Request:
         self.table = Table(add.salt, adapter)
         self._eos = frozenset(() if params.ignore_eos else limits.eos)
         self._stops = frozenset(params.stop_token_ids)
-        self._sequences = [array("i", sequence) for sequence in params.stop_token_sequences]
-        self._enders = self._eos | self._stops | {sequence[-1] for sequence in self._sequences}
+        self._sequences: dict[int, list[array[int]]] = {}  # by last id
+        for sequence in params.stop_token_sequences:
+            self._sequences.setdefault(sequence[-1], []).append(array("i", sequence))
+        self._enders = self._eos | self._stops | self._sequences.keys()
         self.stop_ids = tuple(sorted(self._stops.union(limits.eos)))
         detection = params.repetition_detection
         self._repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
@@ -223,9 +225,9 @@ class Request:
                 return self.end("stop", "eos", now)
             if token in self._stops:
                 return self.end("stop", "stop_token", now, stop=token)
-            for sequence in self._sequences:
+            for sequence in self._sequences.get(token, ()):
                 size = len(sequence)
-                if sequence[-1] == token and size <= count and self.tokens[-size:] == sequence:
+                if size <= count and self.tokens[-size:] == sequence:
                     return self.end("stop", "stop_sequence", now, stop=sequence.tolist())
         if count == self.params.max_tokens:
             return self.end("length", "max_tokens", now)
