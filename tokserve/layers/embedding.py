@@ -57,7 +57,7 @@ class Head:
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
         """Use an embedding's weight [vocab, hidden]: what it packed, if that is what the head would pack."""
         same = weight.dtype == self.dtype and self.linear.quant is UNQUANTIZED
-        self.linear.adopt(packed if same else self.linear.pack(weight.to(self.dtype)))
+        self.linear.packed = packed if same else self.linear.pack(weight.to(self.dtype))
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         return self.linear(hidden.to(self.dtype), out_dtype=torch.float32)

@@ -25,7 +25,10 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class Linear:
-    """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output."""
+    """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output.
+
+    `packed`: the weight as the method packs it; who has packed the same one may put it there.
+    """
 
     packed: Packed
 
@@ -71,7 +74,8 @@ class Linear:
         _fill(self._rows(self._weight, shard), shard, tensor)
         self._awaited.discard(shard)
         if not self._awaited:
-            self.finalize()
+            self.packed = self.pack(self._weight)
+            self._weight = None
         elif self._awaited == self._scaled.keys():
             self._load_dense()
 
@@ -104,21 +108,9 @@ class Linear:
             raise ValueError(f"{shard} has no bias")
         _fill(self._rows(self.bias, shard), shard, tensor)
 
-    def adopt(self, packed: Packed) -> None:
-        """Share a weight [outputs, inputs] with its owner, who packed it as this layer's method does."""
-        self.packed = packed
-
     def pack(self, weight: Tensor) -> Packed:
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack(weight)
-
-    def finalize(self) -> None:
-        """Pack the weight and drop the unpacked copy; nothing to do if none was loaded since the last time."""
-        if self._awaited:
-            raise ValueError(f"weight not complete, still missing: {', '.join(sorted(self._awaited))}")
-        if self._weight is not None:
-            self.packed = self.pack(self._weight)
-            self._weight = None
 
     def __call__(
         self, x: Tensor, out_dtype: torch.dtype | None = None, *, adapters: Tensor | None = None

@@ -120,9 +120,7 @@ def _config(directory: Path) -> AdapterConfig:
 
 def _catalogue(directory: Path) -> dict[str, Entry]:
     if not (directory / TENSORS).is_file():
-        others = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
-        hint = f" (only {', '.join(others[:3])}, which is not read: save it as safetensors)" if others else ""
-        _refuse(f"{directory} holds no {TENSORS}{hint}")
+        _refuse(f"{directory} holds no {TENSORS}{weights.pickled(directory)}")
     return weights.headers(directory / TENSORS)
 
 

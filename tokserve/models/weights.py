@@ -54,9 +54,7 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
         return headers(directory / SINGLE)
     index = checkpoint.read_json(directory, INDEX)
     if index is None:
-        others = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
-        hint = f" (only {', '.join(others[:3])}, which is not read: convert it to safetensors)" if others else ""
-        raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
+        raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{pickled(directory)}")
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise StartError(f"{INDEX} has no weight_map of names to files")
@@ -72,6 +70,12 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
     if lost:
         raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
     return found
+
+
+def pickled(directory: Path) -> str:
+    """What an error about absent tensors adds if there are files that would have to be unpickled."""
+    names = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
+    return f" (only {', '.join(names[:3])}, which is not read: convert it to safetensors)" if names else ""
 
 
 def headers(file: Path) -> dict[str, Entry]:
