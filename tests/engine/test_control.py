@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.scripted import Engine
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, StartError
 from tokserve.messages import Reply, Status, Step
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -414,6 +414,25 @@ def test_what_is_kept_asleep_goes_on_with_the_same_tokens(depth: int, level: int
     engine.check_complete("r0")
     engine.check_complete("r1")
     engine.check_empty()
+
+
+def test_memory_that_is_not_there_to_wake_up_with_is_named_and_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = busy()
+    ask(engine, "sleep", mode="keep")
+
+    def no_memory(method: str, args: dict[str, Any]) -> None:
+        raise StartError("cannot reserve 7 bytes for the KV cache")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.executor, "call", no_memory)
+        reply = ask(engine, "wake_up")
+    assert (reply.status, reply.error) == (503, "cannot reserve 7 bytes for the KV cache")
+    assert state(engine) == "sleeping"
+    ask(engine, "wake_up")
+    engine.run()
+    engine.check_complete("r0")
 
 
 def test_level_two_needs_new_weights_before_it_wakes() -> None:

@@ -31,7 +31,7 @@ from tokserve.engine.grammar import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, StartError, Unavailable
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, Ready, Reply, Status, Submit, ToEngine
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
@@ -345,6 +345,8 @@ class EngineCore:
     def _fail_call(self, identity: bytes, call_id: int, error: Exception) -> None:
         if isinstance(error, RequestError):
             reply = Reply(call_id, error=error.message, status=error.status, field=error.field)
+        elif isinstance(error, StartError):  # what a sleep gave back cannot be had again
+            reply = Reply(call_id, error=str(error), status=Unavailable.status)
         else:
             logger.error("a verb failed", exc_info=error)
             reply = Reply(call_id, error=f"{type(error).__name__} in the engine; its log says more")
