@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tokserve.engine.policies import POLICIES, Queue
+from tokserve.engine.policies import POLICIES
+from tokserve.engine.queue import Queue
 from tokserve.engine.request import Limits, Request
 from tokserve.messages import Add, pack_ids
 from tokserve.params import SamplingParams

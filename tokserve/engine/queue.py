@@ -1,16 +1,53 @@
-"""How much may wait: requests that were accepted and have not had a slot yet, counted against the queue's limits.
+"""Requests in the order of a policy, and how much may wait: accepted requests without a slot so far, counted against
+the limits of the options.
 
-Counts only; who waits and in which order is the scheduler's business.
+Who enters and who leaves is the scheduler's business.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from tokserve.engine.policies import Place, Policy
+from tokserve.engine.request import Request
 
 PACE = 64  # requests that left the queue last, by which its speed is judged
 LONGEST_RETRY = 60  # seconds
+
+
+class Queue:
+    """Requests in the order of a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._places: list[Place] = []
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order.  The queue must not be changed meanwhile."""
+        return iter(self._requests)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
+    def add(self, request: Request) -> None:
+        """Put it in its place."""
+        place = self._policy(request)
+        index = bisect_left(self._places, place)
+        self._places.insert(index, place)
+        self._requests.insert(index, request)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that is in the queue."""
+        index = bisect_left(self._places, self._policy(request))
+        assert self._requests[index] is request
+        del self._places[index], self._requests[index]
 
 
 class QueueLimits:

@@ -18,8 +18,8 @@ import numpy as np
 from tokserve.config import SchedulerConfig
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import PackedRows
-from tokserve.engine.policies import POLICIES, Queue
-from tokserve.engine.queue import QueueLimits
+from tokserve.engine.policies import POLICIES
+from tokserve.engine.queue import Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.messages import AGES, StepStats
 from tokserve.plan import Masks, NewRow, StepPlan, StepResult

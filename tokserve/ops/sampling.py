@@ -224,7 +224,7 @@ def logprobs(
     int32 ids and float32 logprobs [R,k+m]: the k most probable in descending order, lower ids first among equals, and
     after them named [R,m].
     """
-    columns = [token_ids[:, None], _top(logits, k)]
+    columns = [token_ids[:, None], largest_ids(logits, k)]
     if named is not None:
         columns.append(named)
     ids = torch.cat(columns, -1)  # [R,1+k+m]
@@ -237,13 +237,13 @@ def logprobs(
     return values[:, 0].contiguous(), rank.int(), ids[:, 1:].int(), values[:, 1:].contiguous()
 
 
-def _top(logits: Tensor, k: int) -> Tensor:
+def largest_ids(logits: Tensor, k: int) -> Tensor:
     """Ids of the k largest logits of each row, descending, lower ids first among equals: [R,k]."""
     if k == 0:
-        return torch.empty(len(logits), 0, dtype=torch.int64)
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     order = (logits + 0.0).view(torch.int32).long()  # + 0.0: there is one zero
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)  # integers in the order of the floats
-    distinct = order * (1 << 32) + (LOW - torch.arange(logits.shape[1]))
+    distinct = order * (1 << 32) + (LOW - torch.arange(logits.shape[1], device=logits.device))
     return distinct.topk(k).indices
 
 

@@ -235,7 +235,7 @@ def _logprobs(
     """As the reference; rows that are not `finite` count as zeros."""
     rows, width = logits.shape
     if k > TOPS[-1]:
-        largest = _many_largest(logits if finite is None else logits.where(finite[:, None], 0.0), k)
+        largest = sampling.largest_ids(logits if finite is None else logits.where(finite[:, None], 0.0), k)
         named, k = largest if named is None else torch.cat((largest, named), -1), 0
     num_named = 0 if named is None else named.shape[1]
     token_logprobs, ranks = logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int32)
@@ -262,14 +262,6 @@ def _logprobs(
         triton.next_power_of_2(max(1, slices * top)), 256, num_warps=4, **EXACT,
     )  # fmt: skip
     return token_logprobs, ranks, ids, values
-
-
-def _many_largest(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k largest logits of each row, descending, lower ids first among equals: [R,k]."""
-    order = (logits + 0.0).view(torch.int32).long()
-    order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return (order * (1 << 32) + (0xFFFFFFFF - ids)).topk(k).indices
 
 
 @sampling.logprobs.implement("triton", device="cuda")
