@@ -1,5 +1,5 @@
 // A few threads that share one list of tasks: they spin briefly for the next list, then sleep at no cost.
-// Which thread does which task is left to chance; tasks must therefore not depend on it.
+// Which thread does which task is left to chance; tasks must therefore not depend on it.  One that throws ends the process.
 #pragma once
 
 #include <atomic>

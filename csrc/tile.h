@@ -74,7 +74,7 @@ TOKSERVE_INLINE void store_sum(float* p, F sum) { store(p, sum); }
 TOKSERVE_INLINE void store_sum(uint32_t* p, I sum) { istore(p, sum); }
 
 // sums [ROWS][64] (+)= x [ROWS][K] times w, in VECTORS vectors of columns; `steps` steps of K.
-// Meanwhile AHEAD cache lines a step are fetched from `ahead`, which somebody will need soon.  They go to the second
+// Meanwhile AHEAD cache lines a step are fetched from `ahead`, which will be needed soon.  They go to the second
 // level: what the first would hold besides what is at work there, it would drop again before it is used.  A stream of
 // several rows works on little, and slowly enough to gain from the first.
 template <class Format, int ROWS, int VECTORS, int AHEAD>

@@ -111,7 +111,7 @@ class Admission:
             self._scheduler.add(request)
 
     def _withdraw(self, request: Request) -> None:
-        """Take out a request that is refused after all; nobody is told of its end."""
+        """Take out a request that is refused after all; no message tells its end."""
         request.end("error", "error", request.received)
         self._scheduler.drop(request)
         self._registry.remove(request)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class CacheBroken(RuntimeError):
-    """The bookkeeping of the KV cache contradicts itself: a bug of ours."""
+    """The bookkeeping of the KV cache contradicts itself: a bug."""
 
 
 @dataclass(slots=True, eq=False)

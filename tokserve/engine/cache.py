@@ -149,7 +149,7 @@ class Cache:
         self.pool.clear()
 
     def renew(self, epoch: int) -> None:
-        """From here on other weights compute: what there is belongs to an earlier epoch and is never found."""
+        """From here on other weights compute: blocks of earlier epochs are never found."""
         self._epoch = epoch
         self.reset()
 

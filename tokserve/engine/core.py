@@ -416,7 +416,7 @@ class EngineCore:
         self._emit(identity, Reply(call_id, {}))
 
     def _requests(self, identity: bytes, call_id: int, limit: int) -> None:
-        """What there is, oldest first, whichever front end sent it."""
+        """All submissions, oldest first, whichever front end sent them."""
         submissions = self._registry.submissions()
         result = {
             "weight_version": self.scheduler.weight_version, "total": len(submissions),

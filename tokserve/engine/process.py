@@ -33,7 +33,7 @@ from tokserve.sockets import remove_stale
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 
 PARENT_ENDS = 1.0  # seconds from the end of stdin to that of the parent, if it is ending
-FIRST_HELLO = 2.0  # seconds a failed start waits for somebody to tell
+FIRST_HELLO = 2.0  # seconds a failed start waits for a front end to tell
 DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the socket
 
 
@@ -96,7 +96,7 @@ def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
 
 
 def _tell(wire: Wire, dead: Dead) -> None:
-    """Last words to all who have written so far; with nobody there yet, wait a little for the first."""
+    """Tell every front end that has written; if none has yet, wait a little for the first."""
     if not wire.peers:
         with suppress(RuntimeError):  # of a failed I/O thread
             wire.take(FIRST_HELLO)
@@ -125,7 +125,7 @@ def _watch(address: str, uds: str | None) -> None:
     either.  SIGINT and SIGHUP may go to a whole group of processes and are the parent's to judge.
 
     The end of stdin may come late, when a fork of the parent lives on with the pipe's other end: so the parent
-    itself is watched too.  `uds`: the parent's own socket, whose file goes as well if it cannot see to that."""
+    itself is watched too.  `uds`: the parent's own socket; its file is removed if the parent did not."""
     signals, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -35,7 +35,7 @@ class Wire:
     """Binds `address` at once; raises StartError if it cannot."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.peers: dict[bytes, None] = {}  # who has ever written, oldest first
+        self.peers: dict[bytes, None] = {}  # identities that have written, oldest first
         self._clock = clock
         self._inbox: queue.SimpleQueue[Received | str] = queue.SimpleQueue()  # a str: WAKE or FAILED
         self._outbox: deque[tuple[bytes, FromEngine]] = deque()

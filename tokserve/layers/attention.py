@@ -43,7 +43,7 @@ class Attention:
         self.window = window
         self.scale = dim**-0.5
         self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
-        self.cache_scales: Tensor | None = None  # the same [2], for who looks at a layer's tensors; None: 1
+        self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
         self.dtype = dtype
         sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias, quant=quant)

@@ -27,7 +27,7 @@ Activation = Literal["silu", "gelu_tanh"]
 class Linear:
     """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output.
 
-    `packed`: the weight as the method packs it; who has packed the same one may put it there.
+    `packed`: the weight as the method packs it; a tied layer is given its owner's.
     """
 
     packed: Packed

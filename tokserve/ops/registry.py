@@ -34,18 +34,12 @@ EXTENSIONS = {  # by device kind: what must be there, module that registers the 
 logger = logging.getLogger(__name__)
 
 
-def always() -> bool:
-    """The predicate of an implementation that runs on every machine of its device kind."""
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
-    """A function, the device kind it is for (None: all), and whether this machine can run it."""
+    """A function, and the device kind it is for (None: all)."""
 
     call: Callable[P, R]
     device: str | None
-    when: Callable[[], bool] = always
 
 
 @dataclass(slots=True)
@@ -64,23 +58,21 @@ class Op(Generic[P, R]):
     follows: str | None = None
     implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
-    def implement(
-        self, name: str, *, device: str, when: Callable[[], bool] = always
-    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorator: register an implementation.  `when` is asked at bind time, never per call."""
+    def implement(self, name: str, *, device: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorator: register an implementation."""
 
         def register(call: Callable[P, R]) -> Callable[P, R]:
             if name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
-            self.implementations[name] = Implementation(call, device, when)
+            self.implementations[name] = Implementation(call, device)
             return call
 
         return register
 
     def available(self, device: str) -> list[str]:
-        """Names that run on this machine's `device`, best first."""
+        """Names of those for `device`, best first."""
         order = ORDER[device]
-        names = [n for n, i in self.implementations.items() if i.device in (None, device) and i.when()]
+        names = [n for n, i in self.implementations.items() if i.device in (None, device)]
         return sorted(names, key=lambda n: order.index(n) if n in order else len(order))
 
 
