@@ -148,5 +148,4 @@ class StepResult:
     finite: NDArray[np.bool_]
     logprobs: LogprobRows | None = None
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
-    seconds: float = 0.0
     forbidden: NDArray[np.bool_] | None = None

@@ -6,8 +6,6 @@ how a step is computed.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from tokserve.plan import Int32, LogprobRows, StepPlan, StepResult
@@ -35,22 +33,18 @@ class Flight:
         lengths: Int64,
         drawing: Drawing | None,
         prompt_logprobs: dict[int, LogprobRows],
-        began: float,
     ) -> None:
         self.slots, self.lengths = slots, lengths
         self._plan = plan
         self._drawing = drawing
         self._prompt_logprobs = prompt_logprobs
-        self._began = began
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         """Waits for it; any thread may ask, and ask again."""
         if self._result is None:
             drawn = NOTHING if self._drawing is None else self._drawing.result()
-            seconds = time.perf_counter() - self._began
             self._result = StepResult(
-                self._plan.step, drawn.token_ids, drawn.finite, drawn.logprobs, self._prompt_logprobs,
-                seconds, drawn.forbidden,
-            )  # fmt: skip
+                self._plan.step, drawn.token_ids, drawn.finite, drawn.logprobs, self._prompt_logprobs, drawn.forbidden
+            )
         return self._result

@@ -256,11 +256,10 @@ class Runner:
             return self._step(plan)
 
     def _step(self, plan: StepPlan) -> Flight:
-        began = time.perf_counter()
         self._update(plan)
         slots, lengths = sampled(plan)
         if len(plan.slots) == 0:
-            return Flight(plan, slots, lengths, None, {}, began)
+            return Flight(plan, slots, lengths, None, {})
         self._settle(wait=self._sampler.looks_back(plan.slots))
         graph = self._graphs.fitting(plan) if self._graphs else None
         logits: Tensor | None
@@ -273,7 +272,7 @@ class Runner:
                 prompt_logprobs = self._score(plan, hidden)
             logits = self._last_logits(plan, hidden)
         drawing = self._draw(slots, lengths, logits, plan.masks)
-        flight = Flight(plan, slots, lengths, drawing, prompt_logprobs, began)
+        flight = Flight(plan, slots, lengths, drawing, prompt_logprobs)
         if self._device.staged:
             self._flights.append((flight, self._slots.generation(slots)))
         else:
