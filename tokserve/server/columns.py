@@ -7,6 +7,7 @@ is among the most probable must be told from how many others there are.  Raises 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -153,7 +154,7 @@ def _columns(rows: list[Row], top: int | None, named: Sequence[int], field: str)
     for place, row in enumerate(rows):
         others = row.others
         if len(others) == width - 1:  # the token itself is the missing one
-            others = sorted([*others, (row.token_id, row.logprob)], key=lambda pair: (-pair[1], pair[0]))
+            others = _with_itself(row)
         if len(others) != width:
             where = f"{field}[{place}]"
             raise RequestError(f"{where} must have {width} alternatives, got {len(others)}", field=where)
@@ -167,6 +168,17 @@ def _columns(rows: list[Row], top: int | None, named: Sequence[int], field: str)
         ids.extend([*(token for token, _ in others), *named])
         values.extend([*(value for _, value in others), *(known[name] for name in named)])
     return Logprobs(own.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
+
+
+def _with_itself(row: Row) -> list[tuple[int, float]]:
+    """The others in their order, and the token in the place that its rank says, which equal logits share in the order
+    of ids.  (Logits that differ may have equal logprobs: then ids are in no order.)"""
+    above = sum(value > row.logprob for _, value in row.others)
+    equals = [token for token, value in row.others if value == row.logprob]
+    place = min((row.rank or 1) - 1, above + len(equals))
+    if place <= above:
+        place = above + (bisect(equals, row.token_id) if equals == sorted(equals) else 0)
+    return [*row.others[:place], (row.token_id, row.logprob), *row.others[place:]]
 
 
 def _width(rows: list[Row]) -> int:

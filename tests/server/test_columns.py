@@ -1,0 +1,40 @@
+"""Logprobs written as objects and read back are the columns they were."""
+
+import numpy as np
+import pytest
+
+from tests.server.test_logprobs import columns
+from tokserve.client.outputs import Logprobs
+from tokserve.server import columns as read
+from tokserve.server import logprobs
+
+
+def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
+    written = {"content": [{"token_id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top_logprobs": [
+        {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank} for other in entry.top_logprobs]}
+        for entry in logprobs.objects(row, [own], top).content]}  # fmt: skip
+    found = read.output(written, [own], top, named, "logprobs")
+    return np.frombuffer(found.top_ids, "<i4").tolist(), np.frombuffer(found.top_logprobs, "<f4").tolist()
+
+
+@pytest.mark.parametrize(
+    ("own", "rank", "ids"),
+    [
+        (9, 1, [9, 70, 3, 41]),  # logits that differ, all of them less than float32 can tell from nothing
+        (3, 3, [9, 70, 3, 41]),
+        (3, 2, [9, 3, 41, 70]),  # logits that are equal: ids in order
+        (41, 2, [9, 3, 41, 70]),
+        (70, 2, [9, 3, 41, 70]),
+    ],
+)
+def test_equally_improbable_alternatives_keep_their_order(own: int, rank: int, ids: list[int]) -> None:
+    values = [0.0, -np.inf, -np.inf, -np.inf]
+    row = columns([values[ids.index(own)]], [rank], [ids], [values])
+    assert back(row, own, 4) == (ids, [0.0, -9999.0, -9999.0, -9999.0])
+
+
+def test_the_token_itself_may_be_none_of_the_most_probable() -> None:
+    row = columns([-7.0], [9], [[5, 6, 7]], [[-1.0, -1.0, -2.0]])
+    assert back(row, 4, 3) == ([5, 6, 7], [-1.0, -1.0, -2.0])
+    row = columns([-1.0], [1], [[5, 6, 7, 9]], [[-1.0, -1.0, -2.0, -4.0]])
+    assert back(row, 6, 3, (9,)) == ([5, 6, 7, 9], [-1.0, -1.0, -2.0, -4.0])
