@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import Completion
 from tokserve.params import SamplingParams
-from tokserve.server import tokens
+from tokserve.server import body, sse, tokens
 from tokserve.server.sse import _Wire, failure
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -81,6 +82,31 @@ def test_packed_columns_in_a_stream_have_no_per_token_objects() -> None:
     params = BODY["sampling_params"] | {"logprobs": 1}  # type: ignore[operator]
     for event in site().events(GENERATE, BODY | {"sampling_params": params, "logprobs_format": "base64"}):
         assert event["choices"][0]["logprobs"]["shape"] == [1, 1]
+
+
+@pytest.mark.parametrize("path", [GENERATE, CHAT, COMPLETIONS])
+def test_a_long_reply_is_written_beside_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: dict[str, Any] = {
+        GENERATE: BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}},
+        CHAT: CHAT_BODY | {"logprobs": True, "top_logprobs": 2},
+        COMPLETIONS: {"prompt": [5, 6, 8], "max_tokens": 6, "seed": 3, "logprobs": 2, "echo": True},
+    }
+    writers = []
+
+    def reply(*args: Any) -> Any:
+        writers.append(threading.current_thread().name)
+        return written(*args)
+
+    written = body.reply
+    monkeypatch.setattr(body, "reply", reply)
+    replies = []
+    for large in (sse.LARGE, 1):
+        monkeypatch.setattr(sse, "LARGE", large)
+        answer = site().post(path, bodies[path] | {"request_id": "r"})
+        assert answer.status_code == 200, answer.text
+        replies.append(answer.json() | {"created": 0})
+    assert replies[0] == replies[1]
+    assert not writers[0].startswith("asyncio_") and writers[1].startswith("asyncio_")  # a thread of `to_thread`
 
 
 def test_what_is_ready_is_one_write() -> None:

@@ -135,7 +135,7 @@ async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Res
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
         return sse.EventStream(flight, render, serving.keep_alive, headers)
-    return body.reply(request, render.reply(await sse.collect(flight, request)), headers)
+    return await sse.answer(flight, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:

@@ -83,7 +83,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
         return sse.EventStream(flight, render, serving.keep_alive, headers)
-    return body.reply(request, render.reply(await sse.collect(flight, request)), headers)
+    return await sse.answer(flight, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:

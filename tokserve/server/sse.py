@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError, RequestFailed
-from tokserve.server import errors
+from tokserve.server import body, errors
 from tokserve.server.body import Gone
 from tokserve.server.flights import Flight
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 WRITE = "tokserve.write"  # in the scope, if the server has it: a `Write`
+LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Write = Callable[[bytes], bool]  # sends part of a body at once; False: not done, `send` it
@@ -69,6 +70,21 @@ class Watch:
         self._watcher.cancel()
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise Gone
+
+
+async def answer(
+    flight: Flight, request: Request, render: Callable[[list[Completion]], Any], headers: dict[str, str]
+) -> Response:
+    """What `render` makes of all choices, as the reply; a long one is written in a thread, so that the tokens of others
+    are not delayed.  Raises as `collect`."""
+    done = await collect(flight, request)
+
+    def write() -> Response:
+        return body.reply(request, render(done), headers)
+
+    found = (columns for each in done for columns in (each.logprobs, each.prompt_logprobs) if columns is not None)
+    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in found)
+    return write() if size < LARGE else await asyncio.to_thread(write)
 
 
 async def collect(flight: Flight, request: Request) -> list[Completion]:

@@ -271,8 +271,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     headers = {"X-Request-Id": terms.request_id}
     if asked.stream:
         return sse.EventStream(flight, render, serving.keep_alive, headers)
-    completions = await sse.collect(flight, request)
-    return body.reply(request, render.reply(completions), headers)
+    return await sse.answer(flight, request, render.reply, headers)
 
 
 class _Render:
