@@ -145,6 +145,13 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
     await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
+    return await called(serving, request, asked, ignored, len(raw), with_tokens=with_tokens)
+
+
+async def called(
+    serving: Serving, request: Request, asked: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
+) -> Call:
+    """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
     plan = planned(serving, asked)
     params = sampling_params(serving, asked, plan)
     terms = serving.terms(request, asked)
@@ -155,7 +162,7 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     else:
         if asked.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(len(raw), lambda: rendered(serving, asked, asked.reasoning_effort))
+        prompt = await off_loop(size, lambda: rendered(serving, asked, asked.reasoning_effort))
     if asked.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, asked)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")

@@ -72,11 +72,11 @@ class Spelling:
 class Place:
     """How far a choice's text has come: its characters so far, and the bytes of one that is not complete.
 
-    `pieces`: what tokens add to this text, which is nothing for those that it leaves out.
+    `pieces`: what tokens add to this text, which is nothing for those that it leaves out.  `offset`: the characters.
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
-        self._offset = offset
+        self.offset = offset
         self._pieces = pieces
         self._rest = b""
 
@@ -90,9 +90,9 @@ class Place:
         piece = self._pieces[token_id]
         text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
         own = len(self.text(piece))
-        self._offset += len(text)
+        self.offset += len(text)
         self._rest = (self._rest + piece)[used:]
-        return self._offset - own
+        return self.offset - own
 
 
 class IdAlternative(msgspec.Struct, gc=False):

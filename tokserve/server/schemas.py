@@ -53,15 +53,14 @@ class TextStreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class TextBody(BaseModel):
-    """What chat and completions share."""
+class GeneratingBody(BaseModel):
+    """What all routes share that generate text."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
     stream_options: TextStreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -70,15 +69,12 @@ class TextBody(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     stop_token_sequences: list[list[int]] | None = None
     repetition_detection: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -90,11 +86,8 @@ class TextBody(BaseModel):
     bad_token_sequences: list[list[int]] | None = None
     logprob_token_ids: list[int] | None = None
     logprobs_mode: LogprobsMode | None = None
-    prompt_logprobs: bool | int | None = None
-    prompt_logprobs_start: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -102,6 +95,18 @@ class TextBody(BaseModel):
     queue_timeout_ms: int | None = None
     group_id: str | None = None
     vllm_xargs: dict[str, Any] | None = None
+
+
+class TextBody(GeneratingBody):
+    """What chat and completions share."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    prompt_logprobs: bool | int | None = None
+    prompt_logprobs_start: int | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatBody(TextBody):
@@ -175,7 +180,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
         tools.check_shape(body.tools or [])
-    options = body.stream_options if isinstance(body, TextBody) else None
+    options = body.stream_options if isinstance(body, GeneratingBody) else None
     ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or () if name != OBFUSCATION]
     if strict and ignored:
         known = [*kind.model_fields, *TextStreamOptions.model_fields]
@@ -254,7 +259,7 @@ def _token(key: str) -> int:
     return int(key)
 
 
-def check_stream(body: TextBody, packed: bool) -> None:
+def check_stream(body: GeneratingBody, packed: bool) -> None:
     """Refuse stream options without a stream, and a stream in msgpack."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")

@@ -28,12 +28,18 @@ WRITE = "tokserve.write"  # in the scope, if the server has it: a `Write`
 LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
 KEEP_ALIVE = b": keep-alive\n\n"
 
+Close = Callable[[RequestError | None], bytes]  # the last events of a stream, with the error that it ends in
 Write = Callable[[bytes], bool]  # sends part of a body at once; False: not done, `send` it
 
 
 def event(json: bytes) -> bytes:
     """One event."""
     return b"data: " + json + b"\n\n"
+
+
+def ended(error: RequestError | None) -> bytes:
+    """How most streams end: with the error, if there is one, and [DONE]."""
+    return (event(errors.body(error)) if error else b"") + DONE
 
 
 class Renderer(Protocol):
@@ -43,7 +49,7 @@ class Renderer(Protocol):
         """The events of one delta; may be empty."""
 
     def tail(self) -> bytes:
-        """What comes after the last delta, before [DONE]."""
+        """What comes after the last delta, before the end."""
 
 
 class Watch:
@@ -132,16 +138,19 @@ def failure(ends: list[Completion]) -> RequestError | None:
 class EventStream(Response):
     """The deltas of a flight as server-sent events."""
 
-    def __init__(self, flight: Flight, renderer: Renderer, keep_alive: float, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, flight: Flight, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], close: Close = ended
+    ) -> None:
         self.background = None
         self.status_code = 200
         self._flight = flight
         self._renderer = renderer
+        self._close = close
         self._interval = keep_alive
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._flight, self._renderer, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
+        pump = _Pump(self._flight, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
@@ -163,9 +172,10 @@ class _Pump:
     While the wire is blocked nothing is taken, and the client merges what comes.
     """
 
-    def __init__(self, flight: Flight, renderer: Renderer, wire: _Wire) -> None:
+    def __init__(self, flight: Flight, renderer: Renderer, close: Close, wire: _Wire) -> None:
         self._flight = flight
         self._renderer = renderer
+        self._close = close
         self._events = flight.timed(renderer.delta)
         self._wire = wire
         self._ends: list[Completion] = []
@@ -175,7 +185,7 @@ class _Pump:
         """Until the response has ended."""
         self._wire.start(self._write)
         self._flight.listen(self._write)
-        await self._wire.end(await self._last_events() + DONE)
+        await self._wire.end(await self._last_events())
 
     def stop(self) -> None:
         """Write nothing any more."""
@@ -205,16 +215,14 @@ class _Pump:
         try:
             if error := await self._ended:
                 raise error
-            tail = self._renderer.tail()
-            failed = failure(self._ends)
-            return tail + event(errors.body(failed)) if failed else tail
+            return self._renderer.tail() + self._close(failure(self._ends))
         except RequestError as error:
             self._flight.cause = "error"
-            return event(errors.body(error))
+            return self._close(error)
         except Exception:
             self._flight.cause = "error"
             logger.exception("a stream failed")
-            return event(errors.body(RequestFailed("internal error")))
+            return self._close(RequestFailed("internal error"))
 
 
 class _Wire:

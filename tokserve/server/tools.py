@@ -208,6 +208,12 @@ class Read(msgspec.Struct):
     calls: list[ToolCall]
 
 
+def call_id(key: str, index: int, place: int) -> str:
+    """Of a call of a choice: nine letters, as Mistral's templates demand, and the same whoever reads the answer."""
+    digest = hashlib.sha256(f"{key}-{index}-{place}".encode()).digest()
+    return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
+
+
 class Reader:
     """The choices of one reply.  `key`: of the request, which calls are named after."""
 
@@ -230,7 +236,8 @@ class Reader:
             if kind == "call":
                 place += 1
                 name = Function(text)
-                calls.append((ToolCall(index=place, id=self._id(index, place), type="function", function=name), []))
+                own = call_id(self._key, index, place)
+                calls.append((ToolCall(index=place, id=own, type="function", function=name), []))
             elif kind == "arguments":
                 if not calls:
                     calls.append((ToolCall(index=place, function=Function()), []))
@@ -240,11 +247,6 @@ class Reader:
         for call, arguments in calls:
             call.function.arguments = "".join(arguments)
         return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
-
-    def _id(self, index: int, place: int) -> str:
-        """Nine letters, as Mistral's templates demand, and the same whoever reads the answer."""
-        digest = hashlib.sha256(f"{self._key}-{index}-{place}".encode()).digest()
-        return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
 
     def finish_reason(self, completion: Completion) -> str | None:
         """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole."""

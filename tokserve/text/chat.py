@@ -268,7 +268,7 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        texts = [_part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content)]
+        texts = [part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content)]
         plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
     elif not isinstance(content, str):
         raise RequestError(f"{where}.content must be a string or a list of parts", field=f"{where}.content")
@@ -288,7 +288,8 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": content}, *rest]
 
 
-def _part_text(where: str, part: Any) -> str:
+def part_text(where: str, part: Any) -> str:
+    """The text of a part of a content.  Raises RequestError naming `where` or what is wrong in it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
