@@ -68,7 +68,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
     generation_config: Annotated[
         str,
-        about("Where chat and completions take sampling defaults from: auto (the model), none, or a directory."),
+        about("Where the text routes take sampling defaults from: auto (the model), none, or a directory."),
     ] = "auto"
     seed: Annotated[int, about("Seed of dummy weights.")] = 0
     max_logprobs: Annotated[

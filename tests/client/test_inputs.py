@@ -203,7 +203,9 @@ def test_bad_words_join_the_sequences_given_as_ids() -> None:
 
 
 def test_ids_lose_their_prefix() -> None:
-    assert [bare_id(i) for i in ("a", "cmpl-a", "chatcmpl-a", "generate-tokens-a", "cmpl-")] == ["a"] * 4 + ["cmpl-"]
+    assert [bare_id(i) for i in ("a", "cmpl-a", "chatcmpl-a", "generate-tokens-a", "resp_a", "cmpl-")] == ["a"] * 5 + [
+        "cmpl-"
+    ]
     prepared = inputs().prepare(Order([1], SamplingParams(), "chatcmpl-a"))
     assert (prepared.request_id, prepared.key, prepared.adds[0].rid) == ("chatcmpl-a", "a", "a#0")
 

@@ -17,7 +17,7 @@ import litellm
 import openai
 import pydantic_ai
 from pydantic import BaseModel, ConfigDict
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from report import Report
 
@@ -164,13 +164,42 @@ def with_langchain(report: Report, base: str) -> None:
     report.check("as many choices as the best are of", len(twice.generate(["ab"]).generations[0]) == 2)
 
 
-async def with_agents(report: Report, base: str) -> None:
+def with_responses(report: Report, base: str) -> None:
+    """The Responses API by those who can speak it; the Agents SDK does unless it is told otherwise."""
+    common: dict[str, Any] = {"api_base": base, "api_key": "none", "model": "openai/demo", "input": QUESTION}
+    answer = litellm.responses(**common, temperature=0)
+    report.check("responses: litellm", answer.output[0].content[0].text == "85" and answer.usage.output_tokens == 3)
+    kinds = [event.type for event in litellm.responses(**common, temperature=0, stream=True)]
+    report.check("its events", kinds[0] == "response.created" and kinds[-1] == "response.completed")
+    model = OpenAIResponsesModel("demo", provider=OpenAIProvider(base_url=base, api_key="none"))
+    agent = pydantic_ai.Agent(model, instructions="Answer.", tools=[weather])
+    settings: Any = {"temperature": 0, "max_tokens": 20}
+    first = agent.run_sync(QUESTION, model_settings=settings)
+    report.check("responses: pydantic-ai", first.output == "85")
+    again = agent.run_sync(QUESTION, model_settings=settings, message_history=first.all_messages())
+    report.check("a history", again.output)
+    judge = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict))
+    report.check("native output", isinstance(judge.run_sync(QUESTION, model_settings={"max_tokens": LIMIT}).output,
+                                             Verdict))  # fmt: skip
+    by_call = pydantic_ai.Agent(model, output_type=Verdict)
+    report.check("output by a tool call", isinstance(by_call.run_sync(QUESTION).output, Verdict))
+    chat: dict[str, Any] = {"model": "demo", "base_url": base, "api_key": "none", "use_responses_api": True}
+    langchain = langchain_openai.ChatOpenAI(**chat, temperature=0, max_retries=0)
+    whole = langchain.invoke(QUESTION)
+    report.check("responses: langchain", whole.text == "85" and whole.usage_metadata["output_tokens"] == 3)
+    chunks = list(langchain.stream(QUESTION))
+    report.check("a stream, added up", sum(chunks[1:], chunks[0]).text == "85")
+    structured = langchain_openai.ChatOpenAI(**chat, max_tokens=LIMIT).with_structured_output(Verdict)
+    report.check("structured output", isinstance(structured.invoke(QUESTION), Verdict))
+
+
+async def with_agents(report: Report, base: str, kind: Any) -> None:
     agents.set_tracing_disabled(True)
     sdk = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0)
-    common: dict[str, Any] = {"name": "a", "model": agents.OpenAIChatCompletionsModel("demo", openai_client=sdk)}
+    common: dict[str, Any] = {"name": "a", "model": kind("demo", openai_client=sdk)}
     settings = agents.ModelSettings(temperature=0, include_usage=True, store=False, metadata={"a": "b"})
     agent = agents.Agent(instructions="Answer.", model_settings=settings, **common)
-    report.check("agents: run", (await agents.Runner.run(agent, QUESTION)).final_output == "85")
+    report.check(f"agents, {kind.__name__}: run", (await agents.Runner.run(agent, QUESTION)).final_output == "85")
     streamed = agents.Runner.run_streamed(agent, QUESTION)
     kinds = [event.type async for event in streamed.stream_events()]
     report.check("agents: streamed", streamed.final_output == "85" and "raw_response_event" in kinds)
@@ -206,7 +235,9 @@ def main() -> None:
     with_pydantic_ai(report, base)
     with_instructor(report, base)
     with_langchain(report, base)
-    asyncio.run(with_agents(report, base))
+    with_responses(report, base)
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        asyncio.run(with_agents(report, base, kind))
     report.done("litellm", "pydantic-ai-slim", "instructor", "langchain-openai", "openai-agents", "openai")
 
 

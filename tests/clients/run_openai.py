@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
 from report import Report
 
-MESSAGES = [{"role": "user", "content": "What is 47 + 38?"}]
+QUESTION = "What is 47 + 38?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+CITY = {
+    "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
 STREAM_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -54,6 +60,49 @@ def chat(report: Report, client: Any) -> None:
     ) as response:
         lines = [line for line in response.iter_lines() if line]
     report.check("streaming responses", lines[-1] == "data: [DONE]")
+
+
+def responses(report: Report, client: Any) -> None:
+    common: dict[str, Any] = {"model": "demo", "input": QUESTION}
+    answer = client.responses.create(**common, temperature=0, store=False, include=["reasoning.encrypted_content"])
+    report.check("responses", answer.output_text == "85" and answer.status == "completed")
+    report.check(
+        "their usage", answer.usage.output_tokens == 3 and answer.usage.input_tokens_details.cached_tokens >= 0
+    )
+    options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 8}
+    whole = client.responses.create(**common, **options, extra_body={"seed": 5})
+    events = list(client.responses.create(**common, **options, extra_body={"seed": 5}, stream=True))
+    report.check("their events", [event.sequence_number for event in events] == list(range(len(events))))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    report.check("their text", text == whole.output_text == events[-1].response.output_text)
+    shown = [reply.output[0].content[0].logprobs for reply in (whole, events[-1].response)]
+    report.check("their logprobs", shown[0] == shown[1] and len(shown[0][0].top_logprobs) == 2)
+    with client.responses.stream(**common, temperature=0) as stream:
+        kinds = [event.type for event in stream]
+        report.check("their stream helper", stream.get_final_response().output_text == "85")
+    report.check("its last event", kinds[-1] == "response.completed")
+    tool = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+    forced: dict[str, Any] = common | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    call = client.responses.create(**forced, max_output_tokens=300).output[0]
+    report.check("a call", call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome"))
+    said = [{"role": "user", "content": QUESTION}, call,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]  # fmt: skip
+    again = client.responses.create(model="demo", input=said, tools=[tool], max_output_tokens=8)
+    report.check("its result", again.usage.input_tokens > answer.usage.input_tokens)
+    for kind, options in (
+        (openai.BadRequestError, {"previous_response_id": "resp_1"}), (openai.BadRequestError, {"background": True}),
+        (openai.NotFoundError, {"model": "gpt-9"}), (openai.BadRequestError, {"temperature": 7, "stream": True}),
+    ):  # fmt: skip
+        try:
+            client.responses.create(**common | options)
+        except kind as error:
+            report.check(f"{kind.__name__} names {error.param}", error.param in options)
+        else:
+            report.check(f"{options} must be refused", False)
+    try:
+        client.responses.retrieve("resp_1")
+    except openai.NotFoundError as error:
+        report.check("responses are not stored", error.code == "not_stored")
 
 
 def completions(report: Report, client: Any) -> None:
@@ -119,6 +168,7 @@ def main() -> None:
     report = Report()
     client = openai.OpenAI(base_url=report.url + "/v1", api_key="none", max_retries=0)
     chat(report, client)
+    responses(report, client)
     completions(report, client)
     errors(report, client)
     asyncio.run(concurrently(report))

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 KINDS = {type(None): "null", bool: "bool", int: "number", float: "number", str: "str", dict: "object", list: "list"}
+RESPONSE = 'data: {"type":"response.'  # events of which the last says so itself
 _ID = re.compile(r"(token_id:)?\d+$")
 
 
@@ -36,8 +37,10 @@ def reply_shape(kind: str, text: str) -> dict[str, str]:
     """The shape of an answer: of JSON, or of a stream's events together."""
     if kind.startswith("text/event-stream"):
         lines = [line for line in text.splitlines() if line.startswith("data: ")]
-        assert lines and lines[-1] == "data: [DONE]", text[-200:]
-        return shape([json.loads(line.removeprefix("data: ")) for line in lines[:-1]])
+        assert lines, text[-200:]
+        if not lines[-1].startswith(RESPONSE):
+            assert lines.pop() == "data: [DONE]", text[-200:]
+        return shape([json.loads(line.removeprefix("data: ")) for line in lines])
     return shape(json.loads(text))
 
 

@@ -19,7 +19,7 @@ from tokserve import messages
 from tokserve.engine.wire import UNREADABLE
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import aborts, body, chat, completions, derender, render, tokenize, tokens
+from tokserve.server import aborts, body, chat, completions, derender, render, responses, tokenize, tokens
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def _handler(
 ROUTES: list[Route] = [
     _generate, _chat, _chat_tokens, _completions, _abort, _handler(tokenize.tokenize), _handler(tokenize.detokenize),
     _handler(render.render_chat), _handler(render.render_completions), _handler(derender.derender_chat),
-    _handler(derender.derender_completions), _generate,
+    _handler(derender.derender_completions), _handler(responses.read),
 ]  # fmt: skip
 
 
@@ -179,12 +179,20 @@ def seeds(name: str) -> list[bytes]:
         params = {"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.5}, "logprobs": 2, "n": 2}
         said = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "y"}]
         choice = {"index": 0, "token_ids": [65, 66], "finish_reason": "stop", "logprobs": None}
+        called = [
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+        ]
+        tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
         values: list[Any] = [
             {"token_ids": [5, 6], "sampling_params": params, "stream": False, "request_id": "a", "cache_salt": "s"},
             {"token_ids_b64": "BQAAAA==", "sampling_params": params, "deadline_ms": 5},
             {"messages": said, "stop": "x", "max_tokens": 3, "logprobs": True, "top_logprobs": 2}, {"tokens": [5, 6]},
             {"prompt": ["a", "b"], "echo": True, "n": 2, "logprobs": 1}, {"prompt": [[5], [6]]}, {"request_ids": ["a"]},
             {"group_id": "g"}, {"prompt": "x", "return_token_strs": True}, {"tokens": [5], "skip_special_tokens": True},
+            {"input": "x", "instructions": "y", "text": {"format": {"type": "json_object"}}, "reasoning": {}},
+            {"input": [*said, *called], "tools": [tool], "tool_choice": {"type": "function", "name": "f"}},
             {"generate_responses": [{"choices": [choice]}], "request": {"messages": said}},
             {"generate_responses": [{"choices": [choice], "prompt_token_ids": [5]}]},
         ]  # fmt: skip

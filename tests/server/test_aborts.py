@@ -17,6 +17,7 @@ BODIES = {
     GENERATE: {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 400}},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/responses": {"input": "x"},
 }
 
 Scene = Callable[[Site, httpx.AsyncClient], Awaitable[None]]
@@ -120,7 +121,12 @@ def test_an_abort_with_zero_tokens_of_the_text_routes() -> None:
 
 @pytest.mark.parametrize(
     ("path", "prefix"),
-    [("/v1/chat/completions", "chatcmpl-"), ("/v1/completions", "cmpl-"), (GENERATE, "generate-tokens-")],
+    [
+        ("/v1/chat/completions", "chatcmpl-"),
+        ("/v1/completions", "cmpl-"),
+        ("/v1/responses", "resp_"),
+        (GENERATE, "generate-tokens-"),
+    ],
 )
 @pytest.mark.parametrize("bare", [True, False])
 def test_ids_of_every_route_with_and_without_their_prefix(path: str, prefix: str, bare: bool) -> None:

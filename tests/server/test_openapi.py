@@ -10,11 +10,12 @@ from tokserve.params import SamplingParams
 from tokserve.server.openapi import NUMBERS
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 PROMPTS = {
     GENERATE: {"token_ids": [5]}, CHAT: {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
-    COMPLETIONS: {"prompt": "x", "echo": True},
+    COMPLETIONS: {"prompt": "x", "echo": True}, RESPONSES: {"input": "x", "include": ["message.output_text.logprobs"]},
 }  # fmt: skip
-BODIES = {GENERATE: "GenerateBody", CHAT: "ChatBody", COMPLETIONS: "CompletionBody"}
+BODIES = {GENERATE: "GenerateBody", CHAT: "ChatBody", COMPLETIONS: "CompletionBody", RESPONSES: "ResponsesBody"}
 
 
 @pytest.fixture(scope="module")

@@ -266,7 +266,7 @@ def test_text_on_a_tokens_only_server(body: Any, param: str, message: str) -> No
     refused(site(tokens_only=True).post(GENERATE, body), 400, param, message)
 
 
-TEXT_ROUTES = [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/chat/completions/tokens"]
+TEXT_ROUTES = [CHAT, COMPLETIONS, "/v1/responses", "/tokenize", "/detokenize", "/v1/chat/completions/tokens"]
 
 
 @pytest.mark.parametrize("route", TEXT_ROUTES)
@@ -364,7 +364,8 @@ def test_an_unexpected_error_is_500_without_its_text(
 
 NAMES = ["token_ids", "sampling_params", "prompt", "messages", "max_tokens", "temperature", "stop", "logprobs", "n",
          "request_ids", "group_id", "all", "tokens", "stream", "echo", "logit_bias", "tools", "response_format",
-         "stream_options", "prompt_logprobs", "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
+         "stream_options", "prompt_logprobs", "input", "include", "text",
+         "reasoning", "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
 ATOMS = [None, True, -1, 0, 2**31, 2**63, 1.5, -1e308, "", "x", "\u0000", "ä" * 50, [], {}, [None],
          [[]], [[[]]], {"": {}}, [1, "a"], [-1], {"a": [{}]}, [{"role": 5}],
          [{"role": "user", "content": [{}]}]]  # fmt: skip
@@ -426,7 +427,7 @@ def may_succeed(route: str, raw: bytes, packed: bool) -> bool:
     ids = ("request_ids", "group_id", "all")
     needed = {"/inference/v1/abort_requests": ids, "/abort_requests": ids, COMPLETIONS: ("prompt",),
               "/tokenize": ("prompt",), "/detokenize": ("tokens",),
-              "/v1/chat/completions/tokens": ("tokens",)}  # fmt: skip
+              "/v1/chat/completions/tokens": ("tokens",), "/v1/responses": ("input",)}  # fmt: skip
     return any(name in body for name in needed.get(route, ()))
 
 

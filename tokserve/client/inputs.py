@@ -27,7 +27,7 @@ from tokserve.params import SamplingParams
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
-PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-")  # what replies put before a request's id
+PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # what replies put before a request's id
 MAX_SALT = 128
 MAX_ID = 1024
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

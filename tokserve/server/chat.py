@@ -145,10 +145,10 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
     asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
     await serving.find_model(asked.model)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    return await called(serving, request, asked, ignored, len(raw), with_tokens=with_tokens)
+    return await call_of(serving, request, asked, ignored, len(raw), with_tokens=with_tokens)
 
 
-async def called(
+async def call_of(
     serving: Serving, request: Request, asked: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""

@@ -99,10 +99,11 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
 
 
-def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = ()) -> None:
+def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = (), reason: str = "") -> None:
     """Refuse a field that other servers know, unless its value asks for nothing: null, or one of `idle`."""
     if value is not None and (type(value), value) not in [(type(each), each) for each in idle]:
-        raise RequestError(f"{field} is not supported by this server", field=field, code="unsupported")
+        because = f": {reason}" if reason else ""
+        raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
 
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:

@@ -34,7 +34,8 @@ NUMBERS: dict[str, Described] = {
     "seed": {"minimum": -INT64, "maximum": INT64 - 1}, "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2}, "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY},
     "n": {"minimum": 1, "maximum": MAX_CHOICES}, "max_tokens": {"minimum": 1, "maximum": INT32},
-    "max_completion_tokens": {"minimum": 1, "maximum": INT32}, "min_tokens": {"minimum": 0, "maximum": INT32},
+    "max_completion_tokens": {"minimum": 1, "maximum": INT32}, "max_output_tokens": {"minimum": 1, "maximum": INT32},
+    "min_tokens": {"minimum": 0, "maximum": INT32},
     "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
     "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT32 - 1, "maximum": INT32},
     "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
@@ -53,6 +54,7 @@ NEEDED = {
     "GenerateBody": ("token_ids", "token_ids_b64"),
     "ChatBody": ("messages", "tokens"),
     "CompletionBody": ("prompt",),
+    "ResponsesBody": ("input",),
 }
 ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,10 +28,26 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
 }  # fmt: skip
+# The same of /v1/responses.
+RESPONSES_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **REFUSED, "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
+    "truncation": ("disabled",), "context_management": ([],), "moderation": (), "n": (1,), "messages": (),
+    "max_tokens": (), "max_completion_tokens": (), "response_format": ({"type": "text"},), "logprobs": (False,),
+    "reasoning_effort": (),
+}  # fmt: skip
+# Why, or what to send instead.
+STATELESS = "nothing is stored, the whole conversation comes in input"
+REASONS: Mapping[str, str] = {
+    "previous_response_id": STATELESS, "conversation": STATELESS, "prompt": "nothing is stored, send instructions",
+    "background": "nothing is stored, an answer has to be waited for", "messages": "use input",
+    "max_tokens": "use max_output_tokens", "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format", "logprobs": "use include and top_logprobs",
+    "reasoning_effort": "use reasoning.effort",
+}  # fmt: skip
 # Fields that change nothing here and that everybody sends.
 ACCEPTED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "prediction",
+    "prompt_cache_options", "prompt_cache_retention", "prediction", "max_tool_calls",
 })  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; there is none here
@@ -57,6 +73,8 @@ class GeneratingBody(BaseModel):
     """What all routes share that generate text."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    reasons: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     stream: bool | None = None
@@ -135,6 +153,41 @@ class CompletionBody(TextBody):
     logprobs: bool | int | None = None
 
 
+class TextOptions(BaseModel):
+    """The form of a response's text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """How much a model thinks before it answers."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    effort: Effort | None = None
+
+
+class ResponsesBody(GeneratingBody):
+    """The body of /v1/responses.  The items of `input` are checked by the route."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = RESPONSES_REFUSED
+    reasons: ClassVar[Mapping[str, str]] = REASONS
+
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+
+
 class TokenizeBody(BaseModel):
     """The body of /tokenize: text or messages."""
 
@@ -168,22 +221,26 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         body = kind.model_validate(value)
     except ValidationError as error:
         raise errors.from_pydantic(error, value) from None
+    refused, reasons = (body.refused, body.reasons) if isinstance(body, GeneratingBody) else (REFUSED, {})
     ignored = []
     for name, extra in (body.model_extra or {}).items():
         structured.refuse_other_names(name, extra)
-        if name in REFUSED:
+        if name in refused:
             all_of_them = (value.get("n"),) if name == "best_of" else ()  # the best n of n
-            errors.refuse_unsupported(name, extra, REFUSED[name] + all_of_them)
+            errors.refuse_unsupported(name, extra, refused[name] + all_of_them, reasons.get(name, ""))
         elif name not in ACCEPTED | structured.OTHER_NAMES.keys():
             ignored.append(name)
     if isinstance(body, ChatBody):
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
         tools.check_shape(body.tools or [])
-    options = body.stream_options if isinstance(body, GeneratingBody) else None
-    ignored += [f"stream_options.{name}" for name in (options and options.model_extra) or () if name != OBFUSCATION]
+    known = [*kind.model_fields]
+    for field in kind.model_fields:
+        options = getattr(body, field)
+        if isinstance(options, BaseModel):
+            known += type(options).model_fields
+            ignored += [f"{field}.{name}" for name in options.model_extra or () if name != OBFUSCATION]
     if strict and ignored:
-        known = [*kind.model_fields, *TextStreamOptions.model_fields]
         raise errors.unknown_field(ignored[0], ignored[0].rpartition(".")[2], known)
     return body, ignored
 

@@ -136,15 +136,17 @@ def failure(ends: list[Completion]) -> RequestError | None:
 
 
 class EventStream(Response):
-    """The deltas of a flight as server-sent events."""
+    """The deltas of a flight as server-sent events.  `opening`: what is written at once, before there are any."""
 
     def __init__(
-        self, flight: Flight, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], close: Close = ended
-    ) -> None:
+        self, flight: Flight, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], *,
+        opening: bytes = b"", close: Close = ended,
+    ) -> None:  # fmt: skip
         self.background = None
         self.status_code = 200
         self._flight = flight
         self._renderer = renderer
+        self._opening = opening
         self._close = close
         self._interval = keep_alive
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
@@ -154,7 +156,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
-                await pump.run()
+                await pump.run(self._opening)
         except Gone:
             pass
         finally:
@@ -181,9 +183,11 @@ class _Pump:
         self._ends: list[Completion] = []
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> None:
-        """Until the response has ended."""
+    async def run(self, opening: bytes) -> None:
+        """From the `opening` until the response has ended."""
         self._wire.start(self._write)
+        if opening:
+            self._wire.write(opening)
         self._flight.listen(self._write)
         await self._wire.end(await self._last_events())
 

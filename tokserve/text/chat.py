@@ -296,7 +296,8 @@ def part_text(where: str, part: Any) -> str:
         raise RequestError(f"{where} must be an object", field=where)
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise RequestError(f"{where}.type must be 'text', got {kind!r}", field=f"{where}.type")
+        code = "unsupported" if isinstance(kind, str) else None
+        raise RequestError(f"{where}.type must be 'text', got {kind!r}", field=f"{where}.type", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
