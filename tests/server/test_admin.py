@@ -197,26 +197,39 @@ def test_right_keys(value: str) -> None:
     assert locked().get("/v1/models", headers={"Authorization": value}).status_code == 200
 
 
+async def answer_behind(root: str, path: str, s: Site, method: str = "GET") -> int:
+    """The status of a request whose path, root path included, is this."""
+    seen: list[int] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            seen.append(message["status"])
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "root_path": root, "headers": [],
+        "query_string": b"", "scheme": "http", "server": ("a", 1), "client": ("192.0.2.7", 1), "http_version": "1.1",
+    }  # fmt: skip
+    await s.app(scope, receive, send)
+    return seen[0]
+
+
 def test_keys_behind_a_root_path() -> None:
-    async def status(path: str) -> int:
-        seen: list[int] = []
+    def status(path: str) -> int:
+        return asyncio.run(answer_behind("/api", path, locked()))
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                seen.append(message["status"])
+    assert [status(path) for path in ("/api/health", "/api/v1/models", "/api")] == [200, 401, 307]
+    assert [status(path) for path in ("//health", "//", "/api//health")] == [401, 404, 401]
 
-        async def receive() -> Any:
-            return {"type": "http.disconnect"}
 
-        scope = {
-            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "/api",
-            "headers": [], "query_string": b"", "scheme": "http", "server": ("a", 1), "http_version": "1.1",
-        }  # fmt: skip
-        await locked().app(scope, receive, send)
-        return seen[0]
-
-    assert [asyncio.run(status(p)) for p in ("/api/health", "/api/v1/models", "/api")] == [200, 401, 401]
-    assert [asyncio.run(status(p)) for p in ("//health", "//", "/api//health")] == [401, 404, 401]
+@pytest.mark.parametrize("root", ["", "/", "/api", "/api/", "api"])
+@pytest.mark.parametrize(("options", "refusal"), [({}, 403), ({"api_key": ["k"]}, 401)])
+def test_no_root_path_opens_control_routes(root: str, options: dict[str, Any], refusal: int) -> None:
+    for slash in ("", "/"):
+        status = asyncio.run(answer_behind(root, f"{root}/pause{slash}", site(**options), "POST"))
+        assert status == refusal
 
 
 # the rest

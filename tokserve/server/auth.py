@@ -82,9 +82,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def _path(scope: Scope) -> str:
-    """The path that routes are matched against, without a trailing slash (which only redirects)."""
+    """The path that Starlette matches routes against, without a trailing slash (which only redirects).
+
+    It must be exactly that: where the two differ, a control route is open.
+    """
     path: str = scope["path"]
-    root: str = scope.get("root_path", "").rstrip("/")
-    if root and path.startswith(root + "/"):
-        path = path[len(root) :]
-    return path.rstrip("/")
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return (rest if rest.startswith("/") or not rest else path).rstrip("/")
