@@ -49,8 +49,17 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+async def endless(scope: Any, receive: Any, send: Any) -> None:
+    """Begins an answer to GET at once; does not end it."""
+    if scope["method"] == "GET":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextmanager
-def connected() -> Iterator[tuple[Protocol, Wire]]:
+def connected(app: Any = app) -> Iterator[tuple[Protocol, Wire]]:
     """A connection; in a running loop."""
     config = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, timeout_keep_alive=75)
     config.load()
@@ -104,6 +113,30 @@ def test_a_body_is_no_head() -> None:
                 while wire.written.count(b"HTTP/1.1 200 OK") < 201:
                     await asyncio.sleep(0)
             assert not wire.closed
+
+    asyncio.run(scene())
+
+
+GET, POST = b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "answer"),
+    [
+        (GET, GARBAGE, b"4\r\npart\r\n"), (GET, BROKEN, b"4\r\npart\r\n"), (GET, GET + BROKEN, b"4\r\npart\r\n"),
+        (POST, GARBAGE, b""), (b"", GARBAGE, b'"code":"invalid_http"}}'), (b"", BROKEN, b'"code":"invalid_http"}}'),
+    ],
+)  # fmt: skip
+def test_a_refusal_never_gets_into_another_answer(first: bytes, then: bytes, answer: bytes) -> None:
+    async def scene() -> None:
+        with connected(endless) as (connection, wire):
+            connection.data_received(first)
+            for _ in range(10):  # what has come is begun
+                await asyncio.sleep(0)
+            connection.data_received(then)
+            assert wire.closed and wire.written.endswith(answer)
+            assert wire.written.count(b"HTTP/1.1 ") == bool(answer)
 
     asyncio.run(scene())
 

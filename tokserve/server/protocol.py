@@ -103,10 +103,13 @@ class Protocol(HttpToolsProtocol):
         self._read(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _hang_up(self, error: RequestError) -> None:
-        """Refuse what is no request."""
-        body = errors.body(error)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        """Refuse what is no request, and close; a client that waits for the answer to another gets no refusal."""
+        cycle = self.cycle
+        broken = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
+        if cycle is None or cycle.response_complete or broken:
+            body = errors.body(error)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
 
 
