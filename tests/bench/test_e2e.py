@@ -37,7 +37,8 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
     with pytest.raises(SystemExit) as end:
         main(["bench", "offline", "demo", "--num-prompts", "3", "--input-len", "8", "--output-len", "4",
-              "--no-progress", "--latency-iters", "2", "--max-num-seqs", "2", "--result-json", str(out)])  # fmt: skip
+              "--no-progress", "--latency-iters", "2", "--max-num-seqs", "2", "--api-key", "k", "--admin-api-key", "a",
+              "--result-json", str(out)])  # fmt: skip
     row = json.loads(out.read_text())
     assert end.value.code == 0 and row["total_output_tokens"] == 12 and row["total_input_tokens"] == 24
     assert row["engine_options"] == {"max_num_seqs": 2} and row["mean_latency_ms"] > 0

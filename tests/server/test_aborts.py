@@ -57,6 +57,19 @@ def test_an_abort_is_acknowledged_by_the_id_as_given(route: str) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("unsaid", [{"group_id": ""}, {"group_id": None, "all": False}])
+def test_what_asks_for_nothing_is_as_good_as_absent(unsaid: dict[str, Any]) -> None:
+    async def scene(s: Site, client: httpx.AsyncClient) -> None:
+        a, b = await begin(s, "a"), await begin(s, "b")
+        answer = await client.post(ROUTES[0], json={"request_ids": ["a"]} | unsaid)
+        assert answer.json() == {"aborted": 1, "results": {"a": "aborted"}}
+        await a.task
+        s.llm.release()
+        await b.task
+
+    play(scene)
+
+
 def test_a_request_that_is_named_twice_counts_once() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         a = await begin(s, "a")

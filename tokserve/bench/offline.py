@@ -96,7 +96,7 @@ def _facts(run: Offline, started: float) -> dict[str, Any]:
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model_id": run.model,
-        "engine_options": {name: value for name, value in run.options.items() if name != "api_key"},
+        "engine_options": {name: value for name, value in run.options.items() if not name.endswith("api_key")},
         "start_seconds": started,
         "dataset": spec.kind,
         "num_prompts": spec.count,

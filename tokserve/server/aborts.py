@@ -54,11 +54,9 @@ async def abort_requests(serving: Serving, request: Request) -> Response:
     asked = decode(await body.read(request, serving.max_body), packed)
     if asked.all:
         results = await serving.llm.abort_all()
-    elif asked.group_id is not None:
+    elif asked.group_id:
         results = await serving.llm.abort_group(asked.group_id)
     else:
         results = await serving.llm.abort(asked.request_ids or [])
-    ended = [name for name, result in results.items() if result == "aborted"]
-    if asked.request_ids:
-        ended = list({bare_id(name) for name in ended})  # a request counts once, whatever it was called
-    return body.reply(request, AbortReply(len(ended), results))
+    aborted = {bare_id(name) for name, result in results.items() if result == "aborted"}  # each once, however named
+    return body.reply(request, AbortReply(len(aborted), results))
