@@ -6,15 +6,13 @@ waiting calls return what they have.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import bare_id
 from tokserve.errors import RequestError
-from tokserve.server import body, errors
+from tokserve.server import body
 from tokserve.server.serving import Serving
 
 
@@ -35,11 +33,7 @@ class AbortReply(msgspec.Struct):
 
 def decode(raw: bytes, packed: bool) -> AbortBody:
     """The body; raises `RequestError`."""
-    values: Any = body.decode(raw, packed)
-    try:
-        asked = msgspec.convert(values, AbortBody)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, AbortBody.__struct_fields__) from None
+    asked = body.convert(body.decode(raw, packed), AbortBody)
     given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
     if not given:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")

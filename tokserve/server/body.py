@@ -7,7 +7,9 @@ is the routes' business.
 from __future__ import annotations
 
 import re
-from typing import Any
+from array import array
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +18,7 @@ from starlette.responses import Response
 from tokserve.errors import RequestError, TooLarge
 from tokserve.server import errors
 
+S = TypeVar("S", bound=msgspec.Struct)
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
@@ -93,6 +96,33 @@ def decode(raw: bytes, packed: bool) -> Any:
         return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
+
+
+async def load(request: Request, limit: int) -> tuple[Any, int]:
+    """The whole body as dictionaries and lists, by its content type, and its size in bytes."""
+    packed = is_msgpack(request)
+    raw = await read(request, limit)
+    return decode(raw, packed), len(raw)
+
+
+def convert(
+    value: Any, kind: type[S], field: str = "", *, known: Iterable[str] | None = None, strict: bool = True
+) -> S:
+    """Decoded `value`, which is `field` of the body, as a struct.  Raises `RequestError` naming the value at fault.
+
+    `known`: the names to suggest for an unknown one; default: those of `kind`.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise errors.from_msgspec(error, kind.__struct_fields__ if known is None else known, field) from None
+
+
+def unpack_ids(packed: bytes, field: str) -> list[int]:
+    """Token ids from little-endian int32 bytes.  Raises `RequestError` for a length that is no multiple of 4."""
+    if len(packed) % 4:
+        raise RequestError(f"{field} must be int32 values, 4 bytes each, got {len(packed)} bytes", field=field)
+    return array("i", packed).tolist()
 
 
 def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -> Response:

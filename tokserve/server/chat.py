@@ -140,12 +140,9 @@ async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Res
 
 async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:
     """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    asked, ignored = schemas.parse(ChatBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(asked.model)
+    asked, ignored, size = await schemas.read(serving, request, ChatBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    return await call_of(serving, request, asked, ignored, len(raw), with_tokens=with_tokens)
+    return await call_of(serving, request, asked, ignored, size, with_tokens=with_tokens)
 
 
 async def call_of(

@@ -9,16 +9,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from tokserve.client.outputs import Logprobs
 from tokserve.errors import RequestError
-from tokserve.server import errors
+from tokserve.server import body, errors
 
-S = TypeVar("S", bound=msgspec.Struct)
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Value = Annotated[float, Meta(ge=-3e38, le=3e38)]
 NAME = "token_id:"
@@ -84,7 +83,7 @@ class Row(NamedTuple):
 def output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
     """Logprobs of the tokens `ids` with `top` alternatives (None: as many as there are), then those `named`."""
     if isinstance(value, dict) and "content" in value:
-        entries = _converted(value, Objects, field).content
+        entries = body.convert(value, Objects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
         if [row.token_id for row in rows] != list(ids):
             raise RequestError(f"{field}.content must be of the tokens in token_ids", field=f"{field}.content")
@@ -191,11 +190,11 @@ def _width(rows: list[Row]) -> int:
 def _table(value: Any, field: str) -> Logprobs:
     """Columns from "arrays" or "base64"."""
     if isinstance(value, dict) and "shape" in value:
-        packed = _converted(value, Packed, field)
+        packed = body.convert(value, Packed, field)
         count, width = packed.shape
         columns = Logprobs(packed.token_logprobs, packed.ranks, packed.top_token_ids, packed.top_logprobs, width)
     else:
-        lists = _converted(value, Arrays, field)
+        lists = body.convert(value, Arrays, field)
         count, width = len(lists.ranks), len(lists.top_token_ids[0]) if lists.top_token_ids else 0
         columns = Logprobs(
             array("f", lists.token_logprobs).tobytes(), array("i", lists.ranks).tobytes(),
@@ -211,10 +210,3 @@ def _table(value: Any, field: str) -> Logprobs:
 def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
     if top is not None and columns.width != top + named:
         raise RequestError(f"{field} must have {top + named} alternatives per token, got {columns.width}", field=field)
-
-
-def _converted(value: Any, kind: type[S], field: str) -> S:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, kind.__struct_fields__, field) from None

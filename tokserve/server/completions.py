@@ -88,10 +88,7 @@ async def completions(serving: Serving, request: Request) -> Response:
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
     """The body with its prompts as ids.  `replies` False: what comes back is no completion, and may be msgpack."""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    asked, ignored = schemas.parse(CompletionBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(asked.model)
+    asked, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = sampling_params(serving, asked)
     terms = msgspec.structs.replace(serving.terms(request, asked), score_each=True)
@@ -101,7 +98,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
     listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
     special = asked.add_special_tokens is not False
-    ids = await off_loop(len(raw), lambda: tokenized(serving, prompts, special, listed))
+    ids = await off_loop(size, lambda: tokenized(serving, prompts, special, listed))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
     if asked.structured_outputs is None:
         others["structured_outputs"] = "response_format"

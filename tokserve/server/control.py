@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.errors import EngineDead, RequestError
-from tokserve.server import body, errors
+from tokserve.server import body
 from tokserve.server.body import Gone
 from tokserve.server.serving import Serving
 
@@ -129,10 +129,9 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> T:
     """Query and body as a `kind`; unknown names in the query are a proxy's affair and ignored."""
-    known = kind.__struct_fields__
     query = request.query_params
     values: dict[str, Any] = {
-        name: query.getlist(name) if name == "tags" else query[name] for name in known if name in query
+        name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
     }
     raw = await body.read(request, serving.max_body)
     if raw.strip():
@@ -140,10 +139,7 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, known) from None
+    return body.convert(values, kind, strict=False)
 
 
 # --- pause ---

@@ -7,13 +7,11 @@ the same classes write them: here a reply only becomes `Completion`s again.  Str
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,26 +19,23 @@ from tokserve.client.inputs import bare_id
 from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import MAX_CHOICES, SamplingParams
-from tokserve.server import body, chat, columns, completions, errors, schemas, tools
+from tokserve.server import body, chat, columns, completions, schemas, tools
 from tokserve.server.flights import PromptTokensDetails, Usage
 from tokserve.server.logprobs import num_rows
-from tokserve.server.schemas import ChatBody, CompletionBody, TextBody
+from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.server.serving import Serving
 from tokserve.server.tools import Plan
 from tokserve.text.detokenizer import Detokenizer
 
 D = TypeVar("D", bound="DerenderBody")
-S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T", bound=TextBody)
 R = TypeVar("R")
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class DerenderBody(BaseModel):
+class DerenderBody(RequestBody):
     """What both routes take."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    model: str | None = None
     stream: bool | None = None
 
 
@@ -136,9 +131,8 @@ class Reader:
     """Generate replies become completions.  `params` None: nobody says what was asked, so all there is is shown."""
 
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
-        self._tokenizer = serving.tokenizer
+        self._serving = serving
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
-        self._limit = max(serving.llm.ready.vocab_size, serving.tokenizer.vocab_size)
         self.params = params or SamplingParams()
         self._known = params is not None
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
@@ -153,7 +147,7 @@ class Reader:
 
     def add(self, value: Any, field: str, prompt: Sequence[int] | None, count: int | None, places: str) -> None:
         """Read one reply.  `prompt` and `count`: the client's own word on the prompt; `places`: where it stands."""
-        reply = _converted(value, Generated, field)
+        reply = body.convert(value, Generated, field)
         where = f"{field}.choices"
         if not reply.choices:
             raise RequestError(f"{where} must not be empty", field=where)
@@ -197,15 +191,9 @@ class Reader:
         return ids
 
     def _ids(self, ids: list[int] | bytes, field: str) -> list[int]:
-        if isinstance(ids, bytes):
-            if len(ids) % 4:
-                raise RequestError(f"{field} must be int32 values, 4 bytes each", field=field)
-            ids = array("i", ids).tolist()
-        if ids and not (min(ids) >= 0 and max(ids) < self._limit):
-            place = next(i for i, token in enumerate(ids) if not 0 <= token < self._limit)
-            field = f"{field}[{place}]"
-            raise RequestError(f"{field} must be a token id from 0 to {self._limit - 1}", field=field)
-        return ids
+        unpacked = body.unpack_ids(ids, field) if isinstance(ids, bytes) else ids
+        self._serving.check_ids(unpacked, field)
+        return unpacked
 
     def _scores(self, reply: Generated, field: str, ids: list[int] | None) -> Logprobs | None:
         """The prompt's logprobs, if they are to be shown."""
@@ -253,7 +241,7 @@ class Reader:
     def _detokenizer(self, stops: Sequence[str], min_tokens: int) -> Detokenizer:
         params = self.params
         return Detokenizer(
-            self._tokenizer, stops, include_stop=params.include_stop_str_in_output,
+            self._serving.tokenizer, stops, include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens, spaces_between_special=params.spaces_between_special_tokens,
             min_tokens=min_tokens,
         )  # fmt: skip
@@ -275,8 +263,7 @@ class Reader:
 
 async def derender_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/derender: a generate reply as the chat's reply"""
-    given, raw = await _read(serving, request, DerenderChatBody)
-    shown, ignored = given
+    shown, ignored, size = await _read(serving, request, DerenderChatBody)
     if shown.generate_response is None:
         raise RequestError("generate_response is required", field="generate_response")
     asked = _request(serving, ChatBody, shown.chat_request, "chat_request", ignored)
@@ -293,13 +280,12 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         answers = chat.reader_of(serving, plan, landed.key, _prompt_of(serving, plan, landed.prompts[0], asked))
         return chat.Render(serving, landed, asked or ChatBody(), reader.params, answers).reply(reader.ends)
 
-    return body.reply(request, await chat.off_loop(raw, work), schemas.ignored_header(ignored))
+    return body.reply(request, await chat.off_loop(size, work), schemas.ignored_header(ignored))
 
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/derender: the generate replies to a request's prompts as its one reply"""
-    given, raw = await _read(serving, request, DerenderCompletionBody)
-    shown, ignored = given
+    shown, ignored, size = await _read(serving, request, DerenderCompletionBody)
     replies = shown.generate_responses
     if not replies:
         raise RequestError("generate_responses must have a reply per prompt", field="generate_responses")
@@ -327,18 +313,15 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         texts = prompts or list(landed.prompts)
         return completions.Render(serving, landed, asked or CompletionBody(), reader.params, texts).reply(ends)
 
-    return body.reply(request, await chat.off_loop(raw, work), schemas.ignored_header(ignored))
+    return body.reply(request, await chat.off_loop(size, work), schemas.ignored_header(ignored))
 
 
-async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[tuple[D, list[str]], int]:
-    """The body with the names of the fields that are ignored, and its size."""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    shown, ignored = schemas.parse(kind, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(shown.model)
+async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, list[str], int]:
+    """As `schemas.read`, of a whole reply."""
+    shown, ignored, size = await schemas.read(serving, request, kind)
     if shown.stream:
         raise RequestError("stream must be false: only whole replies are taken", field="stream")
-    return (shown, ignored), len(raw)
+    return shown, ignored, size
 
 
 def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: list[str]) -> T | None:
@@ -389,13 +372,6 @@ def _agreed(reply: Generated, ids: list[int] | None, count: int | None, places: 
     if lengths and not 0 <= lengths[0] < 1 << 31:
         raise RequestError(f"prompt_tokens{places} must be from 0 to {(1 << 31) - 1}", field=f"prompt_tokens{places}")
     return lengths[0] if lengths else 0
-
-
-def _converted(value: Any, kind: type[S], field: str) -> S:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, kind.__struct_fields__, field) from None
 
 
 def _within(field: str, make: Callable[[], R]) -> R:

@@ -140,16 +140,13 @@ async def stored(serving: Serving, request: Request) -> Response:
 
 async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]:
     """The body, and the chat that it is; errors name the body's own fields."""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    asked, ignored = schemas.parse(ResponsesBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(asked.model)
+    asked, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(asked, body.wants_msgpack(request))
     conversation = _conversation(asked)
     try:
         as_chat = _as_chat(asked, conversation)
         tools.check(as_chat.tools, as_chat.tool_choice)
-        call = await chat.call_of(serving, request, as_chat, [], len(raw))
+        call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
         raise _renamed(error, conversation.places) from None
     others = {name: _here(theirs, ()) for name, theirs in call.fields.others.items()}

@@ -7,16 +7,17 @@ What the values mean is decided in `params` and by the routes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
 
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
 from tokserve.server import errors, structured, tools
+from tokserve.server.body import convert, load, unpack_ids
+from tokserve.server.serving import Serving
 
 # Fields this server does not have, with the values that ask for nothing (null always does).
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -58,7 +59,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"
           "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound="RequestBody")
 
 
 class TextStreamOptions(BaseModel):
@@ -69,14 +70,19 @@ class TextStreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GeneratingBody(BaseModel):
-    """What all routes share that generate text."""
+class RequestBody(BaseModel):
+    """What all text routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
     reasons: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
+
+
+class GeneratingBody(RequestBody):
+    """What all routes share that generate text."""
+
     stream: bool | None = None
     stream_options: TextStreamOptions | None = None
     temperature: float | None = None
@@ -188,11 +194,9 @@ class ResponsesBody(GeneratingBody):
     metadata: dict[str, str] | None = None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(RequestBody):
     """The body of /tokenize: text or messages."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
@@ -205,13 +209,19 @@ class TokenizeBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(RequestBody):
     """The body of /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool | None = None
+
+
+async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
+    """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
+    value, size = await load(request, serving.max_body)
+    asked, ignored = parse(kind, value, strict=serving.config.server.strict)
+    await serving.find_model(asked.model)
+    return asked, ignored, size
 
 
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
@@ -221,7 +231,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         body = kind.model_validate(value)
     except ValidationError as error:
         raise errors.from_pydantic(error, value) from None
-    refused, reasons = (body.refused, body.reasons) if isinstance(body, GeneratingBody) else (REFUSED, {})
+    refused, reasons = body.refused, body.reasons
     ignored = []
     for name, extra in (body.model_extra or {}).items():
         structured.refuse_other_names(name, extra)
@@ -253,9 +263,7 @@ def _as_in_json(value: Any) -> Any:
     for name in ("tokens", "prompt"):
         packed = value.get(name)
         if isinstance(packed, bytes):
-            if len(packed) % 4:
-                raise RequestError(f"{name} must be int32 values, 4 bytes each, got {len(packed)} bytes", field=name)
-            changed[name] = array("i", packed).tolist()
+            changed[name] = unpack_ids(packed, name)
     bias = value.get("logit_bias")
     if isinstance(bias, dict):
         changed["logit_bias"] = {str(key) if type(key) is int else key: each for key, each in bias.items()}
@@ -297,10 +305,7 @@ def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None
 
 def _repetition(value: dict[str, Any]) -> RepetitionDetection:
     given = {name: each for name, each in value.items() if each is not None}
-    try:
-        return msgspec.convert(given, RepetitionDetection)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, RepetitionDetection.__struct_fields__, "repetition_detection") from None
+    return convert(given, RepetitionDetection, "repetition_detection")
 
 
 def count(value: bool | int | None) -> int | None:

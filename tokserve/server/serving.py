@@ -114,6 +114,13 @@ class Serving:
             raise RequestError("this server has no tokenizer", code="tokens_only")
         return self.llm.tokenizer
 
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raise `RequestError` for an id that is in neither the model's vocabulary nor the tokenizer's."""
+        limit = max(self.llm.ready.vocab_size, self.tokenizer.vocab_size)
+        if ids and not (min(ids) >= 0 and max(ids) < limit):
+            place = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
+            raise RequestError(f"{field}[{place}] must be a token id from 0 to {limit - 1}", field=f"{field}[{place}]")
+
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template, the operator's or the model's own."""

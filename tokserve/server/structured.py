@@ -7,13 +7,13 @@ engine.  Other names of it, of the past and of other servers, are refused with t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
-from tokserve.server import errors
+from tokserve.server import body, errors
 
 # names of the past and of other servers, with the values that ask for nothing (null always does)
 OTHER_NAMES: Mapping[str, tuple[Any, ...]] = {
@@ -26,8 +26,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "disable_fallback": (False,), "disable_additional_properties": (False,), "structural_tag": (), "_backend": (),
     "_backend_was_auto": (False,),
 }  # fmt: skip
-
-Kind = TypeVar("Kind")
 
 
 class _JsonSchema(msgspec.Struct):
@@ -65,10 +63,10 @@ def asked(outputs: dict[str, Any] | None, response_format: dict[str, Any] | None
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
-        return _convert(without_habits(outputs, "structured_outputs"), StructuredOutputs, "structured_outputs")
+        return body.convert(without_habits(outputs, "structured_outputs"), StructuredOutputs, "structured_outputs")
     if response_format is None:
         return None
-    given = _convert(response_format, _ResponseFormat, "response_format")
+    given = body.convert(response_format, _ResponseFormat, "response_format")
     if given.type == "json_schema":
         if given.json_schema is None:
             raise RequestError("response_format.json_schema is required", field="response_format.json_schema")
@@ -79,10 +77,3 @@ def asked(outputs: dict[str, Any] | None, response_format: dict[str, Any] | None
             field="response_format.type",
         )  # fmt: skip
     return StructuredOutputs(json_object=True) if given.type == "json_object" else None
-
-
-def _convert(value: dict[str, Any], kind: type[Kind], field: str) -> Kind:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise errors.from_msgspec(error, StructuredOutputs.__struct_fields__, field) from None

@@ -30,14 +30,15 @@ class Text(msgspec.Struct):
 
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize"""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    asked, ignored = schemas.parse(TokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(asked.model)
-    ids = await off_loop(len(raw), lambda: _ids(serving, asked))
-    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if asked.return_token_strs else None
-    answer = Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
+    asked, ignored, size = await schemas.read(serving, request, TokenizeBody)
+    answer = await off_loop(size, lambda: _tokens(serving, asked))
     return body.reply(request, answer, schemas.ignored_header(ignored))
+
+
+def _tokens(serving: Serving, asked: TokenizeBody) -> Tokens:
+    ids = _ids(serving, asked)
+    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if asked.return_token_strs else None
+    return Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
 
 
 def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
@@ -56,15 +57,8 @@ def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize"""
-    packed = body.is_msgpack(request)
-    raw = await body.read(request, serving.max_body)
-    asked, ignored = schemas.parse(DetokenizeBody, body.decode(raw, packed), strict=serving.config.server.strict)
-    await serving.find_model(asked.model)
-    limit = max(serving.llm.ready.vocab_size, serving.tokenizer.vocab_size)
-    for place, token in enumerate(asked.tokens):
-        if not 0 <= token < limit:
-            field = f"tokens[{place}]"
-            raise RequestError(f"{field} must be a token id from 0 to {limit - 1}", field=field)
+    asked, ignored, size = await schemas.read(serving, request, DetokenizeBody)
+    serving.check_ids(asked.tokens, "tokens")
     skip = bool(asked.skip_special_tokens)
-    text = await off_loop(len(raw), lambda: serving.tokenizer.decode(asked.tokens, skip))
+    text = await off_loop(size, lambda: serving.tokenizer.decode(asked.tokens, skip))
     return body.reply(request, Text(text), schemas.ignored_header(ignored))
