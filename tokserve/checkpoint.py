@@ -1,7 +1,7 @@
 """Where a model lives on disk, and its JSON files as plain dictionaries.
 
 `demo` is the model inside the package; a directory is itself; anything else is a Hugging Face hub
-name.  This file opens and parses; what the values mean is decided in `config.resolve` (limits, dtype,
+name.  This file opens and parses; what the values mean is decided in `resolve` (limits, dtype,
 end-of-sequence ids) and in `models/spec` (architecture).
 """
 

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from tokserve.cli.listen import BACKLOG
@@ -68,11 +68,13 @@ class ApiServer:
         watching = [
             asyncio.create_task(each) for each in (_watch(self.llm, server), app.state.serving.metrics.watch_loop())
         ]
-        await server.serve(sockets=[sock])
-        for task in watching:
-            task.cancel()
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            for task in watching:
+                task.cancel()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
         return 1 if self.llm.dead else 0
 
     async def end(self) -> None:
@@ -94,12 +96,7 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
     class Server(uvicorn.Server):
         """uvicorn without its signal handlers: ours drain first."""
 
-        def install_signal_handlers(self) -> None:
-            return
-
         def capture_signals(self) -> Any:
-            from contextlib import nullcontext
-
             return nullcontext()
 
     settings = uvicorn.Config(
@@ -163,11 +160,11 @@ async def _watch(llm: AsyncLLM, server: Any) -> None:
 
 
 def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
+    """Log what the engine is, where it is served, and the seconds the start took."""
     ready = llm.ready
     for name, value in ready.facts.items():
-        logger.info(
-            "%s: %s", name, " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-        )
+        shown = " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+        logger.info("%s: %s", name, shown)
     tokens = ready.num_blocks * ready.block_size
     logger.info("kv cache: %d tokens (%d blocks of %d), max_model_len %d", tokens, ready.num_blocks, ready.block_size,
                 ready.max_model_len)  # fmt: skip

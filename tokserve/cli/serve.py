@@ -30,7 +30,7 @@ def serve(values: dict[str, Any]) -> int:
     started = time.monotonic()
     config = resolve(Config.make(**values))
     log.setup("server", config.server.log_level, config.server.log_format)
-    for group in ("model", "cache", "scheduler", "runtime", "weights", "server"):
+    for group in config.__struct_fields__:
         logger.info("%s: %s", group, _shown(getattr(config, group)))
     with listen.bind(config) as sock:
         return uvloop.run(_run(config, sock, started))
