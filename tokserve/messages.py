@@ -90,13 +90,6 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     width: int = 0
     mode: str = "raw"
 
-    def join(self, later: Logprobs) -> Logprobs:
-        """These rows followed by `later`'s."""
-        return Logprobs(
-            self.token_logprobs + later.token_logprobs, self.ranks + later.ranks,
-            self.top_ids + later.top_ids, self.top_logprobs + later.top_logprobs, self.width, self.mode,
-        )  # fmt: skip
-
     def cut(self, count: int) -> Logprobs:
         """The first `count` rows."""
         n, w = 4 * count, 4 * count * self.width

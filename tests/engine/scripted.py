@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from tests.outputs import Output, unpack
+from tokserve.client.outputs import join_logprobs
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.errors import RequestError
@@ -473,7 +474,7 @@ class Received:
             assert len(self.outputs) == 1, "cached tokens are told with the first output"
             self.cached = output.cached
         if output.logprobs is not None:
-            self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.join(output.logprobs)
+            self.logprobs = join_logprobs([*([self.logprobs] if self.logprobs else []), output.logprobs])
         if output.prompt_logprobs is not None:
             assert len(self.outputs) == 1, "prompt logprobs come with the first output"
             self.prompt_logprobs = output.prompt_logprobs

@@ -72,11 +72,10 @@ def test_rows_of_a_step() -> None:
     assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
 
 
-def test_logprobs_join_and_cut_by_rows() -> None:
+def test_logprobs_are_cut_by_rows() -> None:
     def rows(start: int, n: int) -> m.Logprobs:
         column = np.arange(start, start + n, dtype="<f4").tobytes()
         wide = np.arange(2 * start, 2 * (start + n), dtype="<i4").tobytes()
         return m.Logprobs(column, column, wide, wide, 2, "raw")
 
-    assert rows(0, 3).join(rows(3, 2)) == rows(0, 5)
     assert rows(0, 5).cut(3) == rows(0, 3)

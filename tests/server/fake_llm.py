@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
-from tokserve.client.outputs import Completion, Logprobs, StepStats
+from tokserve.client.outputs import Completion, Logprobs, StepStats, join_logprobs
 from tokserve.config import Config
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Ready, Status, unpack_ids
@@ -251,8 +251,7 @@ class _Choice:
         last.token_ids = [token for part in self.parts for token in part.token_ids]
         last.text = "".join(part.text or "" for part in self.parts) if last.text is not None else None
         rows = [part.logprobs for part in self.parts if part.logprobs is not None]
-        for earlier in reversed(rows[:-1]):
-            last.logprobs = earlier.join(last.logprobs)  # type: ignore[arg-type]
+        last.logprobs = join_logprobs(rows)
         last.prompt_logprobs, last.cached_tokens = first.prompt_logprobs, first.cached_tokens
         return last
 

@@ -26,13 +26,13 @@ def portions(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def run(detokenizer: Detokenizer, parts: list[list[int]]) -> tuple[list[str], StopHit | None]:
-    """All deltas, the flush last, and the hit."""
+    """All deltas, that of the end last, and the hit."""
     deltas, found = [], None
     for part in parts:
         text, hit = detokenizer.push(part)
         deltas.append(text)
         found = found or hit
-    text, hit = detokenizer.flush()
+    text, hit = detokenizer.push((), True)
     return [*deltas, text], found or hit
 
 
@@ -96,7 +96,7 @@ def test_broken_bytes_are_replaced_once_it_is_known() -> None:
     assert detokenizer.push([first]) == ("", None)
     assert detokenizer.push([space]) == ("\ufffd ", None)
     assert detokenizer.push([first]) == ("", None)
-    assert detokenizer.flush() == ("\ufffd", None)
+    assert detokenizer.push((), True) == ("\ufffd", None)
 
 
 def test_a_possible_stop_is_held_and_released() -> None:
@@ -105,7 +105,7 @@ def test_a_possible_stop_is_held_and_released() -> None:
     deltas = [detokenizer.push([token]) for token in ids]
     assert [text for text, _ in deltas] == ["a", "", "", "##b", "", "", "", ""]
     assert deltas[6][1] == StopHit("##!", 6) and detokenizer.hit == StopHit("##!", 6)
-    assert detokenizer.flush() == ("", None)
+    assert detokenizer.push((), True) == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_cost_does_not_grow_with_the_length() -> None:
         counted.decode = decode  # type: ignore[method-assign, assignment]
         ids = tokenizer.encode("the win and a wing 漢 é \u200b" * 100, False)
         detokenizer = Detokenizer(counted, ["never"])
-        joined = "".join(detokenizer.push([token])[0] for token in ids) + detokenizer.flush()[0]
+        joined = "".join(detokenizer.push([token])[0] for token in ids) + detokenizer.push((), True)[0]
         assert joined == tokenizer.decode(ids)
         assert decoded <= 10 * len(ids)
 

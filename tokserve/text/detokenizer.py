@@ -170,10 +170,6 @@ class Detokenizer:
             return before + after, hit
         return self._advance(ids, final)
 
-    def flush(self) -> tuple[str, StopHit | None]:
-        """What is still held, read as it stands: the output has ended."""
-        return self.push((), final=True)
-
     def _advance(self, ids: Sequence[int], final: bool) -> tuple[str, StopHit | None]:
         start = self._stream.mark()
         settled = self._stream.feed(ids)
