@@ -1,4 +1,4 @@
-"""tokserve: tokens in, tokens out, exactly.  Public names are imported on first use, to start fast."""
+"""tokserve: an LLM inference server; tokens in, tokens out, exactly.  Public names are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m tokserve` and the `tokserve` script.  A signal that comes before there is anything to clean up ends it."""
+"""`python -m tokserve` and the `tokserve` script.  Until there is anything to clean up, a signal simply ends it."""
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a while, and Ctrl-C in them shall not print a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a while, and Ctrl-C must not print a traceback
 
 from tokserve.cli.main import main  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""All options: a field is a name, a type, a default, a range and a sentence; CLI and docs follow from it.
+"""All options: a field is a name, a type, a default, a range and a sentence; the command line follows from it.
 
 Field names are the command line flags (`max_model_len` is `--max-model-len`) and the keyword arguments of
 `LLM` and `AsyncLLM`; they are unique over all groups, so nobody needs to know the groups.  A component is
@@ -29,7 +29,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 
 
 def about(text: str, **limits: Any) -> Meta:
-    """The field's sentence for --help and the docs, and its range."""
+    """The field's sentence for --help, and its range."""
     return Meta(description=text, **limits)
 
 
@@ -87,8 +87,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=512)] | None,
-        about("Tokens in a KV page; default 16, on a GPU 64. On a CPU, attention over pages of no multiple of 16 takes "
-              "2.6 times as long."),
+        about("Tokens in a KV page; default: 16, on a GPU 64. On a CPU, attention takes 2.6 times as long if the size "
+              "is not a multiple of 16."),
     ] = None  # fmt: skip
     kv_cache_memory_bytes: Annotated[
         Positive | None,
@@ -164,8 +164,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
-        about("Times within ten minutes that an engine that has crashed or hangs is replaced by another, with the last "
-              "weights that came from a directory; 0: the server ends with its engine."),
+        about("How often within ten minutes an engine that crashes or hangs is replaced by a new one, with the last "
+              "weights that were loaded from a directory; 0: the server ends with its engine."),
     ] = 0  # fmt: skip
 
 
@@ -175,23 +175,23 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight_transfer_config: Annotated[
         dict[str, str | int | bool] | None,
         about('JSON object {"backend": NAME}: how update_weights gets tensors, one of disk, http, ipc, gloo, nccl; '
-             "default disk. disk and http work always. packed and packed_buffer_size_bytes may be here too."),
+             "default: disk. disk and http always work. packed and packed_buffer_size_bytes may be given as well."),
     ] = None  # fmt: skip
     weight_staging: Annotated[
         Literal["auto", "beside", "in_place"],
-        about("Where an update is put: beside the old weights, which keep serving, or in their place (no serving until "
-             "it is complete); auto: beside, if the free memory holds a second set."),
+        about("Where an update goes: beside the old weights, which keep serving, or in their place (nothing is served "
+              "until it is complete); auto: beside, if a second set fits in the free memory."),
     ] = "auto"  # fmt: skip
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
     allowed_weight_dirs: Annotated[
         list[str] | None,
-        about("Directory that weights may be read from while serving, with those below it (repeatable); default: any."),
+        about("Directory, with all below it, that weights may be read from while serving (repeatable); default: any."),
     ] = None
     worker_extension_cls: Annotated[
         str | None,
-        about("module:Class whose methods /collective_rpc may call; it is made with the runner as its one argument."),
+        about("module:Class whose methods /collective_rpc may call; it is constructed with the runner."),
     ] = None
 
 
@@ -203,7 +203,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = False
     max_loras: Annotated[
         int,
-        about("Most adapters that are loaded at once; memory for all of them is taken at the start.", ge=1, le=1024),
+        about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024),
     ] = 4
     max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
     lora_modules: Annotated[
@@ -254,12 +254,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     chat_template: Annotated[str | None, about("Jinja file, or the template itself, instead of the model's.")] = None
     trust_request_chat_template: Annotated[
-        bool, about("Run Jinja templates that come in requests' chat_template: they can take all time and memory.")
+        bool, about("Run templates from the chat_template of requests: one can use any amount of time and memory.")
     ] = False
     enable_auto_tool_choice: Annotated[
         bool | None,
-        about("Read tool calls out of answers where a request leaves it to the model to make some; default: if "
-              "tool_call_parser is known."),
+        about("Parse tool calls out of the output when tool_choice is auto; default: if the model's format is known "
+              "(tool_call_parser)."),
     ] = None  # fmt: skip
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "qwen3_coder", "mistral", "deepseek_v31", "llama3_json"],
@@ -268,9 +268,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"  # fmt: skip
     reasoning_parser: Annotated[
         Literal["qwen3", "deepseek_r1", "mistral"] | None,
-        about("Return the reasoning that a model writes first apart from the content: qwen3 (between <think> and "
-              "</think>), deepseek_r1 (the same, begun even if nothing opens it) or mistral ([THINK]). Default: it is "
-              "content."),
+        about("Return the reasoning that a model writes first separately from the content: qwen3 (between <think> and "
+              "</think>), deepseek_r1 (the same, even without an opening <think>) or mistral ([THINK]). Default: it "
+              "stays in the content."),
     ] = None  # fmt: skip
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
     keep_alive: Annotated[
@@ -290,16 +290,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool | None, about("Serve the status page at /; default: only if nobody but this machine can connect.")
     ] = None
     vllm_metric_names: Annotated[
-        bool, about("Export the metrics that vLLM has under their vllm: names as well, for its dashboards and routers.")
+        bool, about("Also export the metrics that vLLM has under its names (vllm:...), for its dashboards and routers.")
     ] = False
     log_format: Annotated[Literal["text", "json"], about("Log lines for people, or a JSON object per line.")] = "text"
     log_requests: Annotated[
-        bool, about("Log each request when it is accepted or refused, and when it ends: counts and times, no prompts.")
+        bool, about("Log each request when it is accepted or refused and when it ends: counts and times, no prompts.")
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
-        about("URL that OpenTelemetry traces of requests are sent to, as OTLP over HTTP (http://HOST:4318/v1/traces); "
-              "needs the extra `otel`."),
+        about("URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
+              "the extra `otel`."),
     ] = None  # fmt: skip
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
     log_stats_interval: Annotated[
@@ -320,7 +320,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def make(cls, **values: Any) -> Config:
-        """Build from flat field names; None leaves the default.  Raises StartError naming a bad field."""
+        """Build from flat field names; None means the default.  Raises StartError naming the field at fault."""
         groups: dict[str, dict[str, Any]] = {}
         homes = {name: group for group, name, _ in fields()}
         for name, value in values.items():
@@ -335,7 +335,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def fields() -> Iterator[tuple[str, str, Any]]:
-    """(group, field name, annotated type) of every option, in order."""
+    """(group, field name, annotated type) of every option, in order of definition."""
     for group in msgspec.structs.fields(Config):
         hints = get_type_hints(group.type, include_extras=True)
         for field in msgspec.structs.fields(group.type):

@@ -1,8 +1,8 @@
-"""Every error a client or an operator can meet, with the HTTP status it becomes.
+"""Every error that a client or an operator can meet, with the HTTP status it becomes.
 
-Two families: `RequestError` belongs to one request and is answered to its sender; `StartError`
-stops a process from starting and is printed without a traceback.  This file knows nothing of HTTP
-libraries; `server/app` turns the attributes into a response once, for all routes.
+Two families: a `RequestError` belongs to one request and is the answer to it; a `StartError` stops a process from
+starting and is printed without a traceback.  This file knows no HTTP library: `server/errors` turns the attributes
+into a response, for all routes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RequestError(Exception):
 
     status = 400
     type = "invalid_request_error"
-    retry_after: int | None = None  # seconds after which the same may be served
+    retry_after: int | None = None  # seconds after which the same request may be served
 
     def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
         self.message = sendable(message)
@@ -27,7 +27,7 @@ class RequestError(Exception):
         self.code = code
 
     def under(self, prefix: str) -> RequestError:
-        """The same error with `prefix` put before the field's name (`sampling_params` + `top_p`)."""
+        """This error, with its field inside `prefix` (`top_p` becomes `sampling_params.top_p`)."""
         if self.field is not None:
             self.field = f"{prefix}.{self.field}"
         return self
@@ -99,7 +99,7 @@ class TransferFailed(RequestError):
 
 
 class RequestFailed(RequestError):
-    """500: the engine ended this request with an error; others are not touched."""
+    """500: the engine ended this request with an error; other requests are not affected."""
 
     status = 500
     type = "internal_error"
@@ -108,7 +108,7 @@ class RequestFailed(RequestError):
 class EngineDead(RequestError):
     """503: the engine process is gone or does not answer.  `message` is for clients, `private` for the log.
 
-    With `retry_after` (seconds) another engine is being started, and then the same request can be served.
+    With `retry_after` (seconds), another engine is being started, which can serve the same request.
     """
 
     status = 503
@@ -130,7 +130,7 @@ class EngineDead(RequestError):
 
 
 _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)
-BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # what crosses a process boundary
+BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # that cross processes
 
 REFUSALS = (  # what a `Verdict` may say
     "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
@@ -138,7 +138,7 @@ REFUSALS = (  # what a `Verdict` may say
 
 
 def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -> RequestError:
-    """The error of a request that the engine did not accept; `field`: the sampling parameter at fault, or ""."""
+    """The error of a request that the engine refused; `field`: the sampling parameter at fault, or ""."""
     if refusal == "duplicate_id":
         return Conflict(message, field="request_id", code=refusal)
     if refusal == "queue_full":

@@ -1,8 +1,8 @@
 """One log format for all processes: a line of text, or a JSON object, per record.
 
-The process name is set once by `setup`; library code uses `logging.getLogger(__name__)` with lazy arguments.  A line
-about a request carries its id: that of the request whose task is running (`request_id`), or what a record says with
-`extra={"request_id": ...}`.  `extra={"fields": {...}}` adds members to the JSON object, for what the text says.
+`setup` sets the process name once; library code uses `logging.getLogger(__name__)` with lazy arguments.  A line
+about a request carries its id: from `extra={"request_id": ...}`, or else that of the running task (`request_id`).
+`extra={"fields": {...}}` adds members to the JSON object, which the text should say as well.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Format = Literal["text", "json"]
 
 
 class _Lines(logging.Formatter):
-    """`time level process logger: text`, with control characters escaped and the lines of a traceback indented, so
-    that no client can forge a line."""
+    """`time level process logger: text`; control characters are escaped and tracebacks indented, so that no client can
+    forge a line."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(about)s%(message)s", "%Y-%m-%d %H:%M:%S")
@@ -83,7 +83,7 @@ def _whole(value: Any) -> Any:
 
 
 def setup(process: str, level: str = "info", form: Format = "text") -> None:
-    """Send all logging to stderr in this form; call once per process."""
+    """Log to stderr in this form; call once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines(process) if form == "text" else _Objects(process))
     root = logging.getLogger()

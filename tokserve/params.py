@@ -1,8 +1,8 @@
-"""What a client asks of one generation: the sampling parameters, their ranges and their checks.
+"""The sampling parameters of a request: names, defaults and ranges.
 
 One frozen struct from HTTP to the sampler, so a name means the same everywhere.  The last group of
 fields is for the front end only (text and choices); the engine receives a copy without them.
-Checks that need the server's vocabulary or limits are made in `client/inputs`.
+Must not know a model: checks that need its vocabulary or limits are made in `client/inputs`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the text of an output must be: exactly one of the first five.
+    """The form that the text of an output must have: exactly one of the first five fields is given.
 
-    `json`: JSON that a schema (an object, or its JSON text) describes.  `regex`: a match from start to end.  `choice`:
-    one of these.  `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.
-    The other two are about JSON: no white space between its tokens, or such as a regex matches.
+    `json`: JSON that matches a schema (an object, or its JSON text).  `regex`: a full match.  `choice`: one of these.
+    `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.  The other two
+    restrict the white space in JSON: none between tokens, or what a regex matches.
     """
 
     json: dict[str, Any] | str | None = None
@@ -67,7 +67,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given, of a valid one."""
+        """The name of the field that is given; call `validate` first."""
         return next(name for name in GRAMMAR_BYTES if getattr(self, name) not in (None, False))
 
     def validate(self) -> None:
@@ -80,9 +80,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if self.json is None and self.json_object is not True:
             for name in ("disable_any_whitespace", "whitespace_pattern"):
                 if getattr(self, name):
-                    _refuse(f"{at}.{name}", "is about json and json_object")
+                    _refuse(f"{at}.{name}", "applies to json and json_object only")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            _refuse(f"{at}.whitespace_pattern", "and disable_any_whitespace exclude each other")
+            _refuse(f"{at}.whitespace_pattern", "and disable_any_whitespace are mutually exclusive")
         if self.choice is not None and not self.choice:
             _refuse(f"{at}.choice", "must not be empty")
         if self.json is not None:
@@ -96,7 +96,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 _refuse(f"{at}.{name}", f"must have at most {most} bytes, got {size}")
 
     def plain(self) -> StructuredOutputs:
-        """The same with the schema as text, which every encoding can carry."""
+        """A copy with the schema as text, which every encoding can represent."""
         return msgspec.structs.replace(self, json=self._schema()) if isinstance(self.json, dict) else self
 
     def _schema(self) -> str:
@@ -121,8 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
-    `logprob_token_ids` the logprobs of given ids at every generated position.  `structured_outputs` is the form that
-    the text must have.
+    `logprob_token_ids` the logprobs of given ids at every generated position.
     """
 
     temperature: float = 1.0
@@ -165,7 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def for_engine(self, **changes: Any) -> SamplingParams:
-        """A copy without the front end's fields and with `changes` made."""
+        """A copy without the front end's fields, with `changes` applied."""
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
         return msgspec.structs.replace(

@@ -110,7 +110,7 @@ def test_without_descriptors_there_is_no_link(monkeypatch: pytest.MonkeyPatch) -
         raise zmq.ZMQError(errno.EMFILE)
 
     async def scene() -> None:
-        with pytest.raises(StartError, match="no socket to the engine"):
+        with pytest.raises(StartError, match="cannot make a socket to the engine"):
             Link("ipc:///nowhere", lambda message: None, lambda: None)
 
     monkeypatch.setattr(zmq, "Context", exhausted)

@@ -77,7 +77,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"regex": "a", "structural_tag": "x"}, ".structural_tag", "not supported"),
     ({"json_object": False}, "", "exactly one of"), ({"regex": "a" * 20_000}, ".regex", "at most 16384 bytes"),
     ({"regex": "a", "whitespace_pattern": "b"}, ".whitespace_pattern", "json"),
-    ({"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": "b"}, ".whitespace_pattern", "exclude"),
+    ({"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": "b"}, ".whitespace_pattern", "exclusive"),
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""The prompts of a benchmark: made from a seed, or read from a file.  Knows nothing of servers or engines.
+"""The prompts of a benchmark: made from a seed, or read from a file.  Must not know servers or engines.
 
-A `Talk` is one conversation: what is new in each of its turns and how much output is asked for.  What was said
-before (prompt and output) is put in front by whoever runs it, because only they know the output.
+A `Talk` is one conversation: what each turn adds to the prompt, and how much output it asks for.  Whoever runs it
+prepends the earlier turns, since only they know the outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokserve.errors import StartError
 Prompt = list[int] | str
 Kind = Literal["random", "shared-prefix", "jsonl"]
 KINDS: tuple[Kind, ...] = ("random", "shared-prefix", "jsonl")
-LOWEST_ID = 10  # ids below are special tokens in many vocabularies
+LOWEST_ID = 10  # lower ids are special tokens in many vocabularies
 DEFAULT_VOCAB = 256  # every model has that many ids
 WORDS = (
     "the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as", "his",
@@ -42,7 +42,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSpec:
-    """What to make.  Lengths are tokens, or words with `text`; a ratio r draws them from [l(1-r), l(1+r)]."""
+    """What to make.  Lengths are in tokens, or words with `text`; `range_ratio` r draws them from [l(1-r), l(1+r)]."""
 
     kind: Kind = "random"
     count: int = 100
@@ -58,7 +58,7 @@ class DatasetSpec:
     text: bool = False
 
     def check(self) -> None:
-        """Raise StartError for what cannot be made."""
+        """Raise StartError for values out of range or in conflict."""
         if self.kind not in KINDS:
             raise StartError(f"--dataset must be one of {', '.join(KINDS)}, got {self.kind!r}")
         for name, least in (("count", 1), ("input_len", 1), ("output_len", 1), ("turns", 1), ("turn_len", 1)):
@@ -83,9 +83,9 @@ class DatasetSpec:
 
 
 def make(spec: DatasetSpec, *, stream: int = 0) -> list[Talk]:
-    """The conversations of `spec`; the same spec gives the same ones.
+    """The conversations of `spec`, always the same ones for the same spec.
 
-    Another `stream` gives other prompts with the same shared prefix, for warming up.
+    Another `stream` gives other prompts with the same shared prefix, for the warm-up.
     """
     spec.check()
     if spec.kind == "jsonl":

@@ -1,6 +1,6 @@
-"""The engine without HTTP: throughput with all prompts at once, and the latency of one batch.
+"""Measures the engine without HTTP: throughput with all prompts at once, and the latency of one batch.
 
-Goes through the public `LLM`, so what it measures is what a script gets.
+Uses the public `LLM`, so it measures what a script gets.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _generate(llm: LLM, run: Offline, talks: Sequence[Talk], *, progress: bool) 
 
 
 def _latencies(llm: LLM, run: Offline) -> list[float]:
-    """Seconds for one batch each time; its prompts differ every time, so no prefix is cached."""
+    """Seconds per batch; the prompts differ each time, so that no prefix is cached."""
     spec = replace(run.dataset, count=run.batch_size)
     return [_generate(llm, run, datasets.make(spec, stream=2 + i), progress=False)[1] for i in range(run.latency_iters)]
 
 
 def _outcome(output: RequestOutput, duration: float) -> Outcome:
-    """A result in the form the report counts."""
+    """An output in the form that `report` takes."""
     failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
     return Outcome(
         start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,

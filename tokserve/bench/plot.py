@@ -1,4 +1,4 @@
-"""A picture of a run: how latencies are distributed and when requests were in flight.  Needs matplotlib."""
+"""A plot of a run: the distribution of latencies, and when requests were in flight.  Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokserve.bench.report import METRICS, Outcome
 
 
 def draw(outcomes: Sequence[Outcome], path: str, title: str) -> None:
-    """Write a picture in the format of the path's suffix."""
+    """Write the plot in the format of the path's suffix."""
     served = [o for o in outcomes if o.error is None]
     values = {
         "ttft": [o.ttft for o in served if o.ttft is not None],

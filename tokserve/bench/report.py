@@ -1,7 +1,7 @@
-"""What was measured, as numbers: counts, rates, percentiles, goodput; as JSON and as a table.
+"""The figures of a run: counts, rates, percentiles, goodput; as JSON and as a table.
 
-The JSON's names are those of vLLM's benchmark, so that scripts which compare servers read both.  Nothing here
-knows how the requests were made.
+Names in the JSON are those of vLLM's benchmark, so that scripts can read both.  Must not know how the requests were
+made.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """`50,99.9` as numbers; StartError if that is not what it is."""
+    """`50,99.9` as numbers.  Raises StartError."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -65,7 +65,7 @@ def parse_percentiles(text: str) -> list[float]:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 tpot:50` as limits in milliseconds."""
+    """`ttft:200 tpot:50` as limits in milliseconds.  Raises StartError."""
     limits: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition(":")
@@ -80,7 +80,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
-    """Whether a served request keeps every limit; one without a second token keeps any tpot."""
+    """Whether a served request is within every limit; one without a second token is within any tpot."""
     return all((getattr(outcome, name) or 0.0) * 1e3 <= limit for name, limit in limits.items())
 
 
@@ -173,7 +173,7 @@ def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
 
 
 def check_path(path: str | None, flag: str) -> None:
-    """Raise StartError before a long run if its result could not be written."""
+    """Raise StartError, before a long run, if its result could not be written."""
     if path is not None and not Path(path).resolve().parent.is_dir():
         raise StartError(f"{flag}: the directory of {path} does not exist")
 

@@ -1,8 +1,9 @@
-"""Load on a running server: when requests go out, and the clock around each of them.
+"""Load on a running server: when requests are sent, and how long each takes.
 
 Open loop: with a request rate, requests are due at the times of a Poisson process whatever the server does, and
-TTFT counts from when a request was due, so a slow server cannot hide its queue.  Closed loop: with a concurrency
-alone, a request is due when the one before it in its lane is done.  With both, the wait for a free lane counts.
+TTFT counts from when a request was due, so that a slow server cannot hide its queue.  Closed loop: with only a
+concurrency, a request is due when the previous one in its lane is done.  With both, waiting for a free lane counts.
+Must not know the form of requests and replies (`wire`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tokserve.bench.report import Outcome, details, result
 from tokserve.bench.wire import PATHS, BadReply, EventLines, Memory, Reply, RequestShape
 from tokserve.errors import StartError
 
-BUFFER = 1 << 20  # bytes read from a socket at once at most
+BUFFER = 1 << 20  # most bytes read from a socket at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Load:
     progress: bool = True
 
     def check(self) -> None:
-        """Raise StartError for what makes no sense."""
+        """Raise StartError for values out of range or in conflict."""
         shape = self.shape
         if not self.request_rate > 0.0:
             raise StartError(f"--request-rate must be above 0, got {self.request_rate}")
@@ -115,7 +116,7 @@ class Runner:
             gate.release()
 
     async def _talk(self, talk: Talk, due: float, bar: Any) -> None:
-        """A conversation: each later turn is due when the one before is done; a failure ends it."""
+        """Run a conversation: each later turn is due when the previous one is done; a failure ends it."""
         memory = Memory(self._load.shape.backend)
         for number, turn in enumerate(talk.turns):
             outcome, reply = Outcome(start=due if number == 0 else self._now()), Reply(self._load.shape)
@@ -153,7 +154,7 @@ class Runner:
 
 
 def _fill(outcome: Outcome, reply: Reply, prompt: Any) -> None:
-    """What the reply says, into the outcome."""
+    """Copy what the reply says into the outcome."""
     usage = reply.usage
     outcome.output_tokens = reply.output_tokens
     outcome.input_tokens = usage.prompt_tokens if usage else 0

@@ -1,7 +1,7 @@
-"""The three kinds of request and what is read of their answers.  Knows nothing of sockets, clocks or statistics.
+"""The three kinds of request, and what is read from their replies.  Must not know sockets, clocks or statistics.
 
-Only the fields that are measured are declared, so the rest of a chunk (logprobs, say) is skipped by the decoder
-and not built: the client stays cheap beside the server.
+Only the fields that are measured are declared, so that the decoder skips the rest of a chunk (logprobs, say): the
+client must cost little beside the server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Delta(msgspec.Struct):
     reasoning: str | None = None
 
     def text(self) -> str:
-        """What is not empty first."""
+        """The first field that is not empty."""
         return self.content or self.reasoning_content or self.reasoning or ""
 
 
@@ -69,7 +69,7 @@ class Chunk(msgspec.Struct):
 
 
 class BadReply(Exception):
-    """The reply is not what the route promises; the text says what is wrong."""
+    """The reply is not what was asked for; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class RequestShape:
     temperature: float = 0.0
     ignore_eos: bool = True
     logprobs: int | None = None
-    return_token_ids: bool = False  # conversations over the completions route need them
+    return_token_ids: bool = False  # needed for conversations over the completions route
 
     def body(self, prompt: Any, output_len: int) -> bytes:
         """The request as JSON.  `prompt` is ids, text, or for chat a list of messages."""
@@ -203,7 +203,7 @@ _DECODER = msgspec.json.Decoder(Chunk)
 
 
 class Memory:
-    """What a conversation has said so far, in the form the backend wants."""
+    """A conversation so far, in the form that the backend wants."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -211,7 +211,7 @@ class Memory:
         self._prompt: Prompt | None = None
 
     def ask(self, new: Prompt) -> Any:
-        """The whole prompt of the next turn."""
+        """The whole prompt of the next turn, which adds `new`."""
         if self._backend == "openai-chat":
             self._messages.append({"role": "user", "content": str(new)})
             return list(self._messages)
@@ -221,7 +221,7 @@ class Memory:
         return self._prompt
 
     def hear(self, reply: Reply) -> None:
-        """Remember choice 0 of the reply."""
+        """Append choice 0 of the reply."""
         text = "".join(reply.output_text)
         if self._backend == "openai-chat":
             self._messages.append({"role": "assistant", "content": text})

@@ -1,9 +1,9 @@
-"""One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and dying with it.
+"""One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and ending with it.
 
-Stdin is a socket to the supervisor.  From there comes one line of JSON, the `Opening`; one goes back, the `Report`,
-when this process can serve or knows that it cannot.  An `Engine` comes for every engine that takes the place of one,
-or an empty one when none does.  The channel's end means that the supervisor is gone.  The listening socket and the
-shared counters are inherited.
+Stdin is a socket to the supervisor, with a JSON object per line: first comes the `Opening`, and a `Report` goes back
+when this process can serve or knows that it cannot.  Later, an `Engine` comes for every engine that replaces another,
+an empty one if none does.  The end of the stream means that the supervisor is gone.  The listening socket and the
+shared counters are inherited.  Must not know the other API processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINES = 1 << 16  # bytes read at once
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What the process needs to know.  `name` is its name to the engine, `listening` a descriptor."""
+    """What the process needs to know.  `name`: under which the engine knows it.  `listening`: a descriptor."""
 
     config: Config
     name: str
@@ -44,14 +44,14 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """The engine's address and process; none: it has ended and is not replaced."""
+    """The engine's address and process; empty: it has ended and is not replaced."""
 
     address: str = ""
     pid: int = 0
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Ready to serve, unless there is an error."""
+    """The process can serve, unless there is an error."""
 
     error: str | None = None
 
@@ -61,7 +61,7 @@ def main() -> None:
     with open(SUPERVISOR, "rb", closefd=False) as channel:
         line = channel.readline()
     if not line:
-        sys.exit("an API process is started by `tokserve serve --api-server-count N`, with its orders on stdin")
+        sys.exit("API processes are started by `tokserve serve --api-server-count N`, which talks to their stdin")
     opening = msgspec.json.decode(line, type=Opening)
     server = opening.config.server
     log.setup(f"api-{opening.place.index}", server.log_level, server.log_format)
@@ -95,7 +95,7 @@ def _tell(report: Report) -> None:
 
 
 def _listen(llm: AsyncLLM, config: Config) -> None:
-    """What the supervisor says.  (Lines are short and far between: each is read whole.)"""
+    """Handle what the supervisor sends.  (Lines are short and rare: each is read whole.)"""
     lines = b""
     with suppress(ConnectionError):
         lines = os.read(SUPERVISOR, LINES)
@@ -110,7 +110,7 @@ def _listen(llm: AsyncLLM, config: Config) -> None:
 
 
 def _leave(config: Config) -> None:
-    """The supervisor says nothing more, so it is gone, and whatever this process still did would be unheard of."""
+    """End at once: without the supervisor, nobody would look after this process."""
     logger.info("the supervisor is gone: leaving")
     listen.remove(config)
     logging.shutdown()

@@ -1,6 +1,6 @@
-"""`tokserve bench serve` and `tokserve bench offline`: their flags, and the way from flags to a printed table.
+"""`tokserve bench serve` and `tokserve bench offline`: their flags, and from there to a printed table.
 
-What measures is imported when a benchmark runs: it needs packages that serving does not.
+The benchmarks themselves (`bench/`) are imported when one runs: they need packages that serving does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ DATASETS = ("random", "shared-prefix", "jsonl")
 
 def add_bench(commands: Any) -> None:
     """Add the `bench` command and its two subcommands."""
-    bench = commands.add_parser("bench", help="measure a server or the engine", description="Measure.")
+    bench = commands.add_parser(
+        "bench", help="measure a server or the engine", description="Measure throughput and latency."
+    )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
     served = kinds.add_parser(
         "serve",
@@ -31,7 +33,7 @@ def add_bench(commands: Any) -> None:
     _add_server(served)
     _add_prompts(served, seed="--seed")
     served.add_argument("--turns", type=int, default=1, metavar="T", help="turns of a conversation: each prompt is "
-                        "the one before, its output and new tokens. Default: 1.")  # fmt: skip
+                        "the previous one, its output and new tokens. Default: 1.")  # fmt: skip
     served.add_argument("--turn-len", type=int, metavar="N", help="new tokens of later turns. Default: --input-len.")
     _add_sampling(served)
     served.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True,
@@ -50,7 +52,7 @@ def add_bench(commands: Any) -> None:
     bench_flags = offline.add_argument_group("benchmark")
     _add_prompts(bench_flags, seed="--prompt-seed")
     _add_sampling(bench_flags)
-    bench_flags.add_argument("--warmup", type=int, default=1, metavar="N", help="prompts before the clock. Default: 1.")
+    bench_flags.add_argument("--warmup", type=int, default=1, metavar="N", help="prompts before the run. Default: 1.")
     bench_flags.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts of a latency batch. "
                              "Default: 1.")  # fmt: skip
     bench_flags.add_argument("--latency-iters", type=int, default=5, metavar="N", help="latency batches. Default: 5.")
@@ -76,8 +78,8 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
     add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (words with openai-chat). "
         "Default: 128.")  # fmt: skip
     add("--output-len", type=int, default=64, metavar="N", help="tokens asked for. Default: 64.")
-    add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens in front of --input-len, the same "
-        "in all prompts (in the cache after the warm-up).")  # fmt: skip
+    add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens before those of --input-len, "
+        "the same in all prompts (and cached after the warm-up).")  # fmt: skip
     add("--range-ratio", type=float, default=0.0, metavar="R", help="draw lengths from [len*(1-R), len*(1+R)]. "
         "Default: 0.")  # fmt: skip
     add("--dataset-path", metavar="FILE", help='jsonl: rows {"prompt": text or ids, "output_len"?: N}.')
@@ -85,7 +87,7 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
         "every model has.")  # fmt: skip
     add(
         seed, dest="prompt_seed", type=int, default=0, metavar="N",
-        help="of prompts and arrivals; asked a second time, the prompts are in the prefix cache. Default: 0.",
+        help="seed of prompts and arrivals; in a second run with the same seed the prompts are cached. Default: 0.",
     )  # fmt: skip
 
 
@@ -100,13 +102,13 @@ def _add_sampling(parser: Any) -> None:
 
 def _add_load(parser: Any) -> None:
     add = parser.add_argument
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="conversations due per second, as a Poisson "
-        "process; TTFT counts from when a request is due. Default: inf, all at once.")  # fmt: skip
-    add("--max-concurrency", type=int, metavar="N", help="conversations in flight at most; without a rate this is a "
+    add("--request-rate", type=float, default=math.inf, metavar="R", help="conversations started per second, as a "
+        "Poisson process; TTFT counts from when a request is due. Default: inf, all at once.")  # fmt: skip
+    add("--max-concurrency", type=int, metavar="N", help="most conversations in flight; without a rate this is a "
         "closed loop. Default: no limit.")  # fmt: skip
-    add("--warmup", type=int, default=1, metavar="N", help="requests before the clock. Default: 1.")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits: ttft:200 tpot:50 "
-        "e2el:5000.")  # fmt: skip
+    add("--warmup", type=int, default=1, metavar="N", help="requests before the measurement. Default: 1.")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within these limits, e.g. "
+        "ttft:200 tpot:50 e2el:5000.")  # fmt: skip
 
 
 def _add_output(parser: Any, *, plot: bool) -> None:
@@ -172,7 +174,7 @@ def _serve(v: dict[str, Any]) -> int:
         draw(outcomes, v["plot"], f"{row['model_id']}, {row['backend']}, {row['output_throughput']:.0f} output tok/s")
     print(report.table(row, percentiles))
     if load.dataset.kind == "random" and load.dataset.turns == 1 and row["total_cached_tokens"]:
-        print("note: the server had prompt tokens in its prefix cache, as after a run with the same seed; "
+        print("note: prompt tokens were found in the server's prefix cache, as after a run with the same seed; "
               "try another --seed")  # fmt: skip
     return 0 if row["completed"] else 1
 

@@ -1,7 +1,7 @@
-"""One API process' life: the HTTP side is imported while the engine loads, served, drained and ended.
+"""The HTTP server of one API process, from start to end, with its banner and its line of statistics.
 
-The first signal drains, the second aborts what still runs.  Knows nothing of other API processes but the `Place`
-that it passes on.  What operators read (the banner, the line of statistics) is here as well.
+It is imported while the engine loads.  The first signal drains, the second aborts what still runs.  Of other API
+processes it knows only the `Place` that it passes on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tokserve.errors import EngineDead, StartError
 from tokserve.server.counters import Place
 
 logger = logging.getLogger("tokserve.serve")
-HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies after the first, a further signal
-ABORT_SECONDS = 5.0  # for an engine to end its requests; one that hangs is not waited for
-DEAD_GRACE = 5.0  # seconds that 503s are answered after the engine's death, before the process exits
+HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies, after the first signal and after further ones
+ABORT_SECONDS = 5.0  # for the engine to abort requests, as it may hang
+DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process exits
 
 
 class Signals:
-    """What SIGTERM, SIGINT and SIGHUP do: at first end the start-up, later whatever `act` is set to.
+    """Calls `act` on SIGTERM, SIGINT and SIGHUP; it may be set to something else later.
 
     A SIGHUP that is ignored when the process starts (`nohup`) stays ignored.
     """
@@ -51,10 +51,10 @@ class ApiServer:
         self._http: Any = None
 
     async def start(self, joining: Coroutine[Any, Any, None] | None = None) -> None:
-        """Start the engine, or join one by `joining`; the HTTP side is imported meanwhile.  Raises StartError."""
+        """Start the engine, or await `joining` one, and import the HTTP server meanwhile.  Raises StartError."""
         engine = asyncio.create_task(joining or self.llm.start())
         try:
-            await asyncio.sleep(0)  # the engine's process is there
+            await asyncio.sleep(0)  # starts the engine's process
             self._http = await asyncio.to_thread(_http_server, self.llm, self._config, self._place)
             await engine
         finally:
@@ -63,7 +63,7 @@ class ApiServer:
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Serve until a signal or the engine's death; returns the exit code."""
         server, app, tracing = self._http
-        gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
+        gc.freeze()  # what exists now lives as long as the process: collections need not visit it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
         watching = [
             asyncio.create_task(each) for each in (_watch(self.llm, server), app.state.serving.metrics.watch_loop())
@@ -78,12 +78,12 @@ class ApiServer:
         return 1 if self.llm.dead else 0
 
     async def end(self) -> None:
-        """Leave the engine; one of our own ends."""
+        """Leave the engine, and end it if it was started here."""
         await self.llm.shutdown()
 
 
 def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
-    """The uvicorn server, the app with its drain switch, and the tracing; imported while the engine loads."""
+    """The uvicorn server, the app, and the tracing (or None)."""
     import uvicorn
 
     from tokserve.server.app import build_app
@@ -94,7 +94,7 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
     app = build_app(llm, config, place=place, trace=tracing and tracing.observe)
 
     class Server(uvicorn.Server):
-        """uvicorn without its signal handlers: ours drain first."""
+        """uvicorn's without its signal handlers: ours drain first."""
 
         def capture_signals(self) -> Any:
             return nullcontext()
@@ -107,13 +107,13 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
     )  # fmt: skip
     try:
         settings.load()
-    except OSError as error:  # what ssl raises is one
+    except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
     return Server(settings), app, tracing
 
 
 def _tracing(config: Config) -> Any:
-    """Where spans are made.  Raises StartError."""
+    """The tracing.  Raises StartError if its package is missing."""
     try:
         from tokserve.server.tracing import Tracing
     except ImportError:
@@ -123,7 +123,7 @@ def _tracing(config: Config) -> Any:
 
 
 def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:
-    """What a signal does from now on."""
+    """What a signal does while serving: drain, the next time abort."""
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 
@@ -172,13 +172,13 @@ def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
 
 
 async def report(llm: AsyncLLM, config: Config) -> None:
-    """One line per interval in which tokens were computed."""
+    """Log a line of statistics for every interval in which the engine ran steps."""
     interval = config.server.log_stats_interval
     last = llm.stats
     while True:
         await asyncio.sleep(interval)
         now = llm.stats
-        if now.steps < last.steps:  # another engine has begun to count
+        if now.steps < last.steps:  # another engine counts from zero
             last = StepStats()
         if now.steps != last.steps:
             hits = now.prefix_hits - last.prefix_hits

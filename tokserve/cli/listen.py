@@ -1,6 +1,6 @@
-"""The address a server listens on: taken before anything loads, shared by several processes, left clean at the end.
+"""The server's address: bound before anything loads, shared by several processes, removed at the end.
 
-Nothing is listened on here: whoever accepts begins when requests can be served.
+Binding comes first, so that a port in use is reported at once; listening (`begin`) only when requests can be served.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKLOG = 4096  # connections not yet accepted
 
 
 def bind(config: Config) -> socket.socket:
-    """The socket, bound.  Raises StartError, for a port in use as well."""
+    """A socket bound to the configured address.  Raises StartError, as for a port in use."""
     server = config.server
     if server.uds:
         family, where = socket.AF_UNIX, server.uds
@@ -30,7 +30,7 @@ def bind(config: Config) -> socket.socket:
             remove_stale(server.uds)
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: tokens leave at once
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited: small writes are sent at once
         sock.bind(address)
         if server.uds:
             os.chmod(server.uds, 0o600)
@@ -41,8 +41,8 @@ def bind(config: Config) -> socket.socket:
 
 
 def begin(sock: socket.socket, config: Config) -> None:
-    """Listen: from here on clients connect.  Raises StartError if another server, started at the same time, was first:
-    of two that are bound and do not listen yet the kernel says nothing."""
+    """Listen: from here on clients can connect.  Raises StartError if another server, started at the same time, was
+    first: the kernel lets both bind as long as neither listens."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -52,12 +52,12 @@ def begin(sock: socket.socket, config: Config) -> None:
 def spread(sock: socket.socket, count: int) -> list[socket.socket]:
     """A socket at the same address for each of `count` processes; the first is the one given.
 
-    The kernel spreads TCP connections over them evenly, while of one socket that all accept from, whoever wakes first
-    takes most of a burst.  For a Unix socket it has no such thing: all get the same.
+    The kernel spreads TCP connections over them evenly; if all accepted from one socket, the first to wake would take
+    most of a burst.  It cannot do so for a Unix socket: all processes share one.
     """
     if sock.family == socket.AF_UNIX:
         return [sock] * count
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: binding had to notice other servers
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: `bind` had to notice other servers
     sockets = [sock]
     for _ in range(count - 1):
         other = socket.socket(sock.family, socket.SOCK_STREAM)
@@ -70,7 +70,7 @@ def spread(sock: socket.socket, count: int) -> list[socket.socket]:
 
 
 def url(config: Config, sock: socket.socket) -> str:
-    """Where clients find it."""
+    """The URL of the socket, for clients."""
     if config.server.uds:
         return f"unix:{config.server.uds}"
     host, port = sock.getsockname()[:2]
@@ -79,6 +79,6 @@ def url(config: Config, sock: socket.socket) -> str:
 
 
 def remove(config: Config) -> None:
-    """Take a Unix socket's file away."""
+    """Remove the file of a Unix socket."""
     if config.server.uds and os.path.exists(config.server.uds):
         os.unlink(config.server.uds)

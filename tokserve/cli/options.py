@@ -1,7 +1,7 @@
-"""Command line flags made from the config fields: one flag a field, its sentence as help.
+"""Command line flags from the config fields: one flag per field, with its sentence as help.
 
-Only the shape of a value is parsed here (number, JSON, size suffix); ranges are checked by the config
-itself, so that the command line and the Python API refuse the same values with the same words.
+Only the form of a value is parsed here (number, JSON, size suffix); the config itself checks ranges, so that the
+command line and the Python API refuse the same values with the same words.  Must not know any option by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _add(group: Any, name: str, hint: Any) -> None:
 
 
 def _unwrap(hint: Any) -> tuple[Any, str, bool]:
-    """Of an annotated field: the plain type (without None and ranges), the sentence, whether its flag takes several
+    """An annotated field's plain type (without None and ranges), its sentence, and whether one flag takes several
     values."""
     text, several = "", False
     while True:

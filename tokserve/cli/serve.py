@@ -1,6 +1,6 @@
-"""`tokserve serve`: one API process with the engine beside it, or several under a supervisor; from start to end.
+"""`tokserve serve`, from start to end: this process serves HTTP itself, or supervises several that do.
 
-The port is taken before the engine loads (a port in use is told at once) but listened on only when
+The port is bound before the engine loads, so that a port in use is reported at once, but listened on only when
 requests can be served.  A signal while the engine loads ends the start.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("tokserve.serve")
 
 
 def serve(values: dict[str, Any]) -> int:
-    """Serve until told to stop; returns the exit code (1: the engine died)."""
+    """Serve until a signal; returns the exit code (1: the engine died).  Raises StartError."""
     started = time.monotonic()
     config = resolve(Config.make(**values))
     log.setup("server", config.server.log_level, config.server.log_format)
@@ -51,10 +51,10 @@ async def _run(config: Config, sock: socket.socket, started: float) -> int:
     try:
         await asyncio.wait([starting])
         if starting.cancelled():
-            logger.info("told to stop while starting")
+            logger.info("stopped by a signal while starting")
             return 0
         starting.result()
-        listen.begin(sock, config)  # those who connect are served in a moment
+        listen.begin(sock, config)  # clients can connect; they are served in a moment
         banner(front.llm, listen.url(config, sock), time.monotonic() - started)
         reporting = asyncio.create_task(report(front.llm, config))
         try:

@@ -1,10 +1,9 @@
 """`AsyncLLM`: the engine as an async Python object, and the only way to it for the HTTP server and `LLM`.
 
-`stream` checks and sends a request at once and returns a `Stream` of what is new in it; `generate` is that in vLLM's
-shape, for those who come from there.  A request ends early in one way only: the stream is closed (or dropped), which
-aborts what has not ended.  When the engine dies, everything
-that waits for it raises `EngineDead`; with `restart_engine`, another takes its place.  Nothing here knows HTTP, nor
-how tokens come about.
+`stream` checks and sends a request at once and returns a `Stream` of its new outputs; `generate` is the same with
+vLLM's signature and outputs.  A request is aborted in one way only: by closing (or dropping) its stream.  When the
+engine dies, everything that waits for it raises `EngineDead`; with `restart_engine`, another takes its place.  Must
+not know HTTP, nor how tokens are made.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class AsyncLLM:
     """An engine in its own process.  Construct, `await start()`, use, `await shutdown()`, all in one event loop; or
     `async with AsyncLLM("demo") as llm`.
 
-    `config` is resolved; `ready`, `status` and `stats` are what the engine says of itself.  `down` is set while there
-    is no engine: for good when `dead` is set too, else until another has started in its place.
+    `config` is resolved; `ready`, `status` and `stats` are what the engine last reported.  `down` is set while there
+    is no engine: for good if `dead` is set too, else until another has started in its place.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -48,7 +47,7 @@ class AsyncLLM:
 
     @classmethod
     def from_config(cls, config: Config, *, text: bool = True) -> AsyncLLM:
-        """With a configuration, resolved or not.  `text` False: no tokenizer is loaded here; the engine has its own."""
+        """From a configuration, resolved or not.  `text` False: no tokenizer is loaded in this process."""
         llm = cls.__new__(cls)
         llm._set_up(resolve(config) if config.cache.block_size is None else config, text)
         return llm
@@ -80,8 +79,8 @@ class AsyncLLM:
     async def connect(self, address: str, *, pid: int | None = None, name: str | None = None) -> None:
         """Join a running or starting engine; `start` does this for the engine it has started.
 
-        `pid`: the engine's process, whose end is then noticed.  `name`: what the engine is to know this client by
-        (whoever starts clients can then tell it, with the verb `leave`, that one has gone).
+        `pid`: the engine's process, to notice its end.  `name`: under which the engine knows this client (so that
+        whoever started the client can tell the engine, with the verb `leave`, that it has gone).
         """
         self._loop = asyncio.get_running_loop()
         joining = asyncio.ensure_future(self._connection.join(address, pid, name))
@@ -98,7 +97,7 @@ class AsyncLLM:
             if not started:
                 loading.cancel()
                 if not joining.cancel() and not joining.cancelled():
-                    joining.exception()  # looked at, lest asyncio complain
+                    joining.exception()  # retrieved, or asyncio logs it
                 await self.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -109,7 +108,7 @@ class AsyncLLM:
         await self.shutdown()
 
     async def shutdown(self) -> None:
-        """End the engine: requests in flight end with what they have, the process and its files go."""
+        """End the engine: requests in flight end with what they have, its process and files are removed."""
         if self._stopping is None:
             self._stopping = asyncio.ensure_future(self._connection.close(self._leave))
         await asyncio.shield(self._stopping)
@@ -118,7 +117,7 @@ class AsyncLLM:
         if self._requests:
             await self.abort_own("shutdown")
 
-    # --- what there is ---
+    # --- state ---
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -140,22 +139,22 @@ class AsyncLLM:
 
     @property
     def status(self) -> Status:
-        """The engine's state, as it last said."""
+        """The engine's state, as last reported."""
         return self._connection.status
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why there is no engine and will be none."""
+        """Why there is no engine, nor will be; None while there is hope."""
         return self._connection.dead
 
     @property
     def down(self) -> EngineDead | None:
-        """Why there is no engine now."""
+        """Why there is no engine now; None while there is one."""
         return self._connection.down
 
     @property
     def silence(self) -> float:
-        """Seconds for which the engine has owed the answer to a ping; it answers between two steps."""
+        """Seconds since a ping that the engine has not answered yet; it answers between two steps."""
         return self._connection.silence
 
     @property
@@ -175,10 +174,10 @@ class AsyncLLM:
         lora_request: LoRARequest | str | None = None, priority: int = 0, cache_salt: str = "",
         deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
-        """A request's outputs as they grow, as vLLM's `generate`: each has all tokens so far, the last is `finished`.
+        """A request's outputs as they grow, like vLLM's `generate`: each has all tokens so far, the last is `finished`.
 
-        The request is sent when the first output is waited for, and ends (aborted) when nobody iterates any more.
-        Prompts are as `LLM.generate`'s, everything else as in `stream`.
+        The request is sent when iteration begins, and aborted when it is left early.  Prompts are as in
+        `LLM.generate`, everything else as in `stream`.
         """
         asked, params = read(prompt, self.tokenizer), typed(sampling_params)
         sent = self.stream(
@@ -196,12 +195,11 @@ class AsyncLLM:
         deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
         lora_request: LoRARequest | str | None = None,
     ) -> Stream:  # fmt: skip
-        """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, Unavailable for
-        an engine without usable weights, EngineDead.
+        """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
 
         `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
-        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  `lora_request`: an adapter that is loaded, or
-        its name.  See `Stream.accepted` for the engine's part.
+        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  `lora_request`: a loaded adapter or its name.
+        The engine may still refuse the request: see `Stream.accepted`.
         """
         order = Order(
             prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms,
@@ -218,8 +216,8 @@ class AsyncLLM:
     def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[Stream]:
         """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.
 
-        They have one request_id, and their choices are numbered through (`Order.first_choice`).  Raises Conflict for
-        an id in use here, RequestError for what no message can hold, EngineDead.
+        They share one request_id, and their choices are numbered consecutively (`Order.first_choice`).  Raises
+        Conflict for an id in use here, RequestError for values that no message can hold, EngineDead.
         """
         self._connection.check()
         call_id = self._connection.next_call()
@@ -234,7 +232,7 @@ class AsyncLLM:
         return [Stream(self, each, delivery, submission) for each, delivery in pairs]
 
     def release(self, delivery: Delivery) -> None:
-        """Forget a request; the engine is told to abort what has not ended."""
+        """Forget a request; the engine aborts what has not ended."""
         self._send_abort(self._requests.give_up(delivery), "abort_disconnect")
 
     def _send_abort(self, rids: list[str], reason: str) -> None:
@@ -244,13 +242,13 @@ class AsyncLLM:
     def release_soon(self, delivery: Delivery) -> None:
         """`release`, from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # the loop has been closed meanwhile
+            with suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(self.release, delivery)
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
-        """End a request, or several, whoever sent them, with what they have; returns when the engine has freed them.
+        """Abort a request, or several, whichever client sent them; returns when the engine has freed them.
 
-        Ids may have a reply's prefix.  The result says "aborted", "finished" or "not_found" for every id as given.
+        Ids may have a reply's prefix.  The result is "aborted", "finished" or "not_found" for every id as given.
         """
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         keys = {given: bare_id(given) for given in ids}
@@ -266,7 +264,7 @@ class AsyncLLM:
         return await self._abort("abort_all", reason=reason)
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
-        """The same for all requests that were sent from here."""
+        """The same for all requests sent from here."""
         return await self._abort("abort", keys=self._requests.keys(), reason=reason)
 
     async def _abort(self, verb: str, **which: Any) -> dict[str, str]:
@@ -276,12 +274,12 @@ class AsyncLLM:
     # --- the engine's verbs ---
 
     async def call(self, method: str, /, **args: Any) -> Any:
-        """Call an admin verb of the engine.  Raises what `errors.BY_STATUS` names, with the engine's message,
-        RequestError for arguments that no message can hold, or EngineDead."""
+        """Call an admin verb of the engine.  Raises the errors in `errors.BY_STATUS`, with the engine's message,
+        RequestError for arguments that no message can hold, EngineDead."""
         return await self._connection.call(method, args)
 
     async def refresh(self, seconds: float) -> None:
-        """Have `stats` say what the engine does now; gives up after so many seconds, or if it is dead."""
+        """Bring `stats` and `status` up to date; gives up after so many seconds, or if the engine is dead."""
         with suppress(TimeoutError, EngineDead):
             await asyncio.wait_for(self.call("stats"), seconds)
 
@@ -315,7 +313,7 @@ class AsyncLLM:
     # --- an engine that somebody else replaces ---
 
     def rejoin(self, address: str, pid: int) -> None:
-        """Another engine has taken the place of the one that `connect` joined: serve with that, when it is ready."""
+        """Another engine has taken the place of the one that `connect` joined: use it when it is ready."""
         self._connection.rejoin(address, pid)
 
     def give_up(self) -> None:
@@ -326,10 +324,10 @@ class AsyncLLM:
         """Wait while another engine is being started."""
         await self._connection.restored()
 
-    # --- what the engine says (`connection.Listener`) ---
+    # --- messages from the engine (`connection.Listener`) ---
 
     def on_outputs(self, message: Step | Verdict) -> None:
-        """Hand out what has come."""
+        """Pass outputs on to their requests."""
         if isinstance(message, Verdict):
             self._requests.judge(message)
         else:
@@ -337,13 +335,13 @@ class AsyncLLM:
             self._send_abort(self._requests.take(message), "abort_stop_string")
 
     def on_settled(self) -> None:
-        """The consumers hear of what came together, once."""
+        """Tell the consumers, once for all messages that came together."""
         self._requests.tell()
 
     def on_serving(self, ready: Ready) -> None:
-        """Requests are checked against what this engine can do."""
+        """Check requests against this engine's limits from here on."""
         self._inputs = Inputs(self.config, ready, lambda: self.tokenizer)
 
     def on_lost(self, error: EngineDead) -> None:
-        """All who wait raise the error."""
+        """End all requests with the error."""
         self._requests.fail(error)

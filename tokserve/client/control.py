@@ -1,7 +1,7 @@
 """The control verbs: pausing, weights, adapters, sleep, worker calls.
 
-Functions of anything that can call the engine; `AsyncLLM` has them as methods.  Names and meanings are vLLM's, and
-docs/rl.md tells the semantics, which the engine alone knows: nothing here remembers anything between two calls.
+Functions of anything that can call the engine; `AsyncLLM` has them as methods.  Names and meanings are vLLM's; the
+semantics (docs/rl.md) are the engine's: nothing here keeps state between two calls.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tokserve.messages import Status
 
 
 class Engine(Protocol):
-    """What a verb needs."""
+    """What a verb needs of the engine's client."""
 
     @property
     def status(self) -> Status:
-        """What the engine last said of itself."""
+        """The engine's state, as last reported."""
 
     async def call(self, method: str, /, **args: Any) -> Any:
         """Call a verb of the engine by name."""
 
 
 def _part(request: Any, name: str) -> Any:
-    """A field of a request that may be a mapping or, as vLLM's are, an object."""
+    """A field of a request, which may be a mapping or (as in vLLM) an object; None if it is absent."""
     return request.get(name) if isinstance(request, Mapping) else vars(request).get(name)
 
 
 async def pause_generation(
     engine: Engine, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
 ) -> None:
-    """Stop generating; returns when that is so.  mode: abort, wait or keep; new requests wait."""
+    """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait."""
     mode = "wait" if wait_for_inflight_requests else mode
     await engine.call("pause", mode=mode, clear_cache=clear_cache)
 
@@ -50,7 +50,7 @@ async def is_paused(engine: Engine) -> bool:
 
 
 async def sleep(engine: Engine, level: int = 1, mode: str = "abort") -> None:
-    """Give back memory: level 0 none, 1 the KV cache's, 2 the weights' as well; returns when it is free."""
+    """Release memory: level 0 none, 1 the KV cache's, 2 the weights' as well; returns when it is free."""
     await engine.call("sleep", level=level, mode=mode)
 
 
@@ -65,15 +65,15 @@ async def is_sleeping(engine: Engine) -> bool:
 
 
 async def release_kv_cache_memory(engine: Engine) -> None:
-    """Give back the KV cache's memory until `wake_up(["kv_cache"])`."""
+    """Release the KV cache's memory until `wake_up(["kv_cache"])`."""
     await engine.call("release_kv_cache_memory")
 
 
 async def reset_prefix_cache(
     engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False
 ) -> bool:
-    """Let nothing computed so far be found.  Running requests keep what they have, so both arguments mean nothing;
-    after a weight update this is not needed."""
+    """Empty the prefix cache.  Running requests keep their KV pages, so both arguments (vLLM's) are ignored; not needed
+    after a weight update."""
     return bool(await engine.call("reset_prefix_cache"))
 
 
@@ -83,7 +83,7 @@ async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:
 
 
 async def shutdown_weight_transfer_engine(engine: Engine) -> None:
-    """Let go of the backend; an open update is rolled back."""
+    """Close the transfer backend; an open update is rolled back."""
     await engine.call("shutdown_weight_transfer_engine")
 
 
@@ -94,7 +94,7 @@ async def start_weight_update(engine: Engine, is_checkpoint_format: bool = True)
 
 async def update_weights(engine: Engine, request: Any) -> None:
     """Stage the tensors of {"update_info": {...}} (or an object with that attribute, or a list with one per rank);
-    {"weight_dir": PATH} outside of an update is a whole one, with `weight_version` if that is there."""
+    {"weight_dir": PATH} outside an update is a complete one, with `weight_version` if given."""
     update = _part(request, "update_info")
     if update is None and isinstance(request, Mapping) and "weight_dir" in request:
         whole = {"weight_dir": request["weight_dir"], "weight_version": request.get("weight_version")}
@@ -108,12 +108,12 @@ async def update_weights(engine: Engine, request: Any) -> None:
 
 
 async def begin_weight_stream(engine: Engine, stream: str) -> None:
-    """A safetensors file will come by `feed_weights`; it belongs to the update that is open now.  Raises Conflict."""
+    """Announce a safetensors file, for `feed_weights`, in the update that is open now.  Raises Conflict."""
     await engine.call("begin_weight_stream", stream=stream)
 
 
 async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
-    """Stage a piece of a safetensors file; `stream` tells files apart, `broken`: the rest will not come."""
+    """Stage a piece of the safetensors file announced as `stream`; `broken`: the rest will not come."""
     await engine.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
 
 
@@ -129,7 +129,7 @@ async def abort_weight_update(engine: Engine) -> None:
 
 
 async def update_weight_version(engine: Engine, new_version: str) -> None:
-    """Name the weights that serve; a new epoch."""
+    """Rename the version of the weights that serve; begins a new epoch."""
     await engine.call("update_weight_version", new_version=new_version)
 
 
@@ -139,7 +139,7 @@ async def get_weight_version(engine: Engine) -> str:
 
 
 async def weight_checksums(engine: Engine) -> dict[str, str]:
-    """SHA-256 of the weights as they lie in memory, by place."""
+    """SHA-256 of the weights as stored in memory, by parameter."""
     found: dict[str, str] = await engine.call("weight_checksums")
     return found
 
@@ -147,7 +147,7 @@ async def weight_checksums(engine: Engine) -> dict[str, str]:
 async def load_lora_adapter(
     engine: Engine, lora_name: str, lora_path: str, load_inplace: bool | None = None
 ) -> dict[str, Any]:
-    """Load a PEFT directory under a name, in place of what has it: {"lora_name", "lora_path", "generation"}."""
+    """Load a PEFT directory under a name, replacing what has it: {"lora_name", "lora_path", "generation"}."""
     done: dict[str, Any] = await engine.call(
         "load_lora_adapter", lora_name=lora_name, lora_path=str(lora_path), load_inplace=load_inplace
     )
@@ -155,12 +155,12 @@ async def load_lora_adapter(
 
 
 async def unload_lora_adapter(engine: Engine, lora_name: str) -> None:
-    """Forget an adapter; returns when its last request has ended.  Raises NotFound."""
+    """Unload an adapter; returns when its last request has ended.  Raises NotFound."""
     await engine.call("unload_lora_adapter", lora_name=lora_name)
 
 
 async def add_lora(engine: Engine, lora_request: LoRARequest) -> bool:
-    """Load what is not loaded from that path already; whether it had to be."""
+    """Load an adapter unless it is loaded from that path already; returns whether it was loaded now."""
     loaded = await list_loras(engine)
     if loaded.get(lora_request.lora_name) == str(lora_request.lora_path) and not lora_request.load_inplace:
         return False
@@ -169,7 +169,7 @@ async def add_lora(engine: Engine, lora_request: LoRARequest) -> bool:
 
 
 async def list_loras(engine: Engine) -> dict[str, str]:
-    """Path by name of the adapters that are loaded."""
+    """The loaded adapters: name to path."""
     return {adapter.name: adapter.path for adapter in (await fresh_status(engine)).adapters}
 
 
@@ -177,7 +177,8 @@ async def collective_rpc(
     engine: Engine, method: str, timeout: float | None = None, args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Call a method of the worker extension, between two steps: a result per worker.  Values are plain ones."""
+    """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
+    plain values."""
     asked = engine.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
     results: list[Any] = await asyncio.wait_for(asked, timeout)
     return results

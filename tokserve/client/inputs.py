@@ -1,8 +1,8 @@
-"""What a client asks for becomes `Add` messages, or a `RequestError` that names the field.
+"""Turns what a client asks for into `Add` messages, or a `RequestError` that names the field.
 
-Checks that need the model (vocabulary, lengths, limits, a tokenizer) are made here, for every route and
-for the offline API alike; ranges that need no model are `SamplingParams.validate`'s.  Prompts of 32k
-tokens are checked in bulk.  Nothing is sent from here.
+Checks that need the model (vocabulary, lengths, limits, a tokenizer) are made here, for all routes and the
+offline API; ranges that need no model are checked by `SamplingParams.validate`.  Prompts of 32k tokens are
+checked in bulk.  Sends nothing, and must not know HTTP.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tokserve.params import SamplingParams
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
-PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # what replies put before a request's id
+PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # of the `id` of replies
 MAX_SALT = 128
 MAX_ID = 1024
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 INT32, INT64 = 1 << 31, 1 << 63
-NO_TOKENIZER = "this server runs with --tokens-only and has no tokenizer"
+NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Which adapter a request is for, in vLLM's words.  `lora_int_id` means nothing here: names tell adapters apart.
+    """Which adapter a request is for, as in vLLM.  `lora_int_id` is ignored: adapters are identified by name.
 
-    `load_inplace`: load it again although it is there.
+    `load_inplace`: load it again even if it is loaded.
     """
 
     lora_name: str
@@ -56,11 +56,11 @@ def adapter_name(lora_request: LoRARequest | str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request as it was given: one prompt, n choices, and terms.
+    """A request as given, unchecked: one prompt, n choices, and how to serve it.
 
     Several prompts may be one request; `first_choice` is then the number of choices of the prompts before it.
-    `adapter`: the name of a loaded one, "" for none.  `score_each`: every choice brings the prompt's logprobs, not the
-    first alone.
+    `adapter`: the name of a loaded one, "" for none.  `score_each`: every choice returns the prompt's logprobs, not
+    only the first.
     """
 
     prompt: Sequence[int] | bytes
@@ -79,7 +79,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked request: what is sent, and who takes what comes back.  `key` is the id without a reply's prefix."""
+    """A checked request: what is sent, and the choices that receive the outputs.  `key`: the id without a prefix."""
 
     request_id: str
     key: str
@@ -99,7 +99,7 @@ class Inputs:
         self._max_logprobs = config.model.max_logprobs
 
     def prepare(self, order: Order) -> Prepared:
-        """Raises RequestError for the first thing that is wrong with the request."""
+        """Check a request and build its messages.  Raises RequestError for the first thing wrong with it."""
         params = order.params
         _check_sizes(order)
         prompt, length = self._check_prompt(order.prompt)
@@ -110,7 +110,7 @@ class Inputs:
         self._check_terms(order)
         request_id = secrets.token_hex(16) if order.request_id is None else order.request_id
         key = bare_id(request_id)
-        seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: as vLLM's clients write null
+        seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: null, to some clients
         bad = self._bad_sequences(params)
         self._check_choice_left(params, bad)
         sampling = unscored = params.for_engine(seed=None, bad_token_sequences=bad)
@@ -144,7 +144,7 @@ class Inputs:
         )  # fmt: skip
 
     def _check_prompt(self, prompt: Sequence[int] | bytes) -> tuple[bytes, int]:
-        """The prompt as packed int32 and its length."""
+        """The prompt as packed int32, and its length in tokens."""
         packed = pack_prompt(prompt, self._ready.vocab_size)
         length = len(packed) // 4
         if length == 0:
@@ -154,7 +154,7 @@ class Inputs:
             place = int(np.flatnonzero((ids < 0) | (ids >= self._ready.vocab_size))[0])
             _refuse_id("token_ids", f"token_ids[{place}]", int(ids[place]), self._ready.vocab_size)
         if length + 1 > self._ready.max_model_len:
-            raise RequestError(  # clients know this case, which a shorter prompt mends, by the first words or the code
+            raise RequestError(  # clients recognise this error, and shorten the prompt, by the first words or the code
                 f"This model's maximum context length is {self._ready.max_model_len} tokens (max_model_len), and the "
                 f"prompt has {length}: no room for at least one output token",
                 field="token_ids", code="context_length_exceeded",
@@ -186,7 +186,7 @@ class Inputs:
         _refuse_id(f"{field}[{place}]", f"{field}[{place}]", ids[place], size)
 
     def _check_choice_left(self, params: SamplingParams, bad_sequences: Sequence[Sequence[int]]) -> None:
-        """At least one token id must be possible at every position, as far as that is known beforehand."""
+        """At least one token id must be possible at every position, as far as that can be known in advance."""
         bad = set(params.bad_token_ids)
         bad.update(sequence[0] for sequence in bad_sequences if len(sequence) == 1)
         if params.min_tokens:
@@ -195,9 +195,9 @@ class Inputs:
         allowed = params.allowed_token_ids
         if allowed is None:
             if len(bad) >= self._ready.vocab_size:
-                _refuse("bad_token_ids", "and what else forbids ids leave no token to draw")
+                _refuse("bad_token_ids", "and the other constraints leave no token to sample")
         elif bad.issuperset(allowed):
-            _refuse("allowed_token_ids", "leaves no token to draw: every id in it is forbidden (min_tokens forbids "
+            _refuse("allowed_token_ids", "leaves no token to sample: every id in it is forbidden (min_tokens forbids "
                     "those that end the request)")  # fmt: skip
 
     def _check_logprobs(self, params: SamplingParams, length: int) -> None:
@@ -218,17 +218,17 @@ class Inputs:
     def _check_text(self, params: SamplingParams, text: bool) -> None:
         stops = params.stop_strings()
         if stops and not params.detokenize:
-            _refuse("stop", "strings are found in the text, which detokenize=false turns off")
+            _refuse("stop", "strings are matched in the text, which detokenize=false turns off")
         grammar = params.structured_outputs is not None
         if not (text or stops or params.bad_words or grammar) or self._tokenizer() is not None:
             return
         if grammar:
-            _refuse("structured_outputs", f"are about text, and {NO_TOKENIZER}")
+            _refuse("structured_outputs", f"need text, and {NO_TOKENIZER}")
         if stops:
             _refuse("stop", f"strings need text, and {NO_TOKENIZER}; use stop_token_ids or stop_token_sequences")
         if params.bad_words:
-            _refuse("bad_words", f"are text, and {NO_TOKENIZER}; use bad_token_sequences")
-        raise RequestError(f"text output needs a tokenizer, and {NO_TOKENIZER}", field="output_mode")
+            _refuse("bad_words", f"need text, and {NO_TOKENIZER}; use bad_token_sequences")
+        raise RequestError(f"text output is not possible: {NO_TOKENIZER}", field="output_mode")
 
     def _check_terms(self, order: Order) -> None:
         if order.priority and not self._has_priority:
@@ -242,7 +242,7 @@ class Inputs:
             _refuse("request_id", f"must have 1 to {MAX_ID} characters")
 
     def _bad_sequences(self, params: SamplingParams) -> list[list[int]]:
-        """Forbidden sequences: those given as ids, and every word as it reads at a text's start and after a space."""
+        """Forbidden sequences: those given as ids, and every word as tokenized at a text's start and after a space."""
         if not params.bad_words:
             return params.bad_token_sequences
         tokenizer = self._tokenizer()
@@ -258,7 +258,7 @@ class Inputs:
 
 
 def _check_sizes(order: Order) -> None:
-    """Refuse what would be too large for a message to the engine, or for its clock."""
+    """Refuse numbers that a message to the engine, or the engine's clock, cannot hold."""
     params = order.params
     numbers = [(name, getattr(params, name), INT32) for name in COUNTS]
     numbers += [("deadline_ms", order.deadline_ms, INT32), ("queue_timeout_ms", order.queue_timeout_ms, INT32)]
@@ -269,11 +269,11 @@ def _check_sizes(order: Order) -> None:
         try:
             msgspec.msgpack.encode(params.extra_args)
         except (OverflowError, TypeError):
-            _refuse("extra_args", "holds a number that does not fit in 64 bits, or what JSON has not")
+            _refuse("extra_args", "holds a number that does not fit in 64 bits, or a value that JSON cannot represent")
 
 
 def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
-    """Token ids as little-endian int32 bytes, which they may be already."""
+    """Token ids as little-endian int32 bytes; packed ids are returned as they are."""
     if isinstance(prompt, bytes | bytearray | memoryview):
         packed = bytes(prompt)
         if len(packed) % 4:
@@ -289,7 +289,7 @@ def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
 
 
 def bare_id(request_id: str) -> str:
-    """A request's id without the prefix that replies put before it."""
+    """A request's id without the prefix that a reply's `id` has."""
     for prefix in PREFIXES:
         if request_id.startswith(prefix) and len(request_id) > len(prefix):
             return request_id[len(prefix) :]

@@ -1,8 +1,8 @@
-"""The wire to one engine: a ZeroMQ DEALER read by the event loop itself.
+"""The socket to one engine: a ZeroMQ DEALER, read by the event loop itself.
 
-ZeroMQ's file descriptor tells the loop that something may have come, once per change, not per message: so all
-there is is read at once, and after every send the socket is asked again.  Knows messages as bytes in
-and structs out, nothing of requests.
+ZeroMQ's file descriptor is edge-triggered: it signals that messages may have come, not each message.  So everything
+is read at once, and the socket is checked again after every send.  Decodes and encodes messages; knows nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import zmq
 from tokserve.errors import StartError
 from tokserve.messages import FromEngine, ToEngine, decode_from_engine, encode
 
-RECONNECT_MS = 20  # how often a socket that is not there yet is tried
+RECONNECT_MS = 20  # between attempts to connect, while the engine's socket does not exist yet
 BURST = 64  # messages read before the loop's other work gets its turn
 
 
 class Link:
-    """Connects at once; `deliver` is called in the loop's thread with every message, and `settle` when there is
-    none left for now, or a burst is over.  Raises StartError.
+    """Connects at once.  `deliver` is called in the loop's thread with every message, and `settle` when none is left
+    for now, or after a burst.  Raises StartError.
 
-    `name` is who this is to the engine, and nobody else's; without one, the engine makes one up.
+    `name`: a unique name under which the engine knows this client; without one, ZeroMQ makes one up.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Link:
             self._context = zmq.Context()
             self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:  # no descriptor left, say
-            raise StartError(f"there can be no socket to the engine: {error}") from None
+            raise StartError(f"cannot make a socket to the engine: {error}") from None
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL, RECONNECT_MS)):
             self._socket.setsockopt(option, value)
         if name is not None:
@@ -46,8 +46,8 @@ class Link:
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self.read)
         self._closed = False
-        self._drop = weakref.finalize(self, _drop, self._socket, self._context)  # one forgotten must not block
-        self._drop.atexit = False  # then others still end in order
+        self._drop = weakref.finalize(self, _drop, self._socket, self._context)  # one that nobody closed must not block
+        self._drop.atexit = False  # at exit, others still shut down in order
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never blocks."""
@@ -55,7 +55,7 @@ class Link:
         self._ask_again()
 
     def read(self) -> None:
-        """Deliver what has come."""
+        """Deliver the messages that have come, `BURST` at most."""
         if self._closed:
             return
         for _ in range(BURST):
@@ -71,7 +71,7 @@ class Link:
         self._settle()
 
     def _ask_again(self) -> None:
-        """Using the socket may have eaten the descriptor's signal."""
+        """Read soon if there is something: using the socket may have consumed the descriptor's signal."""
         if not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.read)
 
@@ -84,6 +84,6 @@ class Link:
 
 
 def _drop(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """In this order: a context waits for ever for its open sockets."""
+    """In this order: `term` waits forever for open sockets."""
     socket.close()
     context.term()

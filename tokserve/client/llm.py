@@ -40,7 +40,7 @@ class LLM:
     """An engine for scripts: `LLM("demo").generate("Hello")`.  Options are those of `Config.make`.
 
     Raises StartError if it cannot start, RequestError for a request that cannot be served, EngineDead.
-    Close it, or use it in a `with`; a forgotten one ends with the program.
+    Close it, or use it in a `with`; otherwise it ends with the program.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
@@ -65,11 +65,11 @@ class LLM:
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Outputs in the order of the prompts: texts, lists of token ids, or mappings {"prompt": text} and
-        {"prompt_token_ids": ids}, both with "cache_salt" if need be.  One `sampling_params` for all, or one each.
+        {"prompt_token_ids": ids}, optionally with "cache_salt".  One `sampling_params` for all, or one each; default:
+        what the model recommends.  If a request is refused, none is served.
 
-        Without them the model's own recommendations hold.  If a request is refused, none is served.
-        `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` is loaded if need be, a
-        name must be that of a loaded one.
+        `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
+        necessary, a name must be that of a loaded adapter.
         """
         asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
         return self._generate(asked, sampling_params, use_tqdm, lora_request)
@@ -77,7 +77,7 @@ class LLM:
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
     ) -> list[str]:
-        """Start requests and return their ids at once; `wait_for_completion` brings their outputs."""
+        """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
         asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
         chosen, adapters = self._params(sampling_params, len(asked)), self._adapters(lora_request, len(asked))
         streams = self._wait(self._open(asked, chosen, adapters))
@@ -85,7 +85,7 @@ class LLM:
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """The outputs of all that was enqueued since the last time, in that order."""
+        """The outputs of everything enqueued since the last call, in order."""
         queued, self._queued = self._queued, []
         with tqdm(total=len(queued), disable=not use_tqdm, desc="requests", unit="req") as bar:
             return self._wait(_gather(queued, bar))
@@ -103,7 +103,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for a conversation or a list of conversations, rendered by the chat template."""
+        """Like `generate`, for a conversation or a list of conversations, rendered by the chat template."""
         talks: list[Any] = list(messages) if messages and not isinstance(messages[0], Mapping) else [messages]
         prompts = [
             self._template.render(
@@ -127,7 +127,7 @@ class LLM:
 
     @property
     def ready(self) -> Ready:
-        """What the engine said when it was ready: limits, KV capacity, bound ops."""
+        """What the engine reported when it was ready: limits, KV capacity, bound ops."""
         return self._llm.ready
 
     @property
@@ -139,12 +139,12 @@ class LLM:
         """An admin verb of the engine by name; `check` raises if the KV accounting is broken."""
         return self._wait(self._llm.call(method, **args))
 
-    # --- control: as AsyncLLM's methods of these names ---
+    # --- control: AsyncLLM's methods of these names, blocking ---
 
     def pause_generation(
         self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
     ) -> None:
-        """Stop generating; returns when that is so.  mode: abort, wait or keep."""
+        """Stop generating; returns when generation has stopped.  mode: abort, wait or keep."""
         self._wait(
             self._llm.pause_generation(
                 mode=mode, wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
@@ -160,7 +160,7 @@ class LLM:
         return self._wait(self._llm.is_paused())
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give back memory: level 0 none, 1 the KV cache's, 2 the weights' as well."""
+        """Release memory: level 0 none, 1 the KV cache's, 2 the weights' as well."""
         self._wait(self._llm.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -172,11 +172,11 @@ class LLM:
         return self._wait(self._llm.is_sleeping())
 
     def release_kv_cache_memory(self) -> None:
-        """Give back the KV cache's memory until `wake_up(["kv_cache"])`."""
+        """Release the KV cache's memory until `wake_up(["kv_cache"])`."""
         self._wait(self._llm.release_kv_cache_memory())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Let nothing computed so far be found."""
+        """Empty the prefix cache."""
         return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))
 
     def init_weight_transfer_engine(self, request: Any) -> None:
@@ -184,7 +184,7 @@ class LLM:
         self._wait(self._llm.init_weight_transfer_engine(request))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Let go of the backend; an open update is rolled back."""
+        """Close the transfer backend; an open update is rolled back."""
         self._wait(self._llm.shutdown_weight_transfer_engine())
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
@@ -192,7 +192,7 @@ class LLM:
         self._wait(self._llm.start_weight_update(is_checkpoint_format))
 
     def update_weights(self, request: Any) -> None:
-        """Stage tensors, or with {"weight_dir": PATH} update in one call."""
+        """Stage tensors, or update in one call with {"weight_dir": PATH}."""
         self._wait(self._llm.update_weights(request))
 
     def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class LLM:
         self._wait(self._llm.abort_weight_update())
 
     def update_weight_version(self, new_version: str) -> None:
-        """Name the weights that serve; a new epoch."""
+        """Rename the version of the weights that serve; begins a new epoch."""
         self._wait(self._llm.update_weight_version(new_version))
 
     def get_weight_version(self) -> str:
@@ -212,15 +212,15 @@ class LLM:
         return self._wait(self._llm.get_weight_version())
 
     def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:
-        """Load a PEFT directory under a name, in place of what has it."""
+        """Load a PEFT directory under a name, replacing what has it."""
         return self._wait(self._llm.load_lora_adapter(lora_name, lora_path))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         self._wait(self._llm.unload_lora_adapter(lora_name))
 
     def list_loras(self) -> dict[str, str]:
-        """Path by name of the adapters that are loaded."""
+        """The loaded adapters: name to path."""
         return self._wait(self._llm.list_loras())
 
     def collective_rpc(
@@ -239,7 +239,7 @@ class LLM:
         metrics: dict[str, int | list[int]] = msgspec.structs.asdict(self.stats)
         return metrics
 
-    # --- the work ---
+    # --- inside ---
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -255,7 +255,7 @@ class LLM:
             return self._wait(self._serve(asked, chosen, adapters, bar))
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
-        """The adapters' names, "" for none; those with a path are loaded."""
+        """The adapters' names, "" for none; loads those with a path."""
         one = lora_request is None or isinstance(lora_request, LoRARequest | str)
         asked: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
         if len(asked) != count:
@@ -294,7 +294,7 @@ class LLM:
         return streams
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run in the loop's thread; Ctrl-C here cancels there."""
+        """Run in the loop's thread and wait; Ctrl-C cancels it."""
         if not self._close.alive or os.getpid() != self._owner:
             work.close()
             closed = not self._close.alive
@@ -324,8 +324,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the engine and the loop; by `close`, by collection or when the program ends."""
-    if os.getpid() != owner:  # a fork has neither the thread nor a say
+    """End the engine and the loop: on `close`, when collected, or at exit."""
+    if os.getpid() != owner:  # a fork has no loop thread, and the engine is not its own
         return
     try:
         asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
@@ -335,7 +335,7 @@ def _close(owner: int, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: t
 
 
 async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
-    """All outputs; whatever happens, nothing goes on in the engine."""
+    """All outputs; if one fails, the others are aborted."""
     async with AsyncExitStack() as stack:
         tasks = []
         for stream, _, _ in started:

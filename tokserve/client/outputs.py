@@ -1,8 +1,8 @@
-"""What the engine sends for a request becomes `Completion` deltas: text, stop strings, merging, the end.
+"""Turns what the engine sends for a request into `Completion` deltas: text, stop strings, merging, the end.
 
-A `Choice` takes the outputs of one engine request and keeps what nobody has fetched yet as one delta, however
-slow the consumer is.  A `Delivery` is the choices of one `generate` call and the place its consumer waits at.
-Nothing here sends anything: `Choice.accept` only says when the engine should be told to stop.
+A `Choice` receives the outputs of one engine request and merges those not fetched yet into one delta, however slow
+the consumer is.  A `Delivery` is the choices of one request, and where its consumer waits.  Sends nothing:
+`Choice.accept` only says when the engine should be told to stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "merge",
 ]  # fmt: skip
 
-TERMINATORS = ("eos", "stop_token")  # ends whose last token is no part of the text
+TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
 
 class Completion(msgspec.Struct):
@@ -32,7 +32,7 @@ class Completion(msgspec.Struct):
     `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
     `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
-    seconds from arrival to a slot, to the first token and to the end (0.0 where it never came to that).
+    seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).
     """
 
     index: int
@@ -50,7 +50,7 @@ class Completion(msgspec.Struct):
 
 
 class TextRules(NamedTuple):
-    """`wanted`: completions carry text.  `keep_stop`: what ended the output is part of its text."""
+    """`wanted`: completions carry text.  `keep_stop`: the stop string or token is part of the text."""
 
     wanted: bool = False
     keep_stop: bool = False
@@ -90,9 +90,9 @@ class Choice:
         self._spans: list[tuple[str, int, int]] = []
 
     def accept(self, ids: list[int], logprobs: Logprobs | None, extra: Extra | None) -> bool:
-        """Take a row of a step.  True: a stop string ended the choice here, and the engine should be told.
+        """Take a row of a step.  True: a stop string ended the choice, and the engine should be told.
 
-        The end itself waits for the engine's last word on the request (times, weight versions).
+        The choice is finished only by the engine's last output of the request, which brings times and weight versions.
         """
         if extra is None:
             return self._hit is None and self._take_tokens(ids, logprobs, None)
@@ -109,7 +109,7 @@ class Choice:
         return stopped and finish is None
 
     def _take_tokens(self, ids: list[int], logprobs: Logprobs | None, finish: Finish | None) -> bool:
-        """Tokens, logprobs and text up to a stop string; True if there is one."""
+        """Take tokens, logprobs and text up to a stop string; True if there is one."""
         hit = None
         if self._detokenizer is not None:
             shown = ids[:-1] if finish and finish.detail in TERMINATORS and not self._rules.keep_stop else ids
@@ -133,7 +133,7 @@ class Choice:
         return self.finished or (self._hit is None and not self.hold)
 
     def take(self) -> Completion:
-        """Everything since the last take, as one delta."""
+        """Everything since the last call, as one delta."""
         text = "".join(self._texts) if self._rules.wanted else None
         delta = Completion(
             self.index, self._ids, text, join_logprobs(self._logprobs), self._prompt_logprobs, self._cached
@@ -160,9 +160,9 @@ class Choice:
 
 
 class Delivery:
-    """The choices of one request, between the engine that brings their outputs and the consumer that fetches them.
+    """The choices of one request, between the engine that produces their outputs and the consumer that fetches them.
 
-    The consumer is whoever listens: a callback, for as long as the request lives, or a wait in `fetch`.
+    The consumer either sets a callback for the request's lifetime (`listen`) or waits in `fetch`.
     """
 
     def __init__(self, request_id: str, choices: Sequence[Choice]) -> None:
@@ -180,7 +180,7 @@ class Delivery:
         return [choice.rid for choice in self.choices if not choice.finished]
 
     def offer(self, choice: Choice) -> bool:
-        """`choice` has accepted an output.  True: there is something new to fetch, and `tell` is due."""
+        """`choice` has accepted an output.  True: there is something new to fetch, so `tell` must be called."""
         if choice.finished:
             self.num_open -= 1
         if choice.waiting or not choice.ready:
@@ -195,12 +195,12 @@ class Delivery:
         self.tell()
 
     def abandon(self) -> None:
-        """The request is given up: for its consumer it ends here."""
+        """The request is given up: its consumer sees the end."""
         self.num_open = 0
         self.tell()
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """Set who is told; None: nobody any more."""
+        """Set the callback that `tell` calls; None removes it."""
         if listener is not None and self._listener is not None:
             raise RuntimeError("a stream has one consumer at a time")
         self._listener = listener
@@ -216,7 +216,7 @@ class Delivery:
         return self.num_open == 0 and not self._line
 
     def take(self) -> Iterator[Completion]:
-        """The deltas that there are now.  Raises what `fail` was given, after them."""
+        """The deltas available now; after them, raises the error given to `fail`, if any."""
         line = self._line
         while line:
             choice = line.popleft()
@@ -226,7 +226,7 @@ class Delivery:
             raise self._error
 
     async def fetch(self) -> Completion | None:
-        """The next delta of any choice; None when all have ended.  Raises what `fail` was given."""
+        """The next delta of any choice; None when all have ended.  Raises the error given to `fail`."""
         while True:
             delta = next(self.take(), None)
             if delta is not None or self.ended:

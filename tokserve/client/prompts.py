@@ -1,7 +1,7 @@
-"""What a prompt may be in Python: text, token ids, or vLLM's mappings of either, and nothing else by mistake.
+"""The forms of a prompt in the Python API: text, token ids, or vLLM's mappings of either; all else is refused.
 
-A mapping is itself a sequence of its keys, so it must be known before anything iterates over it.  HTTP has its own
-schemas; nothing here is for them.
+A mapping must be recognised first: iterated over, it is a sequence of its keys.  Not for HTTP, which has schemas of
+its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': i
 
 
 class Asked(NamedTuple):
-    """A prompt as ids, with the text it was given as (None: it was ids) and the cache's namespace ("": none)."""
+    """A prompt as ids, the text if it was given as text, and its cache_salt ("": none)."""
 
     ids: Sequence[int]
     text: str | None = None
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """One prompt or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     several: list[Any] = list(prompts)
@@ -36,9 +36,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def read(prompt: Prompt, tokenizer: Tokenizer | None) -> Asked:
-    """The prompt's ids.  Raises RequestError for a form or a key that is not known, and for text without a tokenizer.
+    """The prompt's ids.  Raises RequestError for an unknown form or key, and for text without a tokenizer.
 
-    A mapping may have both forms, as vLLM's: the ids are then what is asked for, and the text what is told again.
+    A mapping may hold both, as in vLLM: the ids are then used, and the text is only returned with the output.
     """
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, tokenizer)
@@ -49,9 +49,9 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> Ask
     given = {key: value for key, value in prompt.items() if value is not None and value != {}}
     text, ids, salt = given.pop("prompt", None), given.pop("prompt_token_ids", None), given.pop("cache_salt", "")
     if given:
-        raise RequestError(f"a prompt has no {next(iter(given))!r} here: it is {FORMS}", field="prompts")
+        raise RequestError(f"unknown key {next(iter(given))!r} in a prompt, which is {FORMS}", field="prompts")
     if not isinstance(text, str | None) or (text is None and ids is None) or not isinstance(salt, str):
-        raise RequestError(f"a prompt is {FORMS}", field="prompts")
+        raise RequestError(f"a prompt must be {FORMS}", field="prompts")
     return Asked(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt)
 
 

@@ -1,7 +1,7 @@
-"""Whether an engine that is there still turns: it is asked for a sign of life, now and ever again.
+"""Detects an engine that hangs: it is pinged at intervals, and the time without an answer is measured.
 
-That it hangs an engine cannot say itself, and its process looks well; it answers between two steps, so silence means
-a step that does not end, or a process that is stopped.  What comes of silence is the owner's affair.
+The engine answers between two steps, so silence means a step that does not end, or a stopped process; its process
+looks healthy all the while.  What to do about it is up to the owner.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ LONGEST_PAUSE = 15.0  # seconds between two beats
 
 
 class Pulse:
-    """`start` in a running loop; `answered` with every answer.
+    """`start` in a running loop; call `answered` with every answer.
 
-    `ask` sends the question.  `on_hung` is called at every beat at which there has been no answer for `timeout`
-    seconds, and was none at the beat before: had this process itself been stopped for so long, one beat would be
-    late, and the answer be read before the next.
+    `ask` sends a ping.  `on_hung` is called at every beat that finds no answer for `timeout` seconds, if the beat
+    before found the same: had this process itself been stopped that long, the first beat would only be late, and
+    the answer would be read before the second.
     """
 
     def __init__(self, timeout: float, ask: Callable[[], object], on_hung: Callable[[], object]) -> None:
@@ -25,31 +25,31 @@ class Pulse:
         self._ask = ask
         self._on_hung = on_hung
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: float | None = None  # when, if that is not answered
+        self._asked: float | None = None  # when the unanswered ping was sent
         self._was_hung = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Ask now; also anew, of another engine."""
+        """Ping now, and then at intervals; again for another engine."""
         self.stop()
         self._loop = asyncio.get_running_loop()
         self._beat()
 
     def stop(self) -> None:
-        """Ask no more; nothing is owed."""
+        """Stop pinging; no answer is expected any more."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._asked = None
         self._was_hung = False
 
     def answered(self) -> None:
-        """It turns."""
+        """The answer to a ping has come."""
         self._asked = None
         self._was_hung = False
 
     @property
     def silence(self) -> float:
-        """Seconds for which an answer has been owed."""
+        """Seconds since the ping that has not been answered; 0.0 if there is none."""
         return 0.0 if self._asked is None or self._loop is None else self._loop.time() - self._asked
 
     @property

@@ -1,6 +1,6 @@
-"""The requests in flight: who waits for each, and whose an output is that the engine sends.
+"""The requests in flight: which consumer waits for each, and which request an output of the engine belongs to.
 
-Knows the engine's messages, and not how they travel: what must be told to the engine is returned.
+Knows the engine's messages but sends none: what the engine must be told is returned to the caller.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tokserve.messages import Step, Verdict
 
 
 class Requests:
-    """What was sent and has not ended; `len` counts requests."""
+    """What was sent and has not ended; `len` is the number of requests."""
 
     def __init__(self) -> None:
         self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
         self._owners: dict[str, Choice] = {}  # by engine request
-        self._leaving: Counter[str] = Counter()  # engine requests given up whose end is still to come, by rid
-        self._submissions: dict[int, Submission] = {}  # that wait for their verdict, by call
+        self._leaving: Counter[str] = Counter()  # engine requests given up that have not ended, by rid
+        self._submissions: dict[int, Submission] = {}  # waiting for their verdict, by call
         self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
 
     def __len__(self) -> int:
@@ -30,15 +30,15 @@ class Requests:
 
     @property
     def settled(self) -> bool:
-        """Nothing is in flight, and nothing is still to come of what was."""
+        """Nothing is in flight, and no output of a request given up is still to come."""
         return not (self._deliveries or self._owners or self._leaving or self._submissions)
 
     def keys(self) -> list[str]:
-        """The engine's names of all that is in flight."""
+        """The engine's keys of all requests in flight."""
         return sorted({rid.rpartition("#")[0] for rid in self._owners})
 
     def enter(self, call_id: int, prepared: Sequence[Prepared]) -> Submission:
-        """Prompts that are about to be sent as one request, with this call.  Raises Conflict for an id in use here."""
+        """Register prompts that are about to be sent as one request.  Raises Conflict for an id in use here."""
         choices = [choice for each in prepared for choice in each.choices]
         if any(choice.rid in self._owners for choice in choices):
             message = f"request_id {prepared[0].request_id!r} is in use by a request in flight"
@@ -50,7 +50,7 @@ class Requests:
         return submission
 
     def judge(self, verdict: Verdict) -> None:
-        """The engine's word on a submission."""
+        """Accept or refuse a submission, as the engine says."""
         submission = self._submissions.pop(verdict.call_id)
         if not verdict.refusal:
             return submission.settle(None)
@@ -64,10 +64,10 @@ class Requests:
         submission.settle(error)
 
     def take(self, step: Step) -> list[str]:
-        """Outputs; returns the engine requests that a stop string has ended here, for the engine to abort."""
+        """Take a step's outputs; returns the engine requests ended by a stop string, for the engine to abort."""
         stopped = []
         for rid, ids, logprobs, extra in step.rows():
-            if self._leaving and rid in self._leaving:  # the id may be in use again: none of this is for the new one
+            if self._leaving and rid in self._leaving:  # the id may be in use again: this is not for the new request
                 if extra is not None and extra.finish is not None:
                     self._left([rid])
                 continue
@@ -101,7 +101,7 @@ class Requests:
         return rids
 
     def fail(self, error: EngineDead) -> None:
-        """The engine is gone: all who wait raise the error."""
+        """The engine is gone: all requests end with the error."""
         for delivery in self._deliveries.values():
             delivery.fail(error.again())
         for submission in self._submissions.values():
@@ -112,7 +112,7 @@ class Requests:
         self._submissions.clear()
 
     def _discard(self, delivery: Delivery) -> list[str]:
-        """Take it from the tables; returns the engine's ids of what has not ended."""
+        """Remove it from the tables; returns the engine requests that have not ended."""
         del self._deliveries[delivery.request_id]
         rids = delivery.open_rids()
         for rid in rids:
@@ -120,6 +120,6 @@ class Requests:
         return rids
 
     def _left(self, rids: Iterable[str]) -> None:
-        """The engine will say nothing more of requests that were given up."""
+        """Requests given up have ended: nothing more will come of them."""
         self._leaving.subtract(rids)
         self._leaving = +self._leaving

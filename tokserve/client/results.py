@@ -1,6 +1,6 @@
-"""What the Python API gives back: `RequestOutput` and its parts, under vLLM's names where they mean the same.
+"""What the Python API returns: `RequestOutput` and its parts, under vLLM's names where they mean the same.
 
-Logprobs stay columns, and become dictionaries only where somebody looks.  Knows nothing of engines.
+Logprobs stay columns, and become dictionaries only when indexed.  Must not know the engine.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RequestOutput:
 
 
 def request_output(stream: Stream, prompt: str | None, params: SamplingParams, done: list[Completion]) -> RequestOutput:
-    """What the choices have so far, or at their end, in the shape that vLLM gives it."""
+    """The choices so far, or whole, in vLLM's shape."""
     named = len(params.logprob_token_ids or ())
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
     prompt_logprobs = None
@@ -101,7 +101,7 @@ def request_output(stream: Stream, prompt: str | None, params: SamplingParams, d
                 c.message, c.weight_versions,
             )
         )  # fmt: skip
-    cached = min((c.cached_tokens for c in done), default=0)  # the choices read one prompt: it was computed once
+    cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     return RequestOutput(
         stream.request_id, prompt, stream.prompt_ids, outputs, prompt_logprobs, cached, stream.seed, finished
@@ -109,7 +109,7 @@ def request_output(stream: Stream, prompt: str | None, params: SamplingParams, d
 
 
 async def follow(stream: Stream, prompt: str | None, params: SamplingParams) -> AsyncIterator[RequestOutput]:
-    """The request so far, whenever there is more of it: each output holds all tokens up to then."""
+    """The whole request so far, for every new delta."""
     parts: list[Completion] = []
     async for delta in stream:
         parts = merge([*parts, delta])

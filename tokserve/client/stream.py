@@ -1,6 +1,6 @@
-"""The outputs of one request as they come, and what the client says of it: accepted, refused, given up.
+"""`Stream`: one request in flight, with its outputs as they come, its acceptance by the engine, and its end.
 
-Knows nothing of how messages travel; whoever owns the request releases it.
+Must not know how messages are sent: the request's owner sends the abort.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokserve.messages import unpack_ids
 
 
 class Owner(Protocol):
-    """Who has sent the request to the engine."""
+    """The client that sent the request to the engine."""
 
     def release(self, delivery: Delivery) -> None:
         """Abort what has not ended."""
@@ -26,14 +26,14 @@ class Owner(Protocol):
 
 
 class Submission:
-    """The streams of one `submit`, which are accepted or refused together, and the engine's word on it."""
+    """The streams of one `submit`, which are accepted or refused together, and the engine's verdict."""
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         self.deliveries = deliveries
         self.verdict: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
 
     def settle(self, error: RequestError | None) -> None:
-        """The word is here."""
+        """Set the verdict: the error of a refusal, or None."""
         if not self.verdict.done():
             self.verdict.set_result(error)
 
@@ -41,8 +41,8 @@ class Submission:
 class Stream:
     """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
 
-    Who must not wait uses `take`, `ended` and `listen` instead.  Closing or dropping it before its end aborts what
-    has not ended.  A cancelled wait for the next delta loses nothing.
+    `take`, `ended` and `listen` are the same without waiting.  Closing or dropping it early aborts the request.
+    Cancelling the wait for the next delta loses nothing.
     """
 
     def __init__(self, owner: Owner, prepared: Prepared, delivery: Delivery, submission: Submission) -> None:
@@ -67,9 +67,9 @@ class Stream:
         return len(self._delivery.choices)
 
     async def accepted(self) -> None:
-        """Wait for the engine's word on the request.  Raises Conflict, QueueFull and the other errors of a refusal.
+        """Wait until the engine accepts the request.  Raises Conflict, QueueFull and the other errors of a refusal.
 
-        Those who go straight to the deltas meet a refusal there.
+        Without this call, the first delta raises them.
         """
         error = await asyncio.shield(self._submission.verdict)
         if error is not None:
@@ -85,7 +85,7 @@ class Stream:
         return delta
 
     def take(self) -> Iterator[Completion]:
-        """The deltas that there are now.  Raises EngineDead, after them."""
+        """The deltas available now; after them, raises the request's error, if any."""
         return self._delivery.take()
 
     @property
@@ -94,8 +94,8 @@ class Stream:
         return self._delivery.ended
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` in the event loop's thread whenever there is something new to `take`, or the engine is
-        gone.  It must not raise."""
+        """Call `listener` in the event loop's thread whenever there is something new to `take`, an error included.
+        It must not raise."""
         self._delivery.listen(listener)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        if self._delivery.num_open:  # collection may happen anywhere, in any thread
+        if self._delivery.num_open:  # may be called in any thread
             self._owner.release_soon(self._delivery)
 
 

@@ -1,6 +1,6 @@
-"""What a trainer runs: the client of a server's routes, and its end of weight transfers.
+"""What a trainer uses: a client of the server's routes, and its end of weight transfers.
 
-`broadcast` is for servers too, so the client (and its HTTP library) is imported when it is first named.
+The server uses `broadcast` too, so the client (and its HTTP library) is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights over a process group: the trainer is rank 0 and broadcasts, every server is another rank and receives.
 
-Used by both ends.  The order of tensors and the packing are those of vLLM's NCCL transfer: tensors one by one, or,
-packed, as bytes of several laid end to end.  Names, dtypes and shapes travel by HTTP; here go only bytes, and
-nothing is ever unpickled.  Must not know models or engines.
+Used by both ends.  The order of tensors and the packing are those of vLLM's NCCL transfer: tensors one by one, or
+packed, as the concatenated bytes of several.  Names, dtypes and shapes are sent over HTTP; only bytes are sent here,
+and nothing is ever unpickled.  Must not know models or engines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from tokserve.errors import RequestError, TransferFailed
 
-PACKED_BYTES = 1 << 30  # a packed buffer is closed by the tensor that brings it above this
+PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
 PREFIX = "tokserve_weights"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -43,9 +43,9 @@ BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "
 
 
 class Group:
-    """A process group of its own, whatever other groups this process is in.  Blocks until all ranks are there.
+    """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined.
 
-    Raises RequestError for a backend this build of torch lacks, TransferFailed if the others do not come.
+    Raises RequestError for a backend that this build of torch lacks, TransferFailed if the others do not join.
     """
 
     def __init__(self, backend: str, address: str, port: int, rank: int, size: int, timeout: float) -> None:
@@ -60,17 +60,17 @@ class Group:
         try:
             store = TCPStore(address, port, size, rank == 0, patience)
             self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
-            self.broadcast(torch.zeros(1, device=self.device))  # so that a group that cannot talk is told now
+            self.broadcast(torch.zeros(1, device=self.device))  # fails now if the ranks cannot communicate
         except (RuntimeError, ValueError) as error:  # what torch.distributed raises
             raise TransferFailed(
-                f"the {backend} group at {address}:{port} did not come about: {_first(error)}"
+                f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
             ) from None
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is of no use afterwards.
+        """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is unusable afterwards.
 
-        Over gloo its size goes ahead: gloo would end the process for a longer message than is waited for, and leave
-        the rest of the tensor as it was for a shorter one.
+        Over gloo the size is sent first: gloo would abort the process if a message were longer than expected, and
+        leave the rest of the tensor unchanged if it were shorter.
         """
         if self._broken:
             raise TransferFailed("the process group is broken: initialise the transfer engine again")
@@ -88,12 +88,12 @@ class Group:
     def _broadcast(self, tensor: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._broken = True  # until it has come to its end
+        self._broken = True  # until it is complete
         over = threading.Event()
         try:
             work = self._group.broadcast([tensor], options)
             work.get_future().add_done_callback(lambda _: over.set())
-            while not over.wait(0.05):  # an interrupt must not need the sender's help
+            while not over.wait(0.05):  # not `work.wait()`, which only the sender could end
                 if self._interrupted.is_set():
                     threading.Thread(target=_bury, args=(self._group, work, tensor), daemon=True).start()
                     self._group = None
@@ -104,17 +104,17 @@ class Group:
         self._broken = False
 
     def interrupt(self) -> None:
-        """From another thread: make a broadcast that waits fail."""
+        """Make a waiting broadcast fail; for other threads."""
         self._interrupted.set()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._broken = True
         self._group = None
 
 
 def _bury(group: Any, work: Any, tensor: Tensor) -> None:
-    """Hold what a broadcast that nobody waits for still writes to, until it has timed out."""
+    """Keep alive what an abandoned broadcast still writes to, until it has timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -127,7 +127,7 @@ def _first(error: Exception) -> str:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """The packing rule: a batch ends with the item that brings it above `limit` bytes."""
+    """Pack items: a batch ends with the item that brings it above `limit` bytes."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -149,7 +149,7 @@ def num_bytes(declared: Declared) -> int:
 def receive(
     group: Group, declared: Sequence[Declared], *, packed: bool, buffer_bytes: int = PACKED_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) in the order of `declared`; a tensor is a view that is good until the next one is asked for."""
+    """(name, tensor) in the order of `declared`; each tensor is valid until the next one is requested."""
     if not packed:
         for name, dtype, shape in declared:
             tensor = torch.empty(shape, dtype=dtype, device=group.device)
@@ -178,5 +178,5 @@ def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """As bytes what process groups know no type for."""
+    """Tensors of types that process groups do not know, as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,8 +1,8 @@
 """A trainer's client: rollouts as numpy arrays, and weights pushed over HTTP or a process group.
 
-Everything is asynchronous; many rollouts are in flight at once.  A call is sent again only where that cannot do harm:
-when no connection came about, or the server said 503 and when to come back.  Knows the routes of docs/rl.md and
-docs/token-api.md, and nothing of the server's inside.
+Everything is asynchronous; many rollouts are in flight at once.  A call is repeated only where that is safe: when no
+connection could be made, or the server answered 503 with Retry-After.  Knows the routes of docs/rl.md and
+docs/token-api.md; must not know the server's code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokserve.rl.broadcast import Group
 
 MSGPACK = "application/msgpack"
 PIECE = 1 << 20  # bytes of a weight body sent at a time
-WAIT = 0.1  # seconds between two looks at a server that is starting
+WAIT = 0.1  # seconds between two attempts to reach a server
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
@@ -36,7 +36,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class ServerError(Exception):
-    """The server refused.  `status` is HTTP's, `kind` and `field` are the error's type and param."""
+    """An error response.  `status` is HTTP's, `kind` and `field` are the error's type and param."""
 
     def __init__(self, status: int, message: str, kind: str = "", field: str | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -45,9 +45,9 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class Rollout:
-    """One choice of one prompt.  `logprobs` are of `token_ids`, in the mode asked for.
+    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the mode asked for.
 
-    `weight_versions`: (version, start, end) of positions in `token_ids`.
+    `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
     """
 
     prompt_index: int
@@ -78,7 +78,7 @@ class TokserveClient:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         if self._group is not None:
             self._group.close()
         await self._http.aclose()
@@ -86,7 +86,7 @@ class TokserveClient:
     # --- generation ---
 
     async def wait_ready(self, seconds: float = 600.0) -> None:
-        """Return when the server serves.  Raises TimeoutError."""
+        """Wait until the server serves.  Raises TimeoutError."""
         async with asyncio.timeout(seconds):
             while True:
                 with suppress(httpx.TransportError):
@@ -107,8 +107,8 @@ class TokserveClient:
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
-        `model`: the name of an adapter, if it is to be one.  Logprobs come always.  Without `seeds` (one per prompt;
-        choice i adds i) the server draws them.  If one prompt fails, the others are aborted.
+        `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
+        per prompt; choice i adds i) the server draws them.  If one prompt fails, the others are aborted.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
@@ -120,7 +120,7 @@ class TokserveClient:
         try:
             found = await asyncio.gather(*asked)
         finally:
-            for each in asked:  # what nobody will read need not be generated
+            for each in asked:  # closes the connections, which aborts the requests
                 each.cancel()
         return [rollout for each in found for rollout in each]
 
@@ -143,7 +143,7 @@ class TokserveClient:
         return found
 
     async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
-        """Stop generating; returns when that is so."""
+        """Stop generating; returns when generation has stopped."""
         await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
 
     async def resume(self) -> None:
@@ -152,7 +152,7 @@ class TokserveClient:
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
-        """Paused for the length of the block, whatever happens in it."""
+        """Pause for the length of the block; resumes even if it raises."""
         await self.pause(mode)
         try:
             yield
@@ -160,18 +160,18 @@ class TokserveClient:
             await self.resume()
 
     async def abort(self, group_id: str) -> int:
-        """End the requests of a group with what they have; how many there were."""
+        """Abort the requests of a group; returns how many there were."""
         return int((await self._control("/abort_requests", {"group_id": group_id}))["aborted"])
 
     # --- weights ---
 
     async def load_lora_adapter(self, name: str, path: str) -> int:
-        """Load a PEFT directory of the server's machine under a name, in place of what has it: its generation."""
+        """Load a PEFT directory of the server's machine under a name, replacing what has it; returns its generation."""
         done = await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         return int(done["generation"])
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Forget an adapter; returns when its last request has ended."""
+        """Unload an adapter; returns when its last request has ended."""
         await self._control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def join(
@@ -184,7 +184,7 @@ class TokserveClient:
         world_size: int = 2,
         timeout: float = 300.0,
     ) -> None:
-        """Meet the server in a process group (gloo or nccl) with this process as rank 0; later updates go over it.
+        """Form a process group (gloo or nccl) with the server, this process as rank 0; later updates use it.
 
         `address`, `port`: where this process listens, as the server sees it.
         """
@@ -207,7 +207,7 @@ class TokserveClient:
             try:
                 await self._control("/start_weight_update")
             except (ServerError, httpx.ConnectError):
-                settled = True  # nothing was opened, or by somebody else; any other error may have lost the answer
+                settled = True  # not opened by this call; after any other error, it may have been
                 raise
             if self._group is None:
                 headers = {"Content-Type": "application/octet-stream"}
@@ -218,7 +218,7 @@ class TokserveClient:
             settled = True
         finally:
             if not settled:
-                with suppress(ServerError, httpx.TransportError):  # it is rolled back already, or the server has gone
+                with suppress(ServerError, httpx.TransportError):  # rolled back already, or the server has gone
                     await self._control("/abort_weight_update")
         return committed
 
@@ -234,18 +234,18 @@ class TokserveClient:
             await self._control("/update_weights", {"update_info": announced})
             received = True
         finally:
-            if not received:  # it does not listen any more, and the thread that sends must not wait for it
+            if not received:  # the server no longer receives, so the sending thread must not wait for it
                 group.interrupt()
                 self._group = None
                 await asyncio.wait([sending])
-                sending.exception()  # looked at, lest asyncio complain
+                sending.exception()  # retrieved, or asyncio logs it
         await sending
 
     async def _control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
         return (await self._send("POST", path, again=again, json=body or {})).json()
 
     async def _send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
-        """Send, and with `again` try anew where nothing can have happened."""
+        """Send a request; with `again`, repeat it where it cannot have had an effect."""
         reconnect = again  # once
         while True:
             try:
@@ -283,12 +283,12 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
 
 
 async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
-    """A safetensors file of these tensors, made as it is read: no second copy of the weights."""
+    """A safetensors file of these tensors, made as it is read: without a second copy of the weights."""
     header: dict[str, Any] = {}
     place = 0
     for name, tensor in named:
         if tensor.dtype not in SAFETENSORS:
-            raise TypeError(f"{name} is of dtype {tensor.dtype}; weights are floating")
+            raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
         end = place + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
         place = end

@@ -1,7 +1,7 @@
-"""POST /abort_requests: end requests by id, by group or all, and say what became of each.
+"""POST /abort_requests: end requests by id, by group or all, and tell what became of each.
 
-The engine finds them, whichever API process they came through, and the answer comes after it has freed them.  The
-waiting calls return what they have.
+The engine finds them, whichever API process they came through, and the reply comes after it has freed them.  Their
+own callers get what was generated so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokserve.server.serving import Serving
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which requests: one of the three."""
+    """Which requests: one of the three fields."""
 
     request_ids: list[str] | None = None
     group_id: str | None = None
@@ -25,7 +25,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class AbortReply(msgspec.Struct):
-    """How many were ended, and each id with what became of it."""
+    """How many requests were aborted, and what became of each id."""
 
     aborted: int
     results: dict[str, str]
@@ -38,7 +38,7 @@ def decode(raw: bytes, packed: bool) -> AbortBody:
     if not given:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
     if len(given) > 1:
-        raise RequestError(f"give one of {' and '.join(given)}", field=given[1])
+        raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
     return asked
 
 

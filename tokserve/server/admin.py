@@ -1,4 +1,4 @@
-"""Routes that observe the server: health, models, version, metrics, load, and the resolved configuration."""
+"""Routes that observe the server and change nothing: health, models, version, metrics, load, configuration."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tokserve.errors import EngineDead, NotFound, RequestError
 from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
-DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 is not well
-FRESH_SECONDS = 0.5  # an engine that computes for longer than this is shown as it was a little before
+DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 counts as hung
+FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known state is shown
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids", "weight_version")
 
 
@@ -42,7 +42,7 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-# what keeps from serving: the first that holds is told, or else the engine's state
+# what keeps the server from serving: the first that holds is reported, or else the engine's state
 CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("dead", lambda serving: serving.llm.dead is not None),
     ("restarting", lambda serving: serving.llm.down is not None),
@@ -52,13 +52,13 @@ CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
 
 
 class Readiness(msgspec.Struct):
-    """ready, updating (new weights come while the old ones serve), or what keeps from serving new requests now."""
+    """ready, updating (new weights arrive while the old ones serve), or why new requests are not served."""
 
     status: str
 
 
 async def readiness(serving: Serving, request: Request) -> Response:
-    """GET /ready: 200 while new requests are served, 503 with the reason else"""
+    """GET /ready: 200 while new requests are served, else 503 with the reason"""
     state = serving.llm.status.state
     status = next((name for name, holds in CONDITIONS if holds(serving)), "ready" if state == "running" else state)
     answer = body.reply(request, Readiness(status))
@@ -67,7 +67,7 @@ async def readiness(serving: Serving, request: Request) -> Response:
 
 
 async def health(serving: Serving, request: Request) -> Response:
-    """GET /health: 200 while the engine lives and its steps end; `?deep=1` asks the engine itself"""
+    """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
         try:
@@ -117,7 +117,7 @@ def _model(serving: Serving, name: str) -> Model:
 
 
 async def load(serving: Serving, request: Request) -> Response:
-    """GET /load: HTTP requests in flight, and what the engine runs and holds back"""
+    """GET /load: HTTP requests in flight, and the engine's running and waiting requests"""
     await serving.llm.refresh(FRESH_SECONDS)
     stats = serving.llm.stats
     return body.reply(
@@ -156,7 +156,7 @@ async def about(serving: Serving, request: Request) -> Response:
 
 
 def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
-    """The configuration under the names at which vLLM's clients look in its `VllmConfig`."""
+    """The configuration under the names that vLLM's clients read from its `VllmConfig`."""
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
     named = {
         "model_config": config["model"] | {"dtype": f"torch.{config['model']['dtype']}"},
@@ -181,7 +181,7 @@ async def describe(serving: Serving, request: Request) -> Response:
 
 
 async def no_text(serving: Serving, request: Request) -> Response:
-    """Answers for the text routes of a tokens-only server"""
+    """404, for the text routes of a tokens-only server"""
     raise NotFound(
         f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
         "send token ids to /inference/v1/generate",

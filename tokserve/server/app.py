@@ -1,7 +1,7 @@
-"""The HTTP application: the table of routes, who may call them, and how a failure becomes an answer.
+"""The HTTP application: the table of routes, the check of API keys, and the responses to failures.
 
-Handlers are functions of (serving, request); they raise `RequestError`s and this file turns them, and
-whatever else goes wrong, into the one error shape.
+Handlers are functions of (serving, request) that raise `RequestError`s; these, and whatever else goes wrong, become
+responses of one shape here.  Must not know what any route does.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def build_app(
 
     Raises StartError for a chat template, a parser or a generation_config.json that cannot be used.
     `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
-    `keep_alive`: seconds of silence after which a stream says that it is still there.  `place`: among the API
-    processes of this server, if it has several.  `trace`: makes an observer for each request from its headers.
+    `keep_alive`: seconds without data after which a stream sends a comment.  `place`: this process' among the API
+    processes of the server, if it has several.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(
         title="tokserve", version=tokserve.__version__, openapi_url=None,
@@ -149,7 +149,7 @@ def build_app(
     app.state.draining = False
     app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
     if serving.text and llm.tokenizer is not None:
-        _ = serving.template, serving.tool_format, serving.thinking  # what cannot be used is told now
+        _ = serving.template, serving.tool_format, serving.thinking  # raises now what would fail at the first request
     app.router.routes.extend(_routes(serving))
     server = config.server
     keys = Keys(
@@ -167,7 +167,7 @@ def _routes(serving: Serving) -> Iterable[Route]:
 
 
 def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """The handler with every exception made an answer."""
+    """The handler, with every exception turned into a response."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -175,7 +175,7 @@ def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaita
         except RequestError as error:
             return errors.response(error, _echoed_id(request))
         except Gone:
-            return Response(status_code=499)  # the client has left: nobody sees this
+            return Response(status_code=499)  # the client has gone: nobody sees this
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request))
@@ -184,7 +184,7 @@ def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaita
 
 
 def _echoed_id(request: Request) -> dict[str, str]:
-    """The client's own id, for an error's headers: a header's always, a body's once it has been read."""
+    """The client's own request id, for the headers of an error; one in the body is known once that has been read."""
     try:
         given = request.scope.get(GIVEN_ID) or body.request_id(request, None)
     except RequestError:
@@ -193,7 +193,7 @@ def _echoed_id(request: Request) -> dict[str, str]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such route, wrong method) in our shape."""
+    """Starlette's own errors (no such route, wrong method) in our shape."""
     assert isinstance(error, HTTPException)
     path = request.url.path[: errors.SHOWN]
     if error.status_code == 404:
@@ -205,7 +205,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware: lets a request in only with a valid key, or from where none is needed."""
+    """Middleware: refuses requests without a key that their path needs."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app

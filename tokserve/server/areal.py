@@ -1,6 +1,6 @@
-"""The routes that AReaL adds to vLLM, for its trainer that knows no others: pause, go on, new weights from a directory.
+"""The routes that AReaL adds to vLLM and its trainer calls: pause, continue, load weights from a directory.
 
-Other names for what `control` does, with AReaL's replies.
+Other names for what `control` does, with AReaL's replies; adds nothing of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tokserve.server.serving import Serving
 
 
 class ArealUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A whole update from a checkpoint directory.  What is in flight goes on: the trainer pauses first, which ends it,
-    so `abort_all_requests` means nothing; nor does `load_format`, as there is one."""
+    """A complete update from a checkpoint directory.  `abort_all_requests` is ignored: the trainer pauses first, which
+    aborts them; so is `load_format`, as there is only one."""
 
     model_path: str
     load_format: str | None = None

@@ -1,4 +1,4 @@
-"""API keys: which paths need which one and whether a request carries it.  Knows nothing of what the routes do."""
+"""API keys: which paths need which key, and whether a request carries it.  Must not know what routes do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from starlette.types import Scope
 
 from tokserve.errors import Forbidden, Unauthorized
 
-# "": the status page, which has no secrets of its own
+# "": the status page, which holds no secrets
 PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
 
 
 class Keys:
-    """The accepted keys as digests, so that comparing takes the same time for any guess.
+    """The accepted keys, as digests, so that a comparison takes the same time for any guess.
 
-    Control routes need an admin key if there is one, else any key; without any keys they are for this machine alone,
+    Control routes need an admin key if there is one, else any key; without any keys they answer only to this machine,
     unless `remote_control`.  An admin key opens all routes.
     """
 
@@ -32,7 +32,7 @@ class Keys:
         self._remote_control = remote_control
 
     def check(self, scope: Scope) -> None:
-        """Raise `Unauthorized` or `Forbidden` unless the path is public or the caller may use it."""
+        """Raise `Unauthorized` or `Forbidden` unless the caller may use the path."""
         path = _path(scope)
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if path in self._control:
@@ -65,7 +65,7 @@ def _check_key(header: bytes, digests: list[bytes]) -> None:
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether the peer is on this machine; a Unix socket has no address, and its file's mode lets in whom it should."""
+    """Whether the peer is on this machine.  That of a Unix socket has no address; the file's mode guards it."""
     client = scope.get("client")
     if not client or not client[0]:
         return True

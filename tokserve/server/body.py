@@ -1,14 +1,15 @@
-"""Reading a request's body and writing a reply's: the size limit, the content type, JSON or msgpack.
+"""Request bodies in, reply bodies out: the size limit, content types, JSON or msgpack.
 
-Every POST route comes through here, so limits and refusals are the same everywhere.  What the values mean
-is the routes' business.
+Every POST route reads through here, so limits and refusals are the same everywhere.  Must not know what the values
+mean.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,26 +20,28 @@ from tokserve.errors import RequestError, TooLarge
 from tokserve.server import errors
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 _Q = re.compile(r"[01](\.[0-9]{0,3})?")
 MAX_ID = 256
+LARGE = 1 << 15  # bytes of a body from which work on its text is done in a thread, so as not to delay others' tokens
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Gone(Exception):
-    """The client has left; nobody reads the answer."""
+    """The client has disconnected; nobody reads the response."""
 
 
 async def read(request: Request, limit: int) -> bytes:
-    """The whole body.  Raises `TooLarge` as soon as it is known to have more than `limit` bytes."""
+    """The whole body.  Raises `TooLarge` as soon as it is known to exceed `limit` bytes, `Gone`."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise RequestError(
-            f"the body is encoded with {encoding[: errors.SHOWN]!r} (Content-Encoding); send it as it is",
+            f"Content-Encoding {encoding[: errors.SHOWN]!r} is not supported; send the body uncompressed",
             code="content_encoding",
         )
     length = request.headers.get("content-length", "")
@@ -64,7 +67,7 @@ def _too_large(limit: int) -> TooLarge:
 
 
 def is_msgpack(request: Request) -> bool:
-    """Whether the body is msgpack; a content type other than JSON or msgpack is refused, none at all is JSON."""
+    """Whether the body is msgpack, not JSON (the default).  Raises `RequestError` for other content types."""
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return False
@@ -74,7 +77,7 @@ def is_msgpack(request: Request) -> bool:
 
 
 def wants_msgpack(request: Request) -> bool:
-    """Whether the client asked for a msgpack reply, and not rather for JSON."""
+    """Whether the client accepts msgpack, and prefers it to JSON."""
     accept = request.headers.get("accept", "").lower()
     if "msgpack" not in accept:
         return False
@@ -84,7 +87,7 @@ def wants_msgpack(request: Request) -> bool:
 
 
 def _weight(part: str) -> tuple[str, float]:
-    """A media type of an Accept header and its q (RFC 9110, 12.4.2); what is no number counts as 1."""
+    """A media type of an Accept header and its q (RFC 9110, 12.4.2); a malformed q counts as 1."""
     kind, *parameters = (word.strip() for word in part.split(";"))
     said = next((word[2:].strip() for word in parameters if word.startswith("q=")), "")
     return kind, float(said) if _Q.fullmatch(said) else 1.0
@@ -125,15 +128,20 @@ def unpack_ids(packed: bytes, field: str) -> list[int]:
     return array("i", packed).tolist()
 
 
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """The result of `work` on a body of `size` bytes; a large one is handled in a thread."""
+    return work() if size < LARGE else await asyncio.to_thread(work)
+
+
 def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -> Response:
-    """A 200 with `value` in the format the client asked for."""
+    """A 200 with `value` in the format that the client accepts."""
     if wants_msgpack(request):
         return Response(encode_msgpack(value), headers=headers, media_type=MSGPACK)
     return Response(encode_json(value), headers=headers, media_type=JSON)
 
 
 def request_id(request: Request, given: str | None) -> str | None:
-    """The client's own id: the X-Request-Id header or the body's field; both and different is refused."""
+    """The client's own id, from the X-Request-Id header or the body (`given`).  Raises if they differ, or are no id."""
     header = request.headers.get("x-request-id")
     if header and given and header != given:
         raise RequestError("request_id differs from the X-Request-Id header; send one of them", field="request_id")

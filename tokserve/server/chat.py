@@ -5,10 +5,9 @@ Nothing is generated here; a chat answer is the token route's answer read throug
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -19,6 +18,7 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, tools
+from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
@@ -27,8 +27,6 @@ from tokserve.server.tools import Plan, Read, Reader, ToolCall
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
-LARGE = 1 << 15  # bytes of a body from which text is encoded in a thread, so that others' tokens are not delayed
-T = TypeVar("T")
 
 
 class Message(msgspec.Struct):
@@ -170,11 +168,6 @@ async def call_of(
         others["structured_outputs"] = "response_format" if plan.form is None else "tools"
     fields = Fields("tokens" if with_tokens else "messages", others=others)
     return Call(asked, ignored, params, terms, prompt, fields, plan)
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread if the body that it is about is large."""
-    return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def _thinks(serving: Serving, asked: ChatBody) -> bool:

@@ -1,7 +1,8 @@
-"""The JSON shapes of logprobs as columns again: the inverse of what the token route writes.
+"""The JSON shapes of logprobs, parsed back into columns: the inverse of `logprobs`, for `derender`.
 
-"arrays" and "base64" are columns already.  The "objects" leave the token itself out of its alternatives, so whether it
-is among the most probable must be told from how many others there are.  Raises `RequestError`s with the field's path.
+"arrays" and "base64" are columns already.  In "objects" the alternatives leave out the token itself, so whether it is
+among the most probable follows from how many others there are.  Raises `RequestError`s with the field's path; must not
+know routes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Packed(msgspec.Struct):
 
 
 class Row(NamedTuple):
-    """A token, the most probable others in order, and those that are there by name only."""
+    """A token, the most probable others in order, and those that were asked for by id."""
 
     token_id: int
     logprob: float
@@ -124,7 +125,7 @@ def _prompt_row(entry: Any, token_id: int, field: str) -> Row:
 
 
 def _row(entry: Entry, with_names: bool, field: str) -> Row:
-    """`with_names`: alternatives without a rank are there by name."""
+    """`with_names`: alternatives without a rank were asked for by id."""
     own = _id(entry, field)
     others, named = [], {}
     for place, alternative in enumerate(entry.top_logprobs):
@@ -181,7 +182,7 @@ def _with_itself(row: Row) -> list[tuple[int, float]]:
 
 
 def _width(rows: list[Row]) -> int:
-    """How many of the most probable tokens were asked for, as far as the rows tell."""
+    """How many of the most probable tokens were asked for, as far as the rows show."""
     most = max((len(row.others) for row in rows), default=0)
     always_one_of_them = all(len(row.others) == most and row.rank and row.rank <= most + 1 for row in rows)
     return most + 1 if most and always_one_of_them else most

@@ -1,8 +1,8 @@
-"""Completions: text or ids in, text out, in OpenAI's older shape; also how evaluations score texts.
+"""Completions: text or ids in, text out, in OpenAI's older shape; evaluation harnesses use it to score texts.
 
 Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
-`echo` puts the prompt before the answer, with its logprobs if any are asked for; `max_tokens` 0 then only
-scores: the engine draws one token, which is dropped.
+`echo` puts the prompt before the output, with its logprobs if any are asked for; `max_tokens` 0 then only
+scores: the engine generates one token, which is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse
-from tokserve.server.chat import off_loop
+from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
@@ -29,7 +29,7 @@ from tokserve.server.tokens import StopDetail, WeightVersion, last_version, vers
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
 MAX_PROMPTS = 4096
-MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine, and all are made at once
+MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
 
 
 class Choice(msgspec.Struct):
@@ -61,7 +61,7 @@ class Reply(msgspec.Struct):
 
 
 class Call(NamedTuple):
-    """A completions body, read: what is to be generated."""
+    """A completions body, read and checked."""
 
     asked: CompletionBody
     ignored: list[str]
@@ -87,7 +87,7 @@ async def completions(serving: Serving, request: Request) -> Response:
 
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
-    """The body with its prompts as ids.  `replies` False: what comes back is no completion, and may be msgpack."""
+    """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     asked, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = sampling_params(serving, asked)
@@ -107,7 +107,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
 
 
 def drop_output(c: Completion) -> Completion:
-    """What is left of a completion when only the prompt was of interest."""
+    """A completion without its output, for a request that only scores its prompt."""
     ended = c.finish_reason in ("stop", "length")
     return msgspec.structs.replace(
         c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
@@ -116,7 +116,7 @@ def drop_output(c: Completion) -> Completion:
 
 
 def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
-    """What the body asks for, with the model's recommended defaults."""
+    """The body's sampling parameters, with the model's recommended defaults."""
     wanted = schemas.count(asked.logprobs)
     if wanted is not None and wanted < -1:
         raise RequestError("logprobs must be at least -1", field="logprobs")
@@ -203,7 +203,7 @@ class Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_asked = schemas.count(asked.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(asked)
-        self._places: dict[int, logprobs.Place] = {}  # choices begun -> how far their texts have come
+        self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
 
     def reply(self, ends: list[Completion]) -> Reply:
         """The whole answer."""
@@ -215,7 +215,7 @@ class Render:
         return reply
 
     def _choice(self, c: Completion) -> Choice:
-        """A choice from a delta; its first also carries what is said about the prompt."""
+        """A choice from a delta; a choice's first delta also carries what was asked for about the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         shown = TextLogprobs() if self._wanted else None
         if c.index not in self._places:
@@ -234,7 +234,7 @@ class Render:
         return choice
 
     def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> str:
-        """Add the prompt to a choice; returns what its text has of it."""
+        """Add what was asked for about the prompt; returns the part of the prompt that the text begins with."""
         ids = self._flight.prompt_ids(choice.index)
         columns = scores or Logprobs()
         if self._ids:
@@ -256,7 +256,7 @@ class Render:
         return own
 
     def delta(self, delta: Completion) -> bytes:
-        """One event, unless there is nothing to say yet."""
+        """One event, or nothing if the delta is empty."""
         begins = delta.index not in self._places
         choice = self._choice(delta)
         if not (begins or choice.text or delta.token_ids or delta.finish_reason):

@@ -1,8 +1,7 @@
 """Control routes: pause, sleep, weight updates, adapters and worker calls, under vLLM's names.
 
-A body (JSON or msgpack) and the query say the same things; the body wins.  Each route is one call of the engine,
-which is the authority on what is allowed now, so it does not matter which front end was asked.  Who may call is
-decided in `auth`.
+Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one call of the engine,
+which alone decides what is allowed now, so any front end may be asked.  Who may call is decided in `auth`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from tokserve.server.serving import Serving
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
-LONGEST_RPC = 1e6  # seconds that a caller may say it waits
-UNDER_WAY = 8  # pieces sent and not yet acknowledged
+LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
+UNDER_WAY = 8  # most pieces sent and not yet acknowledged
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,7 +38,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to give back, and what becomes of requests.  `tags` are SkyRL's, and mean nothing: the level says it all."""
+    """How much memory to release, and what becomes of requests.  `tags` (SkyRL's) are ignored: the level decides."""
 
     level: int = 1
     mode: str = "abort"
@@ -53,7 +52,7 @@ class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's options, which mean nothing here: running requests keep what they have, and there is no other cache."""
+    """vLLM's options, ignored: running requests keep their KV pages, and there is no other cache."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
@@ -73,9 +72,9 @@ class StartBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Tensors of an open update, or a whole update from a directory.
+    """Tensors of an open update, or a complete update from a directory.
 
-    `skip_prefix_cache_reset` is prime-rl's and means nothing: KV of other weights cannot be found with or without.
+    `skip_prefix_cache_reset` (prime-rl's) is ignored: the KV cache of other weights is never found anyway.
     """
 
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
@@ -97,7 +96,7 @@ class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
-    """checksum, or compare with a baseline."""
+    """`action`: checksum, or compare (with `baseline`)."""
 
     action: str
     baseline: dict[str, str] | None = None
@@ -112,7 +111,7 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which adapter; `lora_int_id` is vLLM's, and means nothing."""
+    """Which adapter; `lora_int_id` (vLLM's) is ignored."""
 
     lora_name: str
     lora_int_id: int | None = None
@@ -128,7 +127,7 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> T:
-    """Query and body as a `kind`; unknown names in the query are a proxy's affair and ignored."""
+    """Query and body as a `kind`.  Unknown names in the query are ignored, as proxies may add some."""
     query = request.query_params
     values: dict[str, Any] = {
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
@@ -173,7 +172,7 @@ async def state(serving: Serving, request: Request) -> Response:
 
 
 async def liveness(serving: Serving, request: Request) -> Response:
-    """GET /liveness: whether the engine's loop turns"""
+    """GET /liveness: whether the engine's loop runs"""
     seconds = serving.config.server.liveness_timeout
     try:
         await asyncio.wait_for(serving.llm.call("ping"), seconds)
@@ -245,7 +244,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
         return body.reply(request, {"message": "Weights updated"})
     asked = await read(serving, request, UpdateBody)
     if (asked.update_info is None) == (asked.weight_dir is None):
-        raise RequestError("give update_info (within an update) or weight_dir (a whole one)", field="update_info")
+        raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
     if asked.weight_dir is not None:
         await serving.llm.update_weights({"weight_dir": asked.weight_dir, "weight_version": asked.weight_version})
     else:
@@ -257,19 +256,19 @@ async def update_weights(serving: Serving, request: Request) -> Response:
 
 
 async def _stream_weights(serving: Serving, request: Request) -> None:
-    """A safetensors file goes to the engine as it comes, a piece at a time: it is never here as a whole."""
+    """Pass a safetensors file on to the engine as it comes, piece by piece: it is never held here as a whole."""
     stream = secrets.token_hex(8)
-    await serving.llm.begin_weight_stream(stream)  # however long it takes to come, it is for this update
-    sent: deque[asyncio.Task[None]] = deque()  # a piece is acknowledged between two steps: so several are under way
+    await serving.llm.begin_weight_stream(stream)  # from now on, the file belongs to this update
+    sent: deque[asyncio.Task[None]] = deque()  # several at once: each is acknowledged only between two steps
     try:
         async for piece, last in _pieces(request):
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
             if len(sent) == UNDER_WAY:
                 await sent.popleft()
-        while sent:  # in their order: the first to fail says why, those behind it only that there is no update
+        while sent:  # in order: the first to fail says why, later ones only that there is no update
             await sent.popleft()
     except Gone:
-        with suppress(RequestError):  # that the update fails is what this says
+        with suppress(RequestError):  # the update fails, as it should
             await serving.llm.feed_weights(stream, b"", broken=True)
         raise
     finally:
@@ -278,7 +277,7 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
 
 
 async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
-    """(bytes, whether they are the last) of a body, about PIECE bytes at a time."""
+    """A body in pieces of PIECE bytes or a little more: (bytes, whether they are the last).  Raises `Gone`."""
     held = bytearray()
     more = True
     while more:
@@ -350,7 +349,7 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
 
 
 async def get_world_size(serving: Serving, request: Request) -> Response:
-    """GET /get_world_size: how many ranks of a weight transfer this server is"""
+    """GET /get_world_size: the server's number of ranks in a weight transfer"""
     return body.reply(request, {"world_size": 1})
 
 

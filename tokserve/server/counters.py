@@ -1,7 +1,7 @@
-"""Numbers that several API processes count together: each adds in a row of its own and anybody can sum the rows.
+"""Numbers that several API processes count together: each adds to a row of its own, and any can sum the rows.
 
-The table lies in memory that the processes share, so the sums are exact at any time, cost no message, and outlive
-a process: whoever takes the place of one goes on counting in its row.  What is counted is the metrics' business.
+The table is in memory that the processes share, so the sums are exact at any time, need no messages, and outlive a
+process: its successor goes on counting in the same row.  Must not know what is counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ CELLS = 1024  # float64 in a row: more than there are metrics
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which of the server's API processes this is, and what it has in common with the others.
+    """Which of the server's API processes this is (`index`), and what they all share.
 
-    `created`: when the server started, in seconds.  `counters`: the descriptor of the shared table.
+    `created`: when the server started, in seconds of Unix time.  `counters`: the descriptor of the shared table.
     """
 
     index: int
@@ -26,7 +26,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Counters:
-    """The table, as the process in row `index` sees it.  Without a descriptor it is private memory."""
+    """The table, for the process with row `index`.  Without a descriptor it is private memory."""
 
     def __init__(self, descriptor: int | None = None, index: int = 0, count: int = 1) -> None:
         size = 8 * CELLS * count
@@ -36,7 +36,7 @@ class Counters:
         self._used = 0
 
     def take(self, size: int) -> Cells:
-        """The next `size` columns; every process must take the same in the same order."""
+        """The next `size` columns; every process must take the same ones in the same order."""
         first = self._used
         self._used += size
         assert self._used <= CELLS, "counters.CELLS is too small"
@@ -53,21 +53,21 @@ class Cells:
         self._size = size
 
     def add(self, place: int, amount: float = 1.0) -> None:
-        """Count in this process' row."""
+        """Add to this process' row."""
         self._cells[self._own + place] += amount
 
     def clear(self) -> None:
-        """What a process before this one has left in the row is no more (gauges only)."""
+        """Forget what a predecessor left in this row (for gauges)."""
         for place in range(self._size):
             self._cells[self._own + place] = 0.0
 
     def total(self, place: int) -> float:
-        """Over all processes."""
+        """The sum over all processes."""
         return sum(self._cells[self._first + place :: CELLS])
 
 
 def share(count: int) -> int:
-    """A descriptor of empty memory for `count` processes; they inherit it."""
+    """A descriptor of zeroed memory for `count` processes, to be inherited by them."""
     descriptor = os.memfd_create("tokserve-counters")
     os.ftruncate(descriptor, 8 * CELLS * count)
     return descriptor

@@ -1,7 +1,7 @@
-"""Replies of /inference/v1/generate as chat's and completions' replies: the way back from `render`.
+"""Replies of /inference/v1/generate as replies of chat and completions: the inverse of `render`.
 
-The tokens may come from any server.  Text, stop strings and logprobs follow the rules of the text routes because
-the same classes write them: here a reply only becomes `Completion`s again.  Streams are not taken.
+The tokens may come from any server.  Text, stop strings and logprobs follow the rules of the text routes because the
+same classes render them: this file only turns a reply into `Completion`s again.  Streams are not accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class DerenderBody(RequestBody):
-    """What both routes take."""
+    """What both bodies share."""
 
     stream: bool | None = None
 
@@ -64,7 +64,7 @@ class Cached(msgspec.Struct):
 
 
 class Used(msgspec.Struct):
-    """A reply's usage, as far as it is needed."""
+    """The parts of a reply's usage that are needed."""
 
     prompt_tokens: Count
     prompt_tokens_details: Cached | None = None
@@ -98,7 +98,7 @@ class Choice(msgspec.Struct):
 
 
 class Generated(msgspec.Struct):
-    """A generate reply.  Fields it does not name are of no use here."""
+    """A generate reply; other fields are ignored."""
 
     choices: list[Choice]
     request_id: str | None = None
@@ -108,7 +108,7 @@ class Generated(msgspec.Struct):
 
 
 class _Landed:
-    """The request of replies that were generated elsewhere; a `flights.Answered`."""
+    """The request of replies generated elsewhere; a `flights.Answered`."""
 
     def __init__(self, request_id: str | None, n: int) -> None:
         self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
@@ -128,7 +128,7 @@ class _Landed:
 
 
 class Reader:
-    """Generate replies become completions.  `params` None: nobody says what was asked, so all there is is shown."""
+    """Turns generate replies into completions.  `params` None: unknown, so everything in the replies is shown."""
 
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
         self._serving = serving
@@ -141,12 +141,13 @@ class Reader:
 
     @property
     def landed(self) -> _Landed:
-        """The request of what was read."""
+        """The request of the replies; read one first."""
         assert self._landed is not None
         return self._landed
 
     def add(self, value: Any, field: str, prompt: Sequence[int] | None, count: int | None, places: str) -> None:
-        """Read one reply.  `prompt` and `count`: the client's own word on the prompt; `places`: where it stands."""
+        """Read one reply.  `prompt` and `count`: the prompt's ids and length, if the client gives them; `places`: the
+        index of these fields, for errors."""
         reply = body.convert(value, Generated, field)
         where = f"{field}.choices"
         if not reply.choices:
@@ -174,7 +175,7 @@ class Reader:
             self.ends.append(end)
 
     def _prompt(self, reply: Generated, field: str, given: Sequence[int] | None, places: str) -> list[int] | None:
-        """The prompt's ids, if the client or the reply says them."""
+        """The prompt's ids, if the client or the reply gives them."""
         echoed = reply.prompt_token_ids
         own = None if echoed is None else self._ids(echoed, f"{field}.prompt_token_ids")
         said = None if given is None else self._ids(list(given), f"prompt_token_ids{places}")
@@ -185,7 +186,7 @@ class Reader:
         ids = own if said is None else said
         if self._needs_prompt and not ids:
             raise RequestError(
-                "prompt_token_ids is required: the reply that is asked for repeats or scores the prompt",
+                "prompt_token_ids is required: the reply has to repeat or score the prompt",
                 field=f"prompt_token_ids{places}",
             )
         return ids
@@ -196,7 +197,7 @@ class Reader:
         return unpacked
 
     def _scores(self, reply: Generated, field: str, ids: list[int] | None) -> Logprobs | None:
-        """The prompt's logprobs, if they are to be shown."""
+        """The prompt's logprobs, if asked for."""
         if self.params.prompt_logprobs is None:
             return None
         if reply.prompt_logprobs is None or ids is None:
@@ -217,7 +218,7 @@ class Reader:
         return columns.output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
     def _end(self, choice: Choice, where: str, scores: Logprobs | None) -> Completion:
-        """One choice with its text; a stop string that its generator did not cut at is cut at here."""
+        """One choice with its text, cut at a stop string if its generator has not done so."""
         ids = self._ids(choice.token_ids, f"{where}.token_ids")
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
         kind = self._kind(choice, ids)
@@ -227,7 +228,7 @@ class Reader:
         )  # fmt: skip
         shown = ids[:-1] if kind in TERMINATORS and not self.params.include_stop_str_in_output else ids
         stops, least = self.params.stop_strings(), self.params.min_tokens
-        if isinstance(choice.stop_reason, str):  # cut already, behind the token that completed the match
+        if isinstance(choice.stop_reason, str):  # cut already, after the token that completed the match
             stops, least = [choice.stop_reason] if choice.stop_reason else [], max(0, len(ids) - 1)
         end.text, hit = self._detokenizer(stops, least).push(shown, True)
         if hit is not None:
@@ -247,7 +248,7 @@ class Reader:
         )  # fmt: skip
 
     def _kind(self, choice: Choice, ids: list[int]) -> str | None:
-        """Exactly why a choice ended; a reply that does not say is read as far as it can be."""
+        """Exactly why a choice ended, as given, or else as far as it can be inferred."""
         if choice.stop_detail is not None and choice.stop_detail.kind is not None:
             return choice.stop_detail.kind
         reason = choice.stop_reason
@@ -280,7 +281,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         answers = chat.reader_of(serving, plan, landed.key, _prompt_of(serving, plan, landed.prompts[0], asked))
         return chat.Render(serving, landed, asked or ChatBody(), reader.params, answers).reply(reader.ends)
 
-    return body.reply(request, await chat.off_loop(size, work), schemas.ignored_header(ignored))
+    return body.reply(request, await body.off_loop(size, work), schemas.ignored_header(ignored))
 
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
@@ -313,7 +314,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         texts = prompts or list(landed.prompts)
         return completions.Render(serving, landed, asked or CompletionBody(), reader.params, texts).reply(ends)
 
-    return body.reply(request, await chat.off_loop(size, work), schemas.ignored_header(ignored))
+    return body.reply(request, await body.off_loop(size, work), schemas.ignored_header(ignored))
 
 
 async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, list[str], int]:
@@ -325,7 +326,7 @@ async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, l
 
 
 def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: list[str]) -> T | None:
-    """The text request that was rendered, if the client says it."""
+    """The text request that was rendered, if the client sends it along."""
     if value is None:
         return None
     asked, more = _within(field, lambda: schemas.parse(kind, value, strict=serving.config.server.strict))
@@ -341,7 +342,7 @@ def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:
 
 
 def _prompt_of(serving: Serving, plan: Plan, ids: list[int], asked: ChatBody | None) -> list[int]:
-    """The prompt's ids, from the messages if nobody says them and they tell how the answer begins."""
+    """The prompt's ids, rendered from the messages if they are missing and needed to see how the output begins."""
     thinking = plan.reading is not None and plan.reading.thinking is not None
     if ids or not thinking or asked is None or asked.messages is None:
         return ids
@@ -349,7 +350,7 @@ def _prompt_of(serving: Serving, plan: Plan, ids: list[int], asked: ChatBody | N
 
 
 def _prompts(asked: CompletionBody, count: int) -> list[str | list[int]]:
-    """The request's prompts, as texts or ids; none if it does not say them."""
+    """The request's prompts, as texts or ids; empty if it has none."""
     if asked.prompt is None:
         return []
     prompts = _within("completion_request", lambda: completions.parse_prompts(asked.prompt))
@@ -361,7 +362,7 @@ def _prompts(asked: CompletionBody, count: int) -> list[str | list[int]]:
 
 
 def _agreed(reply: Generated, ids: list[int] | None, count: int | None, places: str) -> int:
-    """The length of the prompt, which may be said in three ways; 0 if nobody says it."""
+    """The length of the prompt, which may be given in three ways, consistently; 0 if it is not given."""
     said = reply.usage.prompt_tokens if reply.usage else None
     lengths = [length for length in (count, len(ids) if ids else None, said) if length is not None]
     if len(set(lengths)) > 1:
@@ -375,7 +376,7 @@ def _agreed(reply: Generated, ids: list[int] | None, count: int | None, places: 
 
 
 def _within(field: str, make: Callable[[], R]) -> R:
-    """What is made of a request that is part of this body; an error's field is inside it."""
+    """`make()`, with `field` put before the field of an error."""
     try:
         return make()
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""Every failure as the one JSON shape {"error": {message, type, param, code}}, whatever library found it.
+"""Errors as responses, all in one JSON shape: {"error": {message, type, param, code}}.
 
-Turns the complaints of msgspec and pydantic into `RequestError`s that name the field as a client writes it
-(`messages[0].content`, `sampling_params.top_p`).  Knows nothing of routes.
+Turns the validation errors of msgspec and pydantic into `RequestError`s that name the field as a client writes it
+(`messages[0].content`, `sampling_params.top_p`).  Must not know routes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from tokserve.errors import RequestError
 
-SHOWN = 200  # characters of a client's own text that an error repeats
+SHOWN = 200  # most characters of a client's own text that an error repeats
 
 _MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
@@ -59,7 +59,7 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None) -> R
 
 
 def malformed(error: Exception, kind: str) -> RequestError:
-    """A body that is not JSON (or msgpack) at all; the message says where it breaks."""
+    """The error of a body that is not valid JSON (or msgpack); the message says where it breaks."""
     if isinstance(error, RecursionError):
         return RequestError(f"the body is nested too deeply for {kind}", code="invalid_body")
     if isinstance(error, UnicodeDecodeError):
@@ -69,10 +69,9 @@ def malformed(error: Exception, kind: str) -> RequestError:
 
 
 def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: str = "") -> RequestError:
-    """A well-formed body with a wrong value: the error with the value's path.
+    """The error of a well-formed body with a wrong value, with the value's path.
 
-    `known` are the field names of the struct, to suggest one for a name that is not; `prefix` is the path of
-    the struct inside the body.
+    `known`: the struct's field names, to suggest one for an unknown name.  `prefix`: the struct's path in the body.
     """
     match = _MSGSPEC.match(str(error))
     what, path = (match["what"], match["path"] or "") if match else (str(error), "")
@@ -88,7 +87,7 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """Refuse a name that no field has; the message names the one that has it elsewhere, or the nearest here.
+    """The error of an unknown field; the message suggests where the name belongs, or the closest name.
 
     Dotted names in `known` are of fields elsewhere in the body.
     """
@@ -100,14 +99,14 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
 
 
 def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = (), reason: str = "") -> None:
-    """Refuse a field that other servers know, unless its value asks for nothing: null, or one of `idle`."""
+    """Raise for a field that other servers know, unless its value has no effect: null, or one of `idle`."""
     if value is not None and (type(value), value) not in [(type(each), each) for each in idle]:
         because = f": {reason}" if reason else ""
         raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
 
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
-    """The first complaint that goes deepest into `value`, with its path; of a union, all that would have been taken."""
+    """The error with the longest path into `value`; for a union, with every form that is allowed there."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     first = max(complaints, key=_depth)
     field = _path(first["loc"], value)[:SHOWN]

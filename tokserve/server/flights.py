@@ -1,7 +1,7 @@
-"""HTTP requests in the engine.
+"""HTTP requests in flight.
 
-A `Flight` is one HTTP request: a stream of completions per prompt, seen as one.  Nothing here knows a JSON shape but
-usage's.
+A `Flight` is one HTTP request: its streams of completions, one per prompt, read as one, with the counts that usage and
+metrics need.  Of JSON it knows only the shape of usage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Render = Callable[[Completion], bytes]  # writes a delta
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """The part of the prompt that was not computed again."""
+    """The part of the prompt that was found in the prefix cache."""
 
     cached_tokens: int
 
@@ -38,10 +38,10 @@ class Usage(msgspec.Struct):
 
 
 class Observer(Protocol):
-    """Who is told what becomes of a request: the metrics, and whoever else looks at this one."""
+    """Is told what becomes of a request: metrics, the request log, tracing."""
 
     def accepted(self, flight: Flight, params: SamplingParams) -> None:
-        """The engine has taken it."""
+        """The engine has accepted it."""
 
     def refused(self, error: RequestError) -> None:
         """It was not accepted."""
@@ -50,14 +50,14 @@ class Observer(Protocol):
         """A choice ended; `completion` is its last delta."""
 
     def aborted(self, cause: str, count: int) -> None:
-        """`count` choices were given up without an end of their own."""
+        """`count` choices were given up before they finished."""
 
     def closed(self) -> None:
-        """Nothing more will be said of it."""
+        """The last call."""
 
 
 class Answered(Protocol):
-    """What a reply says of its request besides the choices: a `Flight`, or a generation that took place elsewhere."""
+    """What a reply needs to know of its request besides the choices: a `Flight`, or one generated elsewhere."""
 
     key: str
     n: int
@@ -81,7 +81,7 @@ class Flight:
         self.streams: list[Stream] = []
         self.adjust: Callable[[Completion], Completion] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
-        self.cause: str | None = "abort_disconnect"  # what it is, for the metrics, if this is closed before its end
+        self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self._observers = observers
         self._lengths: dict[int, int] = {}  # choice -> tokens so far
@@ -121,7 +121,7 @@ class Flight:
         return self._ended == self.num_choices
 
     def take(self) -> Iterator[Completion]:
-        """The deltas that there are now, of all choices.  Raises EngineDead, after them."""
+        """The deltas available now, of all choices; after them, raises the request's error, if any."""
         news = self._news
         while news:
             place = news[0]
@@ -131,7 +131,7 @@ class Flight:
             news.popleft()
 
     def _noted(self, delta: Completion) -> Completion:
-        """The delta as this request wants it, noted for the usage figures and, at a choice's end, for the metrics."""
+        """The delta, adjusted, counted for usage and, at a choice's end, reported to the observers."""
         if self.adjust is not None:
             delta = self.adjust(delta)
         index, tokens = delta.index, len(delta.token_ids)
@@ -146,18 +146,18 @@ class Flight:
         return delta
 
     def accepted(self, params: SamplingParams) -> None:
-        """The engine has taken it."""
+        """The engine has accepted it."""
         for observer in self._observers:
             observer.accepted(self, params)
 
     def refused(self, error: RequestError) -> None:
-        """The engine has not taken it, or was not asked."""
+        """The engine has refused it, or was not asked."""
         self.cause = None
         for observer in self._observers:
             observer.refused(error)
 
     def usage(self) -> Usage:
-        """Tokens so far.  The choices of a prompt read it once: what the least lucky of them found cached counts."""
+        """Tokens so far.  Of the choices of one prompt, the one with the fewest cached tokens counts."""
         prompt = sum(len(stream.prompt_ids) for stream in self.streams)
         cached = 0
         for place in range(len(self.streams)):
@@ -167,7 +167,7 @@ class Flight:
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
     async def close(self) -> None:
-        """Forget the request and abort what has not ended; a second time does nothing."""
+        """Abort what has not ended, and tell the observers; a second call does nothing."""
         if self._closed:
             return
         self._closed = True

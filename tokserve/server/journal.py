@@ -1,6 +1,6 @@
 """--log-requests: a line when a request is accepted or refused, and a line when it ends.
 
-Counts and times, never what was said.  The request's id comes from the log itself, which knows whose task is running.
+Counts and times, never prompts or outputs.  `log` adds the request's id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The observer of one request that writes it down."""
+    """The observer of one request that logs it."""
 
     def __init__(self) -> None:
         self._flight: Flight | None = None
@@ -26,7 +26,7 @@ class Journal:
         self._queued = self._first = self._total = 0.0
 
     def accepted(self, flight: Flight, params: SamplingParams) -> None:
-        """The line of its beginning."""
+        """Log the beginning."""
         self._flight = flight
         usage = flight.usage()
         _say(
@@ -35,23 +35,23 @@ class Journal:
         )  # fmt: skip
 
     def refused(self, error: RequestError) -> None:
-        """The only line of a request that was not accepted."""
+        """Log a refusal; nothing else is logged for the request."""
         _say("refused", status=error.status, code=error.code, field=error.field)
 
     def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
-        """Noted for the last line."""
+        """Count for the last line."""
         self._reasons[completion.stop_detail or completion.finish_reason or "error"] += 1
         queued, first, total = completion.times
         self._queued, self._total = max(self._queued, queued), max(self._total, total)
         self._first = min(self._first, first) if self._first and first else self._first or first
 
     def aborted(self, cause: str, count: int) -> None:
-        """Noted for the last line."""
+        """Count for the last line."""
         self._reasons[cause] += count
 
     def closed(self) -> None:
-        """The line of its end: what became of its choices, its tokens, and the engine's times in seconds from arrival
-        to the (last) slot, the first token and the end."""
+        """Log the end: why the choices ended, tokens, and the engine's times in seconds from arrival: to the last slot,
+        the first token and the last end of any choice."""
         if self._flight is None:
             return
         usage = self._flight.usage()

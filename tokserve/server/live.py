@@ -1,4 +1,4 @@
-"""What is going on: the requests that have not ended, of all API processes, for people and the status page."""
+"""GET /inference/v1/requests: the requests of all API processes that have not ended, for the status page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN, MOST = 100, 10_000
 
 
 class LiveRequest(msgspec.Struct):
-    """What came in one HTTP request; counts are of its choices that have not ended."""
+    """One HTTP request; counts are over its choices that have not ended, times in seconds."""
 
     request_id: str
     group_id: str | None
@@ -31,7 +31,7 @@ class LiveRequest(msgspec.Struct):
 
 
 class LiveRequests(msgspec.Struct):
-    """The oldest of `total`."""
+    """The oldest of `total` requests."""
 
     weight_version: str
     total: int
@@ -39,7 +39,7 @@ class LiveRequests(msgspec.Struct):
 
 
 async def requests(serving: Serving, request: Request) -> Response:
-    """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`; how many there are; the weights"""
+    """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`"""
     limit = request.query_params.get("limit", str(SHOWN))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MOST):
         raise RequestError(f"limit must be 0 to {MOST}", field="limit")

@@ -1,9 +1,8 @@
 """Columns of logprobs as the JSON shapes that clients read.
 
-The engine's columns (`Logprobs`) stay columns in the "arrays" and "base64" formats.  The "objects" of the
-token route and of OpenAI's routes are a small struct per token and alternative, which is why they are dearer.
-In them and in "arrays" as JSON no value is below `FLOOR`: JSON has no -inf, and clients of these shapes
-know that number.  Packed columns are exact.
+The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  "objects", and OpenAI's shapes,
+take a small struct per token and alternative, which is why they cost more.  In these and in "arrays" no value is below
+`FLOOR`: JSON has no -inf, and clients expect this number.  Packed columns are exact.  Must not know routes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from tokserve.client.outputs import Logprobs
 from tokserve.text.tokenizer import Pieces, Tokenizer
 
-FLOOR = -9999.0  # what a probability of zero becomes in JSON
+FLOOR = -9999.0  # the logprob of probability zero in JSON
 T = TypeVar("T")
 Named = Callable[[int], str]
 Row = tuple[float, int, Sequence[int], Sequence[float]]  # logprob, rank, alternatives' ids and logprobs
@@ -61,7 +60,7 @@ class Spelling:
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
 
     def text_at(self, place: Place, token_id: int) -> str:
-        """The token's name where it stands: a character that began before it is its, one that ends behind it is not."""
+        """The token's name at its place: it has the characters that it completes, not one that it only begins."""
         return f"token_id:{token_id}" if self._as_ids else place.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
@@ -70,9 +69,9 @@ class Spelling:
 
 
 class Place:
-    """How far a choice's text has come: its characters so far, and the bytes of one that is not complete.
+    """A position in a choice's text: its characters so far, and the bytes of one that is not complete.
 
-    `pieces`: what tokens add to this text, which is nothing for those that it leaves out.  `offset`: the characters.
+    `pieces`: the bytes that tokens add to this text; none, for those that it leaves out.  `offset`: the characters.
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
@@ -81,12 +80,12 @@ class Place:
         self._rest = b""
 
     def text(self, piece: bytes) -> str:
-        """The characters that `piece` completes; the U+FFFD of a rest that it does not continue is not of them."""
+        """The characters that `piece` completes, without the U+FFFD of a rest that it does not continue."""
         text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
         return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
 
     def add(self, token_id: int) -> int:
-        """Go past a token; returns where its text begins."""
+        """Advance past a token; returns the offset at which its text begins."""
         piece = self._pieces[token_id]
         text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
         own = len(self.text(piece))
@@ -154,7 +153,7 @@ class Packed(msgspec.Struct):
 
 
 def num_rows(columns: Logprobs) -> int:
-    """How many tokens the columns speak of."""
+    """How many tokens the columns have."""
     return len(columns.token_logprobs) // 4
 
 
@@ -171,9 +170,9 @@ def rows(columns: Logprobs) -> Iterator[Row]:
 
 
 def others(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
-    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those asked for by name.
+    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those asked for by id.
 
-    Equal logprobs share a rank; the rank of a token that is only here by name is unknown.
+    Equal logprobs share a rank; the rank of a token that was only asked for by id is unknown.
     """
     _, _, ids, values = row
     rank, last = 0, 1.0
@@ -212,7 +211,7 @@ def _table(values: list[T], width: int) -> list[list[T]]:
 
 
 def _floored(column: bytes) -> list[float]:
-    """A float32 column as numbers that JSON can say."""
+    """A float32 column as numbers that JSON can represent."""
     values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
     return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values
 

@@ -1,8 +1,8 @@
-"""Prometheus metrics: the engine's counters read at scrape time, and what the API processes count of requests.
+"""Prometheus metrics: the engine's counters, read at scrape time, and what the API processes count of requests.
 
-The only importer of prometheus_client.  Nothing is done per token: a request is observed once, when a choice
-ends, from the times the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; what vLLM has can
-be exported under its own prefix as well.
+The only importer of prometheus_client.  Nothing is done per token: a choice is observed once, when it ends, with the
+times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has can be
+exported under its own prefix as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VLLM_NAMES = frozenset({
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
 })  # fmt: skip
 LABELS = ["model_name", "engine"]
-ENGINE = "0"  # the label that tells engines of one server apart: this server has one
+ENGINE = "0"  # a label that vLLM has; this server has one engine
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SHORT = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -49,11 +49,11 @@ STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
-SAMPLED = 16  # one stream in so many has its serialization timed
+SAMPLED = 16  # one stream in this many has its serialization timed
 
 
 class Histogram:
-    """Counts by bucket, then the sum; `weight` observes a value several times at once."""
+    """A histogram in shared memory: counts by bucket, then the sum."""
 
     def __init__(self, counters: Counters, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
@@ -98,7 +98,7 @@ class Tally:
 
 
 class Metrics(Collector):
-    """All metrics of the server; its API processes share `counters`.  An observer of all requests."""
+    """All metrics of the server; its API processes share `counters`.  Observes all requests."""
 
     def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: Counters) -> None:
         self._llm = llm
@@ -140,20 +140,20 @@ class Metrics(Collector):
         return int(self._inflight.total(0))
 
     def came(self) -> None:
-        """A request is in flight, until `closed`."""
+        """A request is in flight from here on, until `closed`."""
         self._inflight.add(0)
 
     def closed(self) -> None:
-        """It is no more."""
+        """A request is no longer in flight."""
         self._inflight.add(0, -1)
 
     def refused(self, error: RequestError) -> None:
-        """A request was not accepted; only the engine's words are counted, not what was wrong with a request."""
+        """A request was refused; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
     def accepted(self, flight: Flight, params: SamplingParams) -> None:
-        """A request was admitted."""
+        """A request was accepted."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
@@ -181,12 +181,12 @@ class Metrics(Collector):
             self.per_token.observe(decode / (output_tokens - 1))
 
     def aborted(self, cause: str, count: int) -> None:
-        """Choices were given up whose end nobody waited for."""
+        """Choices were given up before they finished."""
         self._aborts.add(cause, count)
         self._finished.add("abort", count)
 
     def timed(self, make: Render) -> Render:
-        """`make`, which writes a stream's events, or in one stream of many the same with its time taken."""
+        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure its time."""
         self._num_streams += 1
         if self._num_streams % SAMPLED != 1:
             return make
@@ -294,7 +294,7 @@ class Metrics(Collector):
 
 
 def _renamed(family: Metric) -> Metric:
-    """The same under vLLM's prefix."""
+    """The same metric under vLLM's prefix."""
     other = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
     other.samples = [sample._replace(name=VLLM_PREFIX + sample.name.removeprefix(PREFIX)) for sample in family.samples]
     return other

@@ -1,7 +1,7 @@
-"""/openapi.json from the table of routes: the bodies are msgspec structs or pydantic models, described alike.
+"""/openapi.json from the table of routes; bodies are msgspec structs or pydantic models, described alike.
 
-Types come from the structs and models; what `params` and the routes check beyond types is told from the tables below,
-so that a client's generator (or a fuzzer) makes bodies that are accepted.  Knows nothing of what the fields do.
+Types come from the structs and models.  What `params` and the routes check beyond types is in the tables below, so
+that generated clients (and fuzzers) make bodies that are accepted.  Must not know what the fields do.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route: its handler, the types of its body and of its reply; whether it needs a tokenizer, or controls the
-    server."""
+    """A route: its handler, and the types of its body and reply.
+
+    `text`: it needs a tokenizer.  `control`: it changes the server, so `auth` asks for more.
+    """
 
     methods: tuple[str, ...]
     path: str
@@ -74,7 +76,7 @@ class Endpoint:
 
 
 def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | None) -> dict[str, Any]:
-    """The OpenAPI document of a server that answers to the names `models`; None: they come and go."""
+    """The OpenAPI document.  `models`: the names that the server answers to; None: they change while it serves."""
     endpoints = list(endpoints)
     types = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
     paths: dict[str, dict[str, Any]] = {}
@@ -128,14 +130,14 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
             components.update(described.pop("$defs", {}))
             components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
-    for name, field in sampling.items():  # null is every parameter's default
+    for name, field in sampling.items():  # null stands for every parameter's default
         sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
     for name, needed in NEEDED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
-    if "GenerateBody" in components:  # decoded by itself, so its type does not show in the struct
+    if "GenerateBody" in components:  # the struct has it as Raw
         own: Described = {"anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}], "default": {}}
         components["GenerateBody"]["properties"]["sampling_params"] = own
     if "CompletionBody" in components:
@@ -162,7 +164,7 @@ def _narrow(component: Described, models: Sequence[str] | None) -> None:
 
 
 def _branch(field: Described, kind: str) -> Described:
-    """The part of a field's schema that has the type `kind`; if there is none, one that goes nowhere."""
+    """The part of a field's schema that has the type `kind`; if there is none, an empty one that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
 
 

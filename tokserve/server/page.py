@@ -1,7 +1,7 @@
-"""GET /: the status page, one file that needs nothing but this server's own routes.
+"""GET /: the status page, one file (`page.html`) that uses this server's own routes only.
 
-The file is `page.html`.  Its one style and its one script are named to the browser by their hashes, so nothing that
-gets into the page can be run.  It asks for whatever it shows with the key that its reader types in.
+The Content-Security-Policy allows its one style and its one script by their hashes, so that no injected script can
+run.  The page holds no data: it requests what it shows with the API key that the user enters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""HTTP/1.1 on a connection: uvicorn's, except that nothing is upgraded, that every refusal has our shape, that a
-request's head is bounded in size and in time, and that HTTP/1.0 (which nginx speaks to servers, if nothing is said) is
-not answered in chunks.
+"""HTTP/1.1 on a connection: uvicorn's protocol, with four differences.
 
-Java's HTTP client, for one, offers h2c with every request in clear; the parser takes such a request's body for the
-other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is read again without it.
-Knows nothing of routes.
+No upgrade is accepted; refusals have our error shape; a request's head is limited in size and in time; HTTP/1.0
+(nginx's default towards upstreams) gets no chunked response.  Java's HTTP client offers h2c with every plain request,
+and the parser would take such a request's body for the other protocol.  RFC 9110 (7.8) lets a server ignore the offer,
+so the request is parsed again without it.  Must not know routes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokserve.errors import RequestError
 from tokserve.server import errors, sse
 
 OFFER = (b"upgrade", b"http2-settings")
-MAX_HEAD = 64 << 10  # bytes of a request before its body; one that comes in one piece may have a little more
+MAX_HEAD = 64 << 10  # bytes of a request before its body; one that arrives in one piece may be a little longer
 
 
 class HeadTooLarge(RequestError):
@@ -35,15 +34,15 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head: int | None = 0  # bytes so far of a head, or of trailers, without an end; None in a body
+        self._head: int | None = 0  # bytes so far of an unfinished head, or of trailers; None in a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A connection has as long to send its first head as it has between two requests."""
+        """Start the keep-alive timer: it limits the time for the first head, too."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """However it was lost."""
+        """Stop the timer, however the connection was lost."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -61,26 +60,26 @@ class Protocol(HttpToolsProtocol):
             if self._head is not None and self._head > MAX_HEAD:
                 self._hang_up(HeadTooLarge(f"the headers are larger than {MAX_HEAD >> 10} KiB", code="head_too_large"))
 
-    data_received = _read  # type: ignore[assignment]  # asyncio's name for it; its argument has another
+    data_received = _read  # type: ignore[assignment]  # asyncio's name for it; there, the argument is `data`
 
     def on_headers_complete(self) -> None:
-        """Begin the request, unless it offers an upgrade: then it is read again first."""
+        """Begin the request, unless it offers an upgrade: then it is parsed again first."""
         self._head = None
         if not self.parser.should_upgrade():
-            self._unset_keepalive_if_required()  # a part of a head is no sign of life: one may come for ever
+            self._unset_keepalive_if_required()  # not for part of a head: a client could dribble one forever
             super().on_headers_complete()
             if self.parser.get_http_version() == "1.0":
                 cycle: Any = self.cycle  # its task has not begun, and takes `send` when it does
                 cycle.send = _without_chunks(self.cycle)
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
-            self.headers = []  # what still comes are trailers, which are no headers of the request
+            self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
 
     def on_chunk_header(self) -> None:
-        """After the last chunk's come the trailers."""
+        """Count again: after the last chunk's header come the trailers."""
         self._head = 0
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Part of the body."""
         self._head = None
         super().on_body(body)
 
@@ -91,7 +90,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _decline(self, rest: bytes) -> None:
-        """Read the head again without the offer, and then what follows it."""
+        """Parse the head again without the offer, and then what follows it."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._hang_up(RequestError("CONNECT is for proxies", code="invalid_http"))
@@ -103,7 +102,7 @@ class Protocol(HttpToolsProtocol):
         self._read(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _hang_up(self, error: RequestError) -> None:
-        """Refuse what is no request, and close; a client that waits for the answer to another gets no refusal."""
+        """Refuse what is not a valid request, and close; never inside or in place of another request's response."""
         cycle = self.cycle
         broken = cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline
         if cycle is None or cycle.response_complete or broken:
@@ -114,16 +113,16 @@ class Protocol(HttpToolsProtocol):
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Send:
-    """`cycle.send` for HTTP/1.0, which has no chunks: a body whose length is not told ends with the connection."""
+    """`cycle.send` for HTTP/1.0, which has no chunks: the end of the connection ends a body of unknown length."""
     send = cycle.send
-    untold = False
+    unknown = False
 
     async def plain(message: Message) -> None:
-        nonlocal untold
+        nonlocal unknown
         if message["type"] == "http.response.start":
-            untold = all(name.lower() != b"content-length" for name, _ in message["headers"])
-            cycle.chunked_encoding = False if untold else None
-        elif untold:
+            unknown = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if unknown else None
+        elif unknown:
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)  # type: ignore[arg-type]
 
@@ -131,9 +130,9 @@ def _without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 def _write(cycle: RequestResponseCycle, body: bytes) -> bool:
-    """Part of a body of unknown length, at once.  False: it must go through `cycle.send`, which can wait.
+    """Write part of a body of unknown length at once.  False: use `cycle.send`, which can wait.
 
-    These are the bytes that `cycle.send` would write, without a coroutine, its message and its checks.
+    Writes the bytes that `cycle.send` would write, without the cost of a coroutine, a message and its checks.
     """
     if cycle.flow.write_paused or not cycle.chunked_encoding:
         return False

@@ -1,8 +1,8 @@
-"""Text requests as token requests: what chat or completions would generate, for somebody else to generate.
+"""Chat and completions bodies rendered as token requests, for this or another server to generate.
 
-A rendered request is a body for /inference/v1/generate that draws the same tokens as the text route would,
-here or on a tokens-only server of the same model (stop strings aside, which need a tokenizer).  Nothing is
-generated here; `derender` is the way back.
+A rendered request is a body for /inference/v1/generate that yields the same tokens as the text route would, here or
+on a tokens-only server of the same model (except for stop strings, which need a tokenizer).  Generates nothing;
+`derender` is the inverse, for the replies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokserve.server.tokens import StreamOptions
 
 
 class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A body for /inference/v1/generate; what is at its default there is left out."""
+    """A body for /inference/v1/generate; defaults are left out."""
 
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -35,7 +35,7 @@ class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenizerDescription(msgspec.Struct):
-    """What a client needs to know of the tokenizer; no paths."""
+    """What a client needs to know of the tokenizer, without paths."""
 
     tokenizer_class: str | None
     vocab_size: int
@@ -81,7 +81,7 @@ def _headers(given: str | None, ignored: list[str]) -> dict[str, str]:
 
 
 def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingParams:
-    """The parameters with the forbidden words as the ids they are."""
+    """The parameters, with the forbidden words as token ids."""
     return msgspec.structs.replace(params, bad_words=[], bad_token_sequences=forbidden)
 
 
@@ -89,7 +89,7 @@ def _rendered(
     serving: Serving, asked: schemas.TextBody, params: SamplingParams, terms: Terms, ids: list[int],
     echo: bool, request_id: str | None,
 ) -> Rendered:  # fmt: skip
-    """`echo`: the reply is to repeat the prompt, which is needed on the way back."""
+    """`echo`: the reply must repeat the prompt, which `derender` needs."""
     options = None
     if asked.stream_options is not None:
         options = StreamOptions(*schemas.usage_options(asked))

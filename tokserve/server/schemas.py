@@ -1,7 +1,7 @@
-"""The bodies of the text routes: OpenAI's fields, the extensions clients of other servers use, and what is refused.
+"""The bodies of the text routes: OpenAI's fields, the extensions of other servers, and what is refused.
 
-pydantic reads them in strict mode (a string is no number); null is the same as absent.  A field that no
-model declares is ignored and named to the client, unless it would change the answer: those are refused.
+pydantic validates them in strict mode (a string is no number); null is the same as absent.  A field that no
+model declares is ignored and reported to the client, unless it would change the output: those are refused.
 What the values mean is decided in `params` and by the routes.
 """
 
@@ -19,7 +19,7 @@ from tokserve.server import errors, structured, tools
 from tokserve.server.body import convert, load, unpack_ids
 from tokserve.server.serving import Serving
 
-# Fields this server does not have, with the values that ask for nothing (null always does).
+# Fields that this server does not support, with the values that have no effect (null never has one).
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "audio": (), "modalities": (["text"],), "web_search_options": (),
@@ -45,13 +45,13 @@ REASONS: Mapping[str, str] = {
     "response_format": "use text.format", "logprobs": "use include and top_logprobs",
     "reasoning_effort": "use reasoning.effort",
 }  # fmt: skip
-# Fields that change nothing here and that everybody sends.
+# Fields that have no effect and that many clients send: not reported as ignored.
 ACCEPTED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "prediction", "max_tool_calls",
 })  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; there is none here
+OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; not sent here
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
           "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
@@ -63,7 +63,7 @@ Body = TypeVar("Body", bound="RequestBody")
 
 
 class TextStreamOptions(BaseModel):
-    """What a stream carries besides deltas."""
+    """What a stream contains besides deltas."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
@@ -152,7 +152,7 @@ class ChatBody(TextBody):
 
 
 class CompletionBody(TextBody):
-    """The body of /v1/completions.  `prompt` is checked by the route: its four forms need better errors."""
+    """The body of /v1/completions.  The route checks `prompt`, whose four forms need better errors than a union's."""
 
     prompt: Any = None
     echo: bool | None = None
@@ -225,7 +225,7 @@ async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Bo
 
 
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
-    """The body and the names of the fields that are ignored.  Raises `RequestError` naming the field."""
+    """Validate a decoded body; returns it and the names of ignored fields.  Raises `RequestError` naming a field."""
     value = _as_in_json(value)
     try:
         body = kind.model_validate(value)
@@ -256,7 +256,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
 
 
 def _as_in_json(value: Any) -> Any:
-    """A body whose packed ids are lists, and whose bias has strings as keys: msgpack has byte strings and numbers."""
+    """The body as JSON would have it: in msgpack, ids may be packed, and the keys of logit_bias numbers."""
     if not isinstance(value, dict):
         return value
     changed: dict[str, Any] = {}
@@ -271,13 +271,13 @@ def _as_in_json(value: Any) -> Any:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """`X-Ignored-Fields`, if there are any; names that no header can carry are left out."""
+    """The header `X-Ignored-Fields`, if there are any; names that no header can contain are left out."""
     shown = [name for name in names if name.isascii() and all(map(str.isidentifier, name.split(".")))]
     return {"X-Ignored-Fields": ", ".join(shown)[:1000]} if shown else {}
 
 
 def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> SamplingParams:
-    """The sampling parameters: the client's, or else the model's defaults.  `computed` are set by the route."""
+    """The sampling parameters: the client's, else the model's defaults; the route sets `computed`."""
     values = dict(defaults)
     for name in SAMPLING:
         value = getattr(body, name)
@@ -294,7 +294,7 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
 
 
 def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None, str]:
-    """The most tokens of an output, and the name of the field that says so.  `default`: if none does."""
+    """The most output tokens, and the name of the field that says so.  `default`: if neither field is there."""
     limit, name = body.max_completion_tokens, "max_completion_tokens"
     if limit is None:
         return (body.max_tokens if "max_tokens" in body.model_fields_set else default), "max_tokens"
@@ -309,7 +309,7 @@ def _repetition(value: dict[str, Any]) -> RepetitionDetection:
 
 
 def count(value: bool | int | None) -> int | None:
-    """A number of logprobs, which some clients write as true or false."""
+    """A number of logprobs; some clients send true or false."""
     if isinstance(value, bool):
         return 1 if value else None
     return value
@@ -330,6 +330,6 @@ def check_stream(body: GeneratingBody, packed: bool) -> None:
 
 
 def usage_options(body: TextBody) -> tuple[bool, bool]:
-    """Whether a stream reports usage at its end, and in every chunk."""
+    """Whether a stream reports usage at its end, and whether in every chunk."""
     options = body.stream_options or TextStreamOptions()
     return bool(options.include_usage), bool(options.include_usage and options.continuous_usage_stats)

@@ -1,7 +1,7 @@
 """What every route needs: the engine's client, the options, and the one way to start a request.
 
-`start` is where admission, ids, groups and the naming of errors happen, for tokens, chat and completions
-alike; routes differ only in how they come to token ids and what they make of the answer.
+`start` checks a request, sends it and waits until it is accepted, for tokens, chat and completions alike; routes
+differ only in how they get token ids and how they render the output, which this file must not know.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
-SHOWN = 20  # adapters that an error lists
+SHOWN = 20  # most adapters that an error lists
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 
@@ -47,7 +47,7 @@ Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request wi
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for besides tokens.  `score_each`: every choice tells the prompt's logprobs."""
+    """A request's parameters besides sampling.  `score_each`: every choice returns the prompt's logprobs."""
 
     request_id: str
     cache_salt: str | None = None
@@ -60,14 +60,14 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fields(msgspec.Struct, frozen=True):
-    """How a route's clients write the fields that errors name."""
+    """How fields are called in a route's body, for errors: the prompt, what precedes sampling parameters, others."""
 
     prompt: str
     prefix: str = ""
     others: Mapping[str, str] = {}
 
     def rename(self, error: RequestError, place: int | None = None) -> RequestError:
-        """The error with the field as the client wrote it; `place`: which of several prompts it is about."""
+        """The error with the field as the client wrote it; `place`: the index among several prompts."""
         field = error.field
         if field is None:
             return error
@@ -128,7 +128,7 @@ class Serving:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None: that is not known, or nobody is to read them.  Raises StartError."""
+        """How the model writes tool calls; None: unknown, or they are not to be parsed.  Raises StartError."""
         server = self.config.server
         if server.enable_auto_tool_choice is False:
             return None
@@ -146,14 +146,14 @@ class Serving:
 
     @cached_property
     def thinking(self) -> Thinking | None:
-        """How the model writes reasoning, if that is returned apart."""
+        """How the model writes reasoning, if that is returned separately."""
         name = self.config.server.reasoning_parser
         return None if name is None else formats.named(formats.THINKING, name)
 
     @property
     def fingerprint(self) -> str:
-        """Of what a request's tokens depend on besides the request: the program, the model's options, the kernels that
-        are bound, and the weights that serve now."""
+        """A digest of what tokens depend on besides the request: the program, the model's options, the bound kernels,
+        and the weights that serve now."""
         status = self.llm.status
         parts = [self._options, status.weight_version, status.epoch]
         return f"tokserve-{__version__}-{hashlib.sha256(body.encode_json(parts)).hexdigest()[:8]}"
@@ -173,8 +173,8 @@ class Serving:
             )  # fmt: skip
 
     async def find_model(self, name: str | None) -> None:
-        """As `check_model`, but what is not known here is first asked of the engine: another front end may have just
-        loaded it."""
+        """Like `check_model`, but asks the engine about an unknown name first: another front end may just have loaded
+        the adapter."""
         if name and self.config.lora.enable_lora and not self._knows(name):
             await self.llm.refresh(self.config.server.liveness_timeout)
         self.check_model(name)
@@ -200,7 +200,7 @@ class Serving:
         if group is not None and not 0 < len(group) <= body.MAX_ID:
             raise RequestError(f"group_id must have 1 to {body.MAX_ID} characters", field="group_id")
         request_id = given or secrets.token_hex(16)
-        log.request_id.set(bare_id(request_id))  # of this request's task: all it logs from here on carries it
+        log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
         return Terms(
             request_id=request_id,
             cache_salt=salt, priority=asked.priority or 0, deadline_ms=asked.deadline_ms,
@@ -211,9 +211,9 @@ class Serving:
         self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
         fields: Fields, *, stream: bool, text: bool,
     ) -> Flight:  # fmt: skip
-        """Send the prompts to the engine and hear that it takes them.
+        """Send the prompts to the engine and wait until it accepts them.
 
-        Everything that can be refused is refused here, before any answer.  Raises `Gone` if the client leaves.
+        Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
         flight = Flight(terms.request_id, params.n, self._observers(request))
         flight.timed = self.metrics.timed
@@ -242,7 +242,7 @@ class Serving:
         return flight
 
     def _observers(self, request: Request) -> list[Observer]:
-        """Who is told what becomes of a new request."""
+        """The observers of a new request."""
         observers: list[Observer] = [self.metrics]
         if self.config.server.log_requests:
             observers.append(Journal())
@@ -253,7 +253,7 @@ class Serving:
     def check(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
     ) -> list[list[int]]:
-        """Refuse what `start` would refuse, without starting.  Returns the token sequences that are forbidden."""
+        """Refuse what `start` would refuse, without starting.  Returns the forbidden token sequences."""
         prepared = self._prepare(prompts, params, terms, fields, stream=True, text=True)
         return prepared[-1].adds[0].sampling.bad_token_sequences if prepared else []
 
@@ -261,7 +261,7 @@ class Serving:
         self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: Fields,
         *, stream: bool, text: bool,
     ) -> list[Prepared]:  # fmt: skip
-        """The prompts, checked; errors name fields as the client wrote them."""
+        """Check the prompts; errors name fields as the client wrote them."""
         prepared: list[Prepared] = []
         try:
             for place, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
-"""Server-sent events and their non-stream twin: deltas until the end, the client's leaving or an error.
+"""Server-sent events, and the same for a reply that is not streamed: deltas until the end, an error or a disconnect.
 
-One task per request watches the connection: when the client leaves, the request's own task is cancelled and the
-flight closed, which aborts it in the engine.  What the events say is decided by a `Renderer`.
+One task per request watches the connection: when the client disconnects, the request's own task is cancelled and the
+flight closed, which aborts it in the engine.  Must not know what the events say: a `Renderer` makes them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tokserve.server.flights import Flight
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-WRITE = "tokserve.write"  # in the scope, if the server has it: a `Write`
+WRITE = "tokserve.write"  # the key of a `Write` in the scope, if the server offers one
 LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Close = Callable[[RequestError | None], bytes]  # the last events of a stream, with the error that it ends in
-Write = Callable[[bytes], bool]  # sends part of a body at once; False: not done, `send` it
+Write = Callable[[bytes], bool]  # sends part of a body at once; False: it could not, use `send`
 
 
 def event(json: bytes) -> bytes:
@@ -53,7 +53,7 @@ class Renderer(Protocol):
 
 
 class Watch:
-    """`async with Watch(receive): ...` cancels its body when the client leaves, and then raises `Gone`."""
+    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -94,7 +94,7 @@ async def answer(
 
 
 async def collect(flight: Flight, request: Request) -> list[Completion]:
-    """All choices in order.  Raises `Gone` if the client leaves, `failure`'s error if no choice came to an end."""
+    """All choices in order.  Raises `Gone` if the client disconnects, `failure`'s error if every choice failed."""
     done: list[Completion] = []
     ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
@@ -127,7 +127,7 @@ def _index(completion: Completion) -> int:
 
 
 def failure(ends: list[Completion]) -> RequestError | None:
-    """The error of a request all of whose choices ended in one; the client's own, if its parameters are to blame."""
+    """The error of a request if every choice ended in one: 400 if its parameters are to blame, else 500."""
     if ends and all(end.finish_reason == "error" for end in ends):
         if all(end.stop_detail == "forbidden" for end in ends):
             return RequestError(ends[0].message or "")
@@ -169,9 +169,9 @@ def _cannot(events: bytes) -> bool:
 
 
 class _Pump:
-    """Writes what a flight brings, in the very call that brings it, so a token costs no task its turn.
+    """Writes a flight's deltas in the very call that announces them: a token wakes no task.
 
-    While the wire is blocked nothing is taken, and the client merges what comes.
+    While the connection is blocked nothing is taken from the flight, which merges what comes.
     """
 
     def __init__(self, flight: Flight, renderer: Renderer, close: Close, wire: _Wire) -> None:
@@ -184,7 +184,7 @@ class _Pump:
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self, opening: bytes) -> None:
-        """From the `opening` until the response has ended."""
+        """Write from the `opening` until the response has ended."""
         self._wire.start(self._write)
         if opening:
             self._wire.write(opening)
@@ -192,12 +192,12 @@ class _Pump:
         await self._wire.end(await self._last_events())
 
     def stop(self) -> None:
-        """Write nothing any more."""
+        """Write nothing more."""
         self._ended.cancel()
         self._wire.stop()
 
     def _write(self) -> None:
-        """All that there is, as one write."""
+        """Write all deltas available now, at once."""
         if self._wire.blocked or self._ended.done():
             return
         flight = self._flight
@@ -215,7 +215,7 @@ class _Pump:
             self._ended.set_result(error)
 
     async def _last_events(self) -> bytes:
-        """What is left to say when all deltas are written, or something has failed."""
+        """What comes after the last delta: the renderer's tail, or an error."""
         try:
             if error := await self._ended:
                 raise error
@@ -230,7 +230,7 @@ class _Pump:
 
 
 class _Wire:
-    """The connection of one stream; says so when there was nothing to say for `interval` seconds."""
+    """The connection of one stream; sends a comment after `interval` seconds without events."""
 
     def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
         self._send = send
@@ -244,26 +244,25 @@ class _Wire:
         self.blocked = False
 
     def start(self, on_free: Callable[[], None]) -> None:
-        """Begin to watch for silence.  `on_free` is called when the wire is no longer blocked."""
+        """Start the timer for comments.  `on_free` is called when the connection is no longer blocked."""
         self._on_free = on_free
         self._timer = self._loop.call_later(self._interval, self._tick)
 
     def stop(self) -> None:
-        """No more comments, and no more of a write that is blocked."""
+        """Stop the timer, and cancel a blocked write."""
         if self._timer:
             self._timer.cancel()
         if self._rest:
             self._rest.cancel()
 
     def write(self, events: bytes) -> None:
-        """Send events.  Where the client reads slower than they come, the server makes `send` wait: then the wire is
-        blocked until it is done."""
+        """Send events.  If the client reads too slowly, `send` has to wait, and the connection is blocked meanwhile."""
         self._last = self._loop.time()
         if self._write(events):
             return
         sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         try:
-            waits_for = next(sending)  # as a task's first step; most sends are done after it and need no task
+            waits_for = next(sending)  # a task's first step; most sends are complete after it, and need no task
         except StopIteration:
             return
         self.blocked = True
@@ -295,7 +294,7 @@ class _Wire:
 
 
 class _Begun:
-    """An awaitable whose first step has been taken by hand: what it waits for, and how it goes on."""
+    """An awaitable whose first step was taken already: what it waits for, and the rest of it."""
 
     def __init__(self, waits_for: Any, rest: Generator[Any, Any, Any]) -> None:
         self._waits_for = waits_for

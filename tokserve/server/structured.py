@@ -1,7 +1,7 @@
-"""What clients write to get structured outputs: the field itself, and OpenAI's response_format.
+"""The request fields for structured outputs: `structured_outputs` itself, and OpenAI's `response_format`.
 
-Both become `StructuredOutputs`; what that may hold is decided in `params`, and whether a grammar can be used in the
-engine.  Other names of it, of the past and of other servers, are refused with this one.
+Both become `StructuredOutputs`; what that may hold is decided in `params`, and whether a grammar compiles in the
+engine.  Other servers' and obsolete names are refused with a pointer to this one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import body, errors
 
-# names of the past and of other servers, with the values that ask for nothing (null always does)
+# obsolete and other servers' names, with the values that have no effect (null never has one)
 OTHER_NAMES: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
     "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
     "json_schema": (),
 }  # fmt: skip
-# options of other servers, with the values that ask for nothing
+# options of other servers, with the values that have no effect
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "disable_fallback": (False,), "disable_additional_properties": (False,), "structural_tag": (), "_backend": (),
     "_backend_was_auto": (False,),
@@ -43,7 +43,7 @@ class _ResponseFormat(msgspec.Struct):
 
 
 def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
-    """Refuse the field by another name, and say the one it has here."""
+    """Raise for a field with one of `OTHER_NAMES`, naming the field to use."""
     if name in OTHER_NAMES and value is not None and value not in OTHER_NAMES[name]:
         raise RequestError(
             f"{prefix}{name} is not supported by this server; use {prefix}structured_outputs",
@@ -52,14 +52,14 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
 
 
 def without_habits(value: dict[Any, Any], at: str) -> dict[Any, Any]:
-    """What is left without nulls and the options that ask for nothing."""
+    """The options without nulls and those that have no effect; refuses unsupported ones."""
     for name, idle in _UNSUPPORTED.items():
         errors.refuse_unsupported(f"{at}.{name}", value.get(name), idle)
     return {name: each for name, each in value.items() if each is not None and name not in _UNSUPPORTED}
 
 
 def asked(outputs: dict[str, Any] | None, response_format: dict[str, Any] | None) -> StructuredOutputs | None:
-    """What a text route's body asks for; raises RequestError naming the field."""
+    """The form of output that a text route's body asks for.  Raises RequestError naming the field."""
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from tokserve.errors import RequestError
 from tokserve.server import body, schemas
-from tokserve.server.chat import off_loop, rendered
+from tokserve.server.body import off_loop
+from tokserve.server.chat import rendered
 from tokserve.server.schemas import DetokenizeBody, TokenizeBody
 from tokserve.server.serving import Serving
 

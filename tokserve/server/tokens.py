@@ -1,8 +1,8 @@
-"""The token routes: ids in, ids and logprobs out, and their abort.  No text library is needed here.
+"""The token route: ids in, ids and logprobs out.  No text library is needed.
 
-msgspec both ways on the raw body; most of a streamed token's event is encoded once per choice.  Unknown fields
-are refused with the nearest known name; fields that other servers' clients send out of habit and that mean
-nothing here are listed below by name.
+msgspec decodes the raw body and encodes the reply; most of a streamed token's event is encoded once per choice.
+Unknown fields are refused with the closest known name; fields that clients of other servers send, and that have no
+effect here, are listed below.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import base64
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,23 +28,23 @@ from tokserve.server.serving import Fields, Serving
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
 NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who asked for logprobs gets empty lists
-HOLE = Raw(b"\0")  # where a value goes that is not there yet: a byte that is in no JSON
+HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
 Format = Literal["objects", "arrays", "base64"]
 
-# sampling parameters of other servers: without effect on the result, whatever the value
+# sampling parameters of other servers that have no effect on the result, whatever their value
 HARMLESS = frozenset({
     "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
     "_eos_token_id", "_watermarking_skipped",
 })  # fmt: skip
-# and those whose absence is all this server can offer, with the values that ask for nothing (null always does)
+# and those that this server does not support, with the values that have no effect (null never has one)
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (), "logits_processors": ([],),
     "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "trace_decode_token_ids": (),
     "truncate_prompt_tokens": (-1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0),
     "early_stopping": (False,),
 }  # fmt: skip
-# every parameter has a default, and null is another way to ask for it
+# null stands for the default of every parameter
 NULLABLE = frozenset(SamplingParams.__struct_fields__)
 
 
@@ -68,15 +68,15 @@ class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     logprobs_format: Format | None = "objects"
     deadline_ms: int | None = None
     queue_timeout_ms: int | None = None
-    group_id: Annotated[str, Meta(min_length=1, max_length=body.MAX_ID)] | None = None
+    group_id: str | None = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     features: Any = None
     content_parts: Any = None
-    token_offsets: Any = None  # this and the next two: what vLLM's render adds, without effect here
+    token_offsets: Any = None  # this and the next two: what vLLM's render adds; no effect here
     reasoning_ended: Any = None
     reasoning_parser_kwargs: Any = None
-    output_kind: Any = None  # this and the next three belong into sampling_params, and mean nothing there either
+    output_kind: Any = None  # this and the next three belong in sampling_params, and have no effect there either
     flat_logprobs: Any = None
     skip_clone: Any = None
     routed_experts_prompt_start: Any = None
@@ -90,7 +90,7 @@ class GenerateBody(_Generate, kw_only=True):
 
 
 class PackedGenerateBody(_Generate, kw_only=True):
-    """The same in msgpack, where ids may be a byte string, and nothing but `prompt_of` decodes base64."""
+    """The same in msgpack, where ids may be a byte string; base64 is decoded by `prompt_of`."""
 
     token_ids: list[int] | bytes | None = None
     token_ids_b64: str | None = None
@@ -108,12 +108,12 @@ class WeightVersion(msgspec.Struct):
 
 
 def versions(c: Completion) -> list[WeightVersion]:
-    """Which version made which of a choice's tokens."""
+    """Which version of the weights made which of a choice's tokens."""
     return [WeightVersion(*span) for span in c.weight_versions]
 
 
 def last_version(ends: Sequence[Completion]) -> str | None:
-    """Which version made the last token of the last choice that has any."""
+    """The version of the weights that made the last token of the last choice that has tokens."""
     return next((c.weight_versions[-1][0] for c in reversed(ends) if c.weight_versions), None)
 
 
@@ -167,7 +167,7 @@ class Chunk(msgspec.Struct):
     prompt_logprobs: Any = UNSET
 
 
-_KNOWN = (  # names to suggest; dotted ones are of fields that clients leave out the way to
+_KNOWN = (  # names to suggest; dotted ones are where a field belongs that was given at the top
     *GenerateBody.__struct_fields__, *StreamOptions.__struct_fields__,
     *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__),
     *(f"{SAMPLING}{name}" for name in SamplingParams.__struct_fields__),
@@ -200,7 +200,7 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     try:
         return _msgpack_params(raw) if packed else _json_params(raw)
     except msgspec.ValidationError as error:
-        if "out of range" in str(error):  # a number that no float holds
+        if "out of range" in str(error):  # a number beyond all floats
             raise errors.from_msgspec(error, (), "sampling_params") from None
         values = body.decode(bytes(raw), packed)
         if values is None:
@@ -218,7 +218,7 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
 
 
 def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
-    """What is left without the things that other servers' clients send out of habit."""
+    """The parameters without those of other servers that have no effect; refuses those that would have one."""
     kept = {}
     for name, value in values.items():
         if name in UNSUPPORTED:
@@ -239,7 +239,7 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
-    """The prompt, as a list or packed, and how its client names things."""
+    """The prompt, as a list or packed, and the names of its fields for errors."""
     in_base64 = asked.token_ids_b64
     if in_base64 is None:
         if asked.token_ids is None:
@@ -317,8 +317,8 @@ class _Render:
         return logprobs.packed(columns) if self._packed or self._format == "base64" else logprobs.arrays(columns)
 
     def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
-        """What was asked for about the prompt.  A prompt of one token has no logprobs, and no columns; nor has one that
-        no choice has read."""
+        """The prompt's logprobs in the format asked for.  There are no columns for a prompt of one token, nor for one
+        that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or NO_ROWS
         if self._format == "objects":
@@ -347,7 +347,7 @@ class _Render:
         return self._plain_event(delta)
 
     def _plain_event(self, delta: Completion) -> bytes:
-        """The event of a delta in the middle: all of it but the tokens is the same every time, and encoded once."""
+        """The event of a delta in the middle of a stream: all but the tokens is constant, and encoded once."""
         frame = self._frames.get(delta.index)
         if frame is None:
             frame = self._frames[delta.index] = self._frame(delta.index)
@@ -359,7 +359,7 @@ class _Render:
         return made + frame[-1]
 
     def _frame(self, index: int) -> list[bytes]:
-        """What is around the token ids, the logprobs if they are wanted, and the text if it is."""
+        """The constant parts of an event: around the token ids, the logprobs and the text, if these are wanted."""
         logprobs, text = HOLE if self._wanted else None, HOLE if self._text else UNSET
         choice = Choice(index, HOLE, None, None, logprobs, text=text)
         chunk = Chunk(self._id, [choice], None if self._usage else UNSET)

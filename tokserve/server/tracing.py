@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span per request, and in it spans of its choices' time in the queue, in prefill and in decode.
+"""OpenTelemetry: a span per request, and within it spans for each choice's time in the queue, in prefill and decode.
 
-The only importer of opentelemetry, and itself imported only if traces are wanted.  A request is looked at when it ends:
-the spans are laid out backwards from the times the engine measured, so tracing costs nothing per token.
+The only importer of opentelemetry, and itself imported only if traces are wanted.  Spans are made when a request ends,
+from the times that the engine measured, so tracing costs nothing per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.flights import Flight
 
-EXPORT_SECONDS = 5  # that a collector may take for a batch
+EXPORT_SECONDS = 5  # timeout for sending a batch to the collector
 PARAMS = ("n", "max_tokens", "temperature", "top_p")
 
 
@@ -41,16 +41,16 @@ class Tracing:
         self._model = model
 
     def observe(self, headers: Mapping[str, str]) -> Trace:
-        """Of a request that has come; its `traceparent` header says what it is a part of."""
+        """The observer of a new request; its `traceparent` header names the parent span."""
         return Trace(self._tracer, self._model, TraceContextTextMapPropagator().extract(dict(headers)))
 
     def close(self) -> None:
-        """Send what has not been sent; may take as long as the collector does."""
+        """Send the remaining spans; blocks until the collector has them, or does not answer."""
         self._provider.shutdown()
 
 
 class Trace:
-    """The observer of one request that makes its spans."""
+    """Observes one request and makes its spans."""
 
     def __init__(self, tracer: Tracer, model: str, parent: Context) -> None:
         self._tracer = tracer
@@ -63,7 +63,7 @@ class Trace:
         self._flight: Flight | None = None
 
     def accepted(self, flight: Flight, params: SamplingParams) -> None:
-        """What was asked for."""
+        """Note the parameters."""
         self._flight = flight
         self._attributes["gen_ai.request.id"] = flight.key
         for name in PARAMS:
@@ -72,20 +72,20 @@ class Trace:
                 self._attributes[f"gen_ai.request.{name}"] = value
 
     def refused(self, error: RequestError) -> None:
-        """A span with an error is all there will be."""
+        """Note the error."""
         self._error = error
 
     def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
-        """A choice's times."""
+        """Note a choice's times."""
         self._ends.append(completion)
         self._reasons.append(completion.finish_reason or "error")
 
     def aborted(self, cause: str, count: int) -> None:
-        """Choices without times."""
+        """Note choices without times."""
         self._reasons += [cause] * count
 
     def closed(self) -> None:
-        """The spans."""
+        """Make the spans."""
         span = self._tracer.start_span(
             "llm_request", self._parent, SpanKind.SERVER, self._attributes, start_time=self._arrival
         )
@@ -104,7 +104,7 @@ class Trace:
         span.end()
 
     def _lay_out(self, end: Completion, inside: Context) -> None:
-        """A choice's phases, one after the other; it has only those that it came to."""
+        """Make the spans of a choice's phases, as far as it got."""
         queued, first, total = end.times
         phases = (
             ("queue", 0.0, queued or total),

@@ -1,8 +1,8 @@
-"""A conversation to token ids, by the checkpoint's Jinja chat template.
+"""Conversations to token ids, by the checkpoint's Jinja chat template.
 
-Templates in the field are written for transformers; the environment here offers what they use (and no
-more: it is a sandbox, a template may come with a request).  Messages are plain dictionaries.  This
-file knows nothing of HTTP bodies, and puts every fault on a field of the request or on the start-up.
+Templates are written for transformers; the environment here offers what they use and no more (it is a sandbox: a
+template may come with a request).  Messages are plain dictionaries.  Must not know HTTP; every error names a field of
+the request, or stops the start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
-# what a template's own code may raise
+# what the code of a template may raise
 FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
     MemoryError,
@@ -42,7 +42,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for trainers; here it only prints its body."""
+    """`{% generation %}` marks the assistant's part for trainers; here it only renders its body."""
 
     tags = {"generation"}
 
@@ -91,7 +91,7 @@ def _compile(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=32)
 def _variables(source: str) -> frozenset[str]:
-    """The names that a template takes from outside."""
+    """The variables that a template reads."""
     return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
 
 
@@ -129,8 +129,8 @@ class ChatTemplate:
         add_special_tokens: bool = False,
         must_show_tools: bool = True,
     ) -> list[int]:
-        """Token ids of the conversation; see `text`.  `add_special_tokens`: the tokenizer's own, besides the
-        template's."""
+        """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's own to those of the
+        template."""
         rendered = self.text(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, documents=documents, template=template, kwargs=kwargs, must_show_tools=must_show_tools,
@@ -191,11 +191,11 @@ class ChatTemplate:
         return _cut_at(rendered, mark, content) if mark else rendered
 
     def knows(self, template: str) -> bool:
-        """Whether this is the name of a template here."""
+        """Whether this is the name of one of the templates."""
         return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
-        """Whether the text can depend on a variable; `template` as in `text`, and one that renders."""
+        """Whether the text can depend on a variable; `template` as in `text`, which must compile."""
         return variable in _variables(self._source(template, with_tools=False))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
@@ -216,7 +216,7 @@ class ChatTemplate:
 
 
 def _read(override: str) -> str:
-    """The template itself, or the file that holds it."""
+    """The template: `override` itself, or the contents of the file of this name."""
     if "{" in override or "\n" in override:
         return override
     try:
@@ -238,7 +238,7 @@ def _run(source: str, variables: dict[str, Any], field: str) -> str:
 
 @lru_cache(maxsize=64)
 def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template that is given a content in parts prints their text, and not the list."""
+    """Whether a template renders the text of content given in parts, and not the list."""
     if role not in ("system", "user", "assistant"):
         return False
     other = [{"role": "user", "content": "?"}]
@@ -258,8 +258,8 @@ def _joined(content: str | list[dict[str, str]]) -> str:
 
 
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: text or parts of text, no nulls, tool arguments as objects, reasoning under its
-    names."""
+    """A copy as templates expect it: text or parts of text, no nulls, tool arguments as objects, reasoning under the
+    names that templates read."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object", field=where)
@@ -279,7 +279,7 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The developer's messages as the system's, and all of these as one at the start: templates take no others."""
+    """Merge developer and system messages into one system message at the start: most templates take no others."""
     if all(message["role"] != "developer" for message in chat):
         return chat
     said = [message for message in chat if message["role"] in ("system", "developer")]
@@ -305,7 +305,7 @@ def part_text(where: str, part: Any) -> str:
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object: clients send JSON text, templates want to walk it."""
+    """A tool call with its arguments as an object: clients send JSON text, templates iterate over it."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -334,7 +334,7 @@ def _objects(field: str, values: Sequence[dict[str, Any]] | None) -> list[dict[s
 
 
 def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
-    """Put `mark` behind the final message's content; returns the content."""
+    """Put `mark` after the final message's content; returns the content without it."""
     field = f"messages[{len(chat) - 1}].content"
     content = chat[-1].get("content")
     if content is None:
@@ -348,7 +348,7 @@ def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
 
 
 def _cut_at(rendered: str, mark: str, content: str) -> str:
-    """`rendered` up to the mark.  A mark that lost its trailing space tells that the template strips the content."""
+    """`rendered` up to the mark.  If the mark has lost its trailing space, the template strips the content."""
     at = rendered.rfind(mark.strip())
     if at < 0 or content.strip() not in rendered:
         raise RequestError(

@@ -1,7 +1,7 @@
-"""A text that is read forward while it arrives: what comes next, up to a marker, a string or an object of JSON.
+"""Reads a text forward while it arrives: the next character, literal, word, marker, JSON string or JSON object.
 
 Every step waits where it must see more, so what it finds does not depend on how the text was cut into pushes.  Steps
-are generators: `yield from` them.  This file knows what JSON looks like from afar, and nothing of what is read.
+are generators: `yield from` them.  Knows just enough JSON to find where a value ends; must not know what is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class Markers:
-    """Texts to look for.  The first character of each is nowhere else in any, so no two can overlap."""
+    """Texts to look for.  The first character of each must occur nowhere else in any, so that no two overlap."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
@@ -30,11 +30,11 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first of them from `at` on."""
+        """The first match from `at` on."""
         return self._pattern.search(text, at)
 
     def safe(self, text: str, at: int) -> int:
-        """The place up to which nothing of `text` can belong to one that is not complete."""
+        """The position up to which no character of `text` can belong to an incomplete marker."""
         for begin in range(max(at, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._first and any(mark.startswith(text[begin:]) for mark in self._texts):
                 return begin
@@ -42,44 +42,43 @@ class Markers:
 
 
 class Cursor:
-    """A place in a text.  `at` may be set back to where it was, unless something was said since.
+    """A position in a text.  `at` may be set back to an earlier value, unless text was passed to `say` since.
 
-    A step that does not find what it looks for stops there: it has read no further than it must, or all there is.
-
-    `gap`: the white space before the marker that was found last.
+    A step that does not find what it looks for leaves `at` where it stopped.  `gap`: the white space before the last
+    marker found.
     """
 
     def __init__(self) -> None:
         self.at = 0
         self.gap = ""
-        self._text = ""  # what is not settled
+        self._text = ""  # what may still be read again
         self._final = False
 
     def push(self, text: str, final: bool) -> None:
-        """More of the text.  `final`: its end."""
+        """Append to the text.  `final`: this is its end."""
         self._text += text
         self._final = final
 
     def since(self, start: int) -> str:
-        """What has been read from `start` on, but for white space at its end, which is as good as not read."""
+        """What was read from `start` on; white space at its end counts as not read."""
         text = self._text[start : self.at].rstrip()
         self.at = start + len(text)
         return text
 
     def _more(self) -> Steps[bool]:
-        """False: this was all."""
+        """Wait for more text.  False: the text has ended."""
         if self._final:
             return False
         yield
         return True
 
     def _settle(self) -> None:
-        """Forget what has been read: from here nobody goes back."""
+        """Forget what was read: nothing goes back before this point."""
         self._text = self._text[self.at :]
         self.at = 0
 
     def peek(self) -> Steps[str]:
-        """The next character that is no white space, "" at the end."""
+        """The next character that is not white space; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self.at)
             assert space is not None
@@ -90,7 +89,7 @@ class Cursor:
                 return ""
 
     def literal(self, *texts: str) -> Steps[str | None]:
-        """That one of `texts` which comes next, and go behind it."""
+        """The one of `texts` that comes next, and go past it; None: none does."""
         longest = max(map(len, texts))
         while True:
             rest = self._text[self.at : self.at + longest]
@@ -102,7 +101,7 @@ class Cursor:
                 return None
 
     def word(self) -> Steps[str]:
-        """The letters that come next; "" if nothing stands behind them yet."""
+        """The letters that come next, and go past them; "" if the text ends with them."""
         start, at = self.at, self.at
         while True:
             word = _WORD.match(self._text, at)
@@ -116,7 +115,7 @@ class Cursor:
                 return ""
 
     def until(self, markers: Markers, say: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
-        """Say the text up to a marker, and go behind it; None: there is none.  `exact`: white space before it too."""
+        """Say the text up to a marker, and go past it; None: there is none.  `exact`: say white space before it too."""
         while True:
             found = markers.find(self._text, self.at)
             end = found.start() if found else markers.safe(self._text, self.at)
@@ -135,7 +134,7 @@ class Cursor:
                 return None
 
     def object(self, say: Callable[[str], None] | None) -> Steps[str | None]:
-        """The JSON object that comes next, which is said as it arrives, or else returned; None: it has no end."""
+        """The JSON object that comes next: passed to `say` as it arrives, else returned; None: it has no end."""
         depth, inside, at = 0, False, self.at
         while True:
             while found := (_IN_STRING if inside else _OUTSIDE).search(self._text, at):
@@ -167,7 +166,7 @@ class Cursor:
                 return None
 
     def string(self) -> Steps[str | None]:
-        """The JSON string that comes next."""
+        """The JSON string that comes next; None: there is none."""
         if (yield from self.peek()) != '"':
             return None
         at = self.at + 1

@@ -1,9 +1,9 @@
-"""Token ids to text while they arrive, without ever taking back what was said.
+"""Token ids to text while they arrive; text that was returned is final.
 
-Three things are held back until they are settled: the bytes of an unfinished character, a run of
-byte-fallback tokens (one wrong byte changes how the whole run reads), and text that may turn out to be
-the beginning of a stop string.  The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does
-not depend on how the ids were cut into pushes.  This file knows nothing of requests or their ends.
+Three things are held back until they are settled: the bytes of an incomplete character, a run of byte-fallback
+tokens (one wrong byte changes how the whole run decodes), and text that may be the beginning of a stop string.
+The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does not depend on how the ids were cut into
+pushes.  Must not know requests, nor why they end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tokserve.text.tokenizer import Tokenizer
 
-_MAX_UNSETTLED = 16  # tokens that may wait for a character's end in a decoder of unknown kind
+_MAX_UNSETTLED = 16  # most tokens that wait for the end of a character, in a decoder of unknown kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decode the new tokens behind the last settled one, and subtract that one's text.
+    """For any other decoder: decode the new tokens after the last settled one, and subtract that one's text.
 
-    How a token reads depends on whether one stands before it (leading space), not on which.
+    How a token decodes depends on whether there is one before it (leading space), not on which.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces: bool) -> None:
@@ -84,7 +84,7 @@ class _WindowStream:
         return self._settle(ready, final=False) if ready else ""
 
     def _join_special(self, token: int) -> str:
-        """One token; added tokens in a row are written as they are, with nothing between them."""
+        """One token; consecutive added tokens are joined without spaces."""
         added = self._tokenizer.added_ids
         if token in added and not self._pending and self._anchor and self._anchor[-1] in added:
             text = self._tokenizer.spelling(token) or ""
@@ -125,8 +125,8 @@ class Detokenizer:
     """The text of one output, and where a stop string ends it.
 
     The match that ends first wins; of those that end together, the longest.  A match that is complete within the
-    first `min_tokens` tokens does not count.  `include_stop`: the stop string belongs to the text.
-    `spaces_between_special` False: special tokens in a row are written without the spaces some decoders put there.
+    first `min_tokens` tokens does not count.  `include_stop`: the stop string is part of the text.
+    `spaces_between_special` False: consecutive special tokens are joined without the spaces some decoders insert.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Detokenizer:
         self.hit: StopHit | None = None
 
     def push(self, ids: Sequence[int], final: bool = False) -> tuple[str, StopHit | None]:
-        """Text that is settled now, and the stop match if this push completed one (later pushes give nothing).
+        """Text that is settled now, and the stop match if this push completed one (later pushes return nothing).
 
         `final`: these are the last ids; nothing stays held.
         """
@@ -202,7 +202,7 @@ class Detokenizer:
         return best
 
     def _safe_length(self, text: str) -> int:
-        """Characters of `text` that no stop string can begin in and reach beyond."""
+        """How many characters of `text` cannot be part of an incomplete stop string."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._first_chars:
                 tail = text[begin:]
@@ -211,7 +211,7 @@ class Detokenizer:
         return len(text)
 
     def _completing(self, ids: Sequence[int], length: int) -> int:
-        """Which of `ids` is the first after which `length` characters are settled."""
+        """The index of the first of `ids` after which `length` characters are settled."""
         for index, token in enumerate(ids):
             length -= len(self._stream.feed((token,)))
             if length <= 0:

@@ -1,7 +1,7 @@
-"""The forms in which models write tool calls and reasoning, and how a chat template shows which one is meant.
+"""The formats in which models write tool calls and reasoning, and how a chat template shows which one a model uses.
 
-A form is a row of a table; what it means is in `parsing`.  The names are those of vLLM's parsers.  Nothing here looks
-at a model's name: a template that can write a call into a history shows its form.
+A format is a row of a table, which `parsing` interprets.  The names are those of vLLM's parsers.  Must not know models
+by name: a template that can render a call in a conversation shows its format.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ CALL = {"id": "probe0001", "type": "function", "function": {"name": FUNCTION["na
 
 
 def named(table: tuple[F, ...], name: str) -> F:
-    """The row with this name, which is there: options have no other."""
+    """The row with this name, which must exist."""
     return next(row for row in table if row.name == name)
 
 
 def recognise(template: ChatTemplate) -> ToolFormat | None:
-    """The form in which a template writes the calls of an earlier turn, None if it has none, or one not known here."""
+    """The format in which a template renders the calls of an earlier turn; None if it renders none, or is unknown."""
     tools = [{"type": "function", "function": FUNCTION}]
     try:
-        # with the generation prompt an answer begins, but that may have begun a marker (<think>) as a call's begins
+        # an answer begins after the generation prompt, which however may end in a marker that begins like a call's
         question, prompt = (template.text([QUESTION], tools=tools, add_generation_prompt=g) for g in (False, True))
         history: list[Message] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         whole = template.text(history, tools=tools, add_generation_prompt=False)
@@ -73,12 +73,12 @@ def recognise(template: ChatTemplate) -> ToolFormat | None:
 
 
 def _behind(prefix: str, whole: str) -> str:
-    """What of `whole` comes after all that the two begin with."""
+    """`whole` without the beginning that the two share."""
     return whole[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False))) :]
 
 
 def _reads(form: ToolFormat, turn: str) -> bool:
-    """Whether the call, and no other, is in the turn."""
+    """Whether this format finds exactly the call in the turn."""
     said = Parser(Reading(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(turn, final=True)
     names = [text for kind, text in said if kind == "call"]
     arguments = "".join(text for kind, text in said if kind == "arguments")

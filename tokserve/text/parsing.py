@@ -1,10 +1,10 @@
-"""An answer's text read as content, reasoning and tool calls while it arrives.
+"""Parses an answer's text into content, reasoning and tool calls while it arrives.
 
-One machine for streams and for whole answers: it reads forward and waits where it needs to see more, so what it says
-does not depend on how the text was cut into pushes.  Text that may be a marker, or the head of a call, is held until it
-is settled; a call is told as soon as its name is known and its arguments begin.  What only looked like a call comes out
-as content.  White space beside a marker belongs to the marker: templates write it themselves.  How a model's calls look
-is a `ToolFormat`, and this file knows no model, no token and no HTTP.
+One parser for streams and whole answers: it reads forward and waits where it needs to see more, so its output does not
+depend on how the text was cut into pushes.  Text that may be a marker, or the head of a call, is held until that is
+settled; a call is reported as soon as its name is known and its arguments begin.  What only looked like a call becomes
+content.  White space next to a marker belongs to the marker: templates insert it.  How a model's calls look is in a
+`ToolFormat`; must not know models, tokens or HTTP.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from tokserve.text.cursor import Cursor, Markers, Steps
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
-ARGUMENTS = ("arguments", "parameters")  # the names of them in a call that is JSON
-SILENT = ("id", "type")  # keys of such a call that say nothing here
+ARGUMENTS = ("arguments", "parameters")  # their key in a call that is JSON
+SILENT = ("id", "type")  # keys of such a call that are ignored
 
 
 class Segment(NamedTuple):
@@ -34,10 +34,10 @@ class Segment(NamedTuple):
 class ToolFormat:
     """How a model writes calls.
 
-    `opens`: the markers before a call, or before a list of calls.  `closes`: the marker behind it, "" if there is none.
-    `body`: "json" is an object with name and arguments, or a list of such; "named" is a name, perhaps `separator`, and
-    the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may also
-    stand at the beginning without a marker, with ";" or nothing between them.  `frames`: markers that say nothing.
+    `opens`: the markers before a call, or before a list of calls.  `closes`: the marker after it, "" if there is none.
+    `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `separator`,
+    and the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may
+    also come first without a marker, with ";" or nothing between them.  `frames`: markers without a meaning.
     """
 
     name: str
@@ -49,13 +49,13 @@ class ToolFormat:
     frames: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
-        """All there are."""
+        """All markers of the format."""
         return tuple(mark for mark in (*self.opens, self.closes, self.separator, *self.frames) if mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Where reasoning stands, which is only at the beginning.  `assumed`: it does even if nothing opened it."""
+    """How a model marks its reasoning, which can only be first.  `assumed`: it is there even without `opens`."""
 
     name: str
     opens: str
@@ -72,8 +72,8 @@ class Thinking:
 class Reading:
     """How answers to one request are read.
 
-    `functions`: the JSON schemas of the arguments by name.  `named`: the answer is this function's arguments, nothing
-    else.  `single`: calls after the first are left out.
+    `functions`: the JSON schemas of the arguments by name.  `named`: the answer is only this function's arguments.
+    `single`: calls after the first are dropped.
     """
 
     tools: ToolFormat | None = None
@@ -83,7 +83,7 @@ class Reading:
     single: bool = False
 
     def markers(self) -> tuple[str, ...]:
-        """All that may be met."""
+        """All markers that an answer may contain."""
         thinking = (self.thinking.opens, self.thinking.closes) if self.thinking else ()
         return (*(self.tools.markers() if self.tools else ()), *thinking)
 
@@ -91,18 +91,18 @@ class Reading:
 class _End(Enum):
     """What became of a call."""
 
-    NONE = 0  # it is none, and nothing was told
-    BROKEN = 1  # it was told, and is not complete
+    NONE = 0  # it is no call, and nothing was reported
+    BROKEN = 1  # it was reported, and is incomplete
     WHOLE = 2
 
 
-_VALUE_END = Markers("\n</parameter>", "</parameter>")  # which end together
+_VALUE_END = Markers("\n</parameter>", "</parameter>")
 
 
 class Parser:
-    """Reads one answer.  `inside`: it begins inside the reasoning.
+    """Parses one answer.  `inside`: it begins inside the reasoning.
 
-    `num_calls`: calls told so far; `complete`: the last of them has all its arguments.
+    `num_calls`: calls reported so far; `complete`: the last of them has all its arguments.
     """
 
     def __init__(self, reading: Reading, *, inside: bool = False) -> None:
@@ -123,7 +123,7 @@ class Parser:
         out, self._out = self._out, []
         return out
 
-    # what is said
+    # output
 
     def _say(self, kind: Kind, text: str) -> None:
         if self._trim:
@@ -227,7 +227,7 @@ class Parser:
         yield from self._leave()
 
     def _leave(self) -> Steps[None]:
-        """Behind a marker: white space up to the end is none of the content's, nor such as the content begins with."""
+        """After a marker: white space that ends the answer, or begins its content, is not part of the content."""
         self._trim = not self._has_content
         start = self._text.at
         if (yield from self._text.peek()):
@@ -310,7 +310,7 @@ class Parser:
         return _End.WHOLE if (yield from self._streamed()) else _End.BROKEN
 
     def _held_arguments(self) -> Steps[str]:
-        """Arguments that come before the name, or are no object but its JSON text, or null; "": they are none."""
+        """Arguments before the name, or as JSON text in a string, or null; "": they are not valid arguments."""
         first = yield from self._text.peek()
         if first == "{":
             return (yield from self._text.object(None)) or ""
@@ -320,7 +320,7 @@ class Parser:
         return text if text.lstrip().startswith("{") and _is_json(text) else ""
 
     def _streamed(self) -> Steps[bool]:
-        """Arguments as they arrive; whether they came to their end."""
+        """Report arguments as they arrive; returns whether they are complete."""
         self.complete = (yield from self._text.object(self._arguments)) is not None
         return self.complete
 
@@ -359,7 +359,7 @@ class Parser:
                 return _End.BROKEN
 
     def _value(self, schema: dict[str, Any]) -> Steps[bool]:
-        """A parameter's text as JSON: a string unless its schema allows something else that it reads as."""
+        """Report a parameter's text as JSON: a string, unless its schema allows another type that it parses as."""
         if schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref", "enum"} & schema.keys():
             self._arguments('"')
             end = yield from self._text.until(_VALUE_END, lambda text: self._arguments(_json(text)[1:-1]), exact=True)

@@ -1,8 +1,8 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json, without torch or transformers.
 
-The `tokenizers` library encodes and decodes; this file adds what a server needs around it: the special
-tokens and chat templates that are spread over several JSON files, and the exact bytes of a single token.
-It must not know of requests, streams or messages.
+The `tokenizers` library encodes and decodes; this file adds what a server needs besides: the special tokens and chat
+templates, which are spread over several JSON files, and the exact bytes of a single token.  Must not know requests,
+streams or messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 class Pieces(dict[int, bytes]):
-    """Token id -> the bytes it adds to a text; filled as ids are met, ids outside the vocabulary add nothing."""
+    """Token id to the bytes it adds to a text, filled on first use; ids outside the vocabulary add none."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         super().__init__(dict.fromkeys(skip, b""))
@@ -41,7 +41,7 @@ class Tokenizer:
 
     `special_tokens` maps `bos_token`, `eos_token` ... to their text, `special_ids` are the ids that
     `skip_special_tokens` leaves out, `chat_template` is a template, or several by name, or None.
-    `class_name` is what the checkpoint names for Hugging Face's loaders.
+    `class_name` is the tokenizer class that the checkpoint names.
     `is_byte_level`: a text's bytes are exactly its tokens' bytes, one after the other.
     `byte_ids`: the tokens of vocabularies with byte fallback that stand for one byte.
     """
@@ -85,7 +85,7 @@ class Tokenizer:
             raise StartError(f"{path} cannot be read: {error}") from error
         config = checkpoint.read_json(directory, "tokenizer_config.json") or {}
         named = _named_tokens(config)
-        if "added_tokens_decoder" not in config:  # written by a version that kept the names in a file of their own
+        if "added_tokens_decoder" not in config:  # older checkpoints keep the names in a separate file
             named |= _named_tokens(checkpoint.read_json(directory, "special_tokens_map.json") or {})
         try:
             _add_missing(backend, config, named)
@@ -111,7 +111,7 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`.  Raises RequestError for text that is no valid Unicode."""
+        """Token ids of `text`.  Raises RequestError for invalid Unicode."""
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
@@ -132,7 +132,7 @@ class Tokenizer:
         return found
 
     def token(self, token: int) -> str:
-        """Text of one token as it stands inside a text; a part of a character reads as U+FFFD."""
+        """The text of one token inside a text; part of a character becomes U+FFFD."""
         return self._pieces[False][token].decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -146,18 +146,18 @@ class Tokenizer:
         return self.decode([token], False).encode() if piece is None else piece
 
     def pieces(self, skip_special_tokens: bool) -> Pieces:
-        """All tokens' bytes by id, special tokens as nothing if they are to be skipped."""
+        """The bytes of tokens by id; special tokens have none if they are skipped."""
         return self._pieces[skip_special_tokens]
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """Ids of the byte-fallback tokens (`<0xE2>`): a character may end only in a later token."""
+    """Ids of the byte-fallback tokens (`<0xE2>`), each one byte of a character."""
     ids = (backend.token_to_id(f"<0x{byte:{form}}>") for byte in range(256) for form in ("02X", "02x"))
     return frozenset(token for token in ids if token is not None)
 
 
 def _flat_decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the decoder, as tokenizer.json describes them, sequences unrolled."""
+    """The steps of the decoder, as in tokenizer.json, with sequences flattened."""
     if backend.decoder is None:
         return []
     described = json.loads(backend.decoder.__getstate__())
@@ -168,7 +168,7 @@ def _flat_decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable characters that byte-level vocabularies write bytes with (GPT-2's table)."""
+    """The printable characters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -201,14 +201,14 @@ def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | Non
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Strip", "stop": 0} if fused:
-                pass  # concerns the beginning of the whole text only
+                pass  # affects only the beginning of the whole text
             case _:
                 return None
     return None if not decoders else byte or spelled.encode()
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and its like: plain strings or objects with a content."""
+    """`NAMED_TOKENS`, which may be strings or objects with a content."""
     found = {}
     for name in NAMED_TOKENS:
         value = config.get(name)
@@ -220,7 +220,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json knows and tokenizer.json does not, in the order of their ids."""
+    """Add the tokens that are in tokenizer_config.json but not in tokenizer.json, in the order of their ids."""
     known = {entry.content for entry in backend.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder")
     entries = sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: int(item[0]))
@@ -245,7 +245,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """The template files, which win, or tokenizer_config.json's template or list of named templates."""
+    """The template files, or else tokenizer_config.json's template or list of named templates."""
     found: dict[str, str] = {}
     paths = [("default", directory / "chat_template.jinja")]
     paths += [(path.stem, path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
