@@ -12,12 +12,13 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
+from tokserve.client import control
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import Completion, merge
@@ -30,10 +31,23 @@ from tokserve.text.chat import ChatTemplate
 from tokserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Adapters = LoRARequest | str | None | Sequence[LoRARequest | str | None]
 Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it was text
+
+
+def _blocking(
+    verb: Callable[Concatenate[control.Engine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[LLM, P], T]:
+    """A control verb as a method of `LLM`."""
+
+    @wraps(verb)
+    def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(verb(self._llm, *args, **kwargs))
+
+    return call
 
 
 class LLM:
@@ -141,98 +155,27 @@ class LLM:
 
     # --- control: AsyncLLM's methods of these names, blocking ---
 
-    def pause_generation(
-        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
-    ) -> None:
-        """Stop generating; returns when generation has stopped.  mode: abort, wait or keep."""
-        self._wait(
-            self._llm.pause_generation(
-                mode=mode, wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
-            )
-        )
-
-    def resume_generation(self) -> None:
-        """Go on after a pause."""
-        self._wait(self._llm.resume_generation())
-
-    def is_paused(self) -> bool:
-        """Whether generation is paused."""
-        return self._wait(self._llm.is_paused())
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Release memory: level 0 none, 1 the KV cache's, 2 the weights' as well."""
-        self._wait(self._llm.sleep(level, mode))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`, or the parts in `tags`: weights, kv_cache, scheduling."""
-        self._wait(self._llm.wake_up(tags))
-
-    def is_sleeping(self) -> bool:
-        """Whether any part is asleep."""
-        return self._wait(self._llm.is_sleeping())
-
-    def release_kv_cache_memory(self) -> None:
-        """Release the KV cache's memory until `wake_up(["kv_cache"])`."""
-        self._wait(self._llm.release_kv_cache_memory())
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache."""
-        return self._wait(self._llm.reset_prefix_cache(reset_running_requests, reset_connector))
-
-    def init_weight_transfer_engine(self, request: Any) -> None:
-        """`request`: {"init_info": {...}} or an object with that attribute."""
-        self._wait(self._llm.init_weight_transfer_engine(request))
-
-    def shutdown_weight_transfer_engine(self) -> None:
-        """Close the transfer backend; an open update is rolled back."""
-        self._wait(self._llm.shutdown_weight_transfer_engine())
-
-    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
-        """Open an update.  Raises Conflict if one is open."""
-        self._wait(self._llm.start_weight_update(is_checkpoint_format))
-
-    def update_weights(self, request: Any) -> None:
-        """Stage tensors, or update in one call with {"weight_dir": PATH}."""
-        self._wait(self._llm.update_weights(request))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
-        """Commit the open update."""
-        return self._wait(self._llm.finish_weight_update(weight_version))
-
-    def abort_weight_update(self) -> None:
-        """Roll the open update back."""
-        self._wait(self._llm.abort_weight_update())
-
-    def update_weight_version(self, new_version: str) -> None:
-        """Rename the version of the weights that serve; begins a new epoch."""
-        self._wait(self._llm.update_weight_version(new_version))
-
-    def get_weight_version(self) -> str:
-        """The version of the weights that serve."""
-        return self._wait(self._llm.get_weight_version())
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:
-        """Load a PEFT directory under a name, replacing what has it."""
-        return self._wait(self._llm.load_lora_adapter(lora_name, lora_path))
-
-    def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter."""
-        self._wait(self._llm.unload_lora_adapter(lora_name))
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded adapters: name to path."""
-        return self._wait(self._llm.list_loras())
-
-    def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:  # fmt: skip
-        """Call a method of the worker extension: a result per worker."""
-        return self._wait(self._llm.collective_rpc(method, timeout, args, kwargs))
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Call an importable function with the model, in the engine's process."""
-        return self._wait(self._llm.apply_model(func))
+    pause_generation = _blocking(control.pause_generation)
+    resume_generation = _blocking(control.resume_generation)
+    is_paused = _blocking(control.is_paused)
+    sleep = _blocking(control.sleep)
+    wake_up = _blocking(control.wake_up)
+    is_sleeping = _blocking(control.is_sleeping)
+    release_kv_cache_memory = _blocking(control.release_kv_cache_memory)
+    reset_prefix_cache = _blocking(control.reset_prefix_cache)
+    init_weight_transfer_engine = _blocking(control.init_weight_transfer_engine)
+    shutdown_weight_transfer_engine = _blocking(control.shutdown_weight_transfer_engine)
+    start_weight_update = _blocking(control.start_weight_update)
+    update_weights = _blocking(control.update_weights)
+    finish_weight_update = _blocking(control.finish_weight_update)
+    abort_weight_update = _blocking(control.abort_weight_update)
+    update_weight_version = _blocking(control.update_weight_version)
+    get_weight_version = _blocking(control.get_weight_version)
+    load_lora_adapter = _blocking(control.load_lora_adapter)
+    unload_lora_adapter = _blocking(control.unload_lora_adapter)
+    list_loras = _blocking(control.list_loras)
+    collective_rpc = _blocking(control.collective_rpc)
+    apply_model = _blocking(control.apply_model)
 
     def get_metrics(self) -> dict[str, int | list[int]]:
         """The engine's gauges and counters by name."""
