@@ -112,14 +112,21 @@ def test_bad_bodies_name_the_field(path: str, sent: Any, param: str | None) -> N
     assert not s.llm.asked
 
 
-def test_a_worker_call_beyond_its_time_does_not_say_that_the_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", "/collective_rpc", {"method": "f", "timeout": 0.5}), ("GET", "/liveness", None),
+     ("GET", "/health?deep=1", None)],
+)  # fmt: skip
+def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
+    method: str, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s = site()
 
     async def call(method: str, /, **args: Any) -> Any:
         raise TimeoutError
 
     monkeypatch.setattr(s.llm, "call", call)
-    answer = s.post("/collective_rpc", {"method": "f", "timeout": 0.5})
+    answer = s.request(method, path, json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -70,10 +69,7 @@ async def health(serving: Serving, request: Request) -> Response:
     """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
-        try:
-            await asyncio.wait_for(serving.llm.call("check"), DEEP_SECONDS)  # of the KV accounting
-        except TimeoutError:
-            raise EngineDead(f"the engine has not answered for {DEEP_SECONDS:g} s", code="engine_hung") from None
+        await serving.probe("check", DEEP_SECONDS)  # of the KV accounting
     return body.reply(request, {})
 
 

@@ -173,11 +173,7 @@ async def state(serving: Serving, request: Request) -> Response:
 
 async def liveness(serving: Serving, request: Request) -> Response:
     """GET /liveness: whether the engine's loop runs"""
-    seconds = serving.config.server.liveness_timeout
-    try:
-        await asyncio.wait_for(serving.llm.call("ping"), seconds)
-    except TimeoutError:
-        raise EngineDead(f"the engine has not answered for {seconds:g} s") from None
+    await serving.probe("ping", serving.config.server.liveness_timeout)
     return body.reply(request, {})
 
 

@@ -6,6 +6,7 @@ differ only in how they get token ids and how they render the output, which this
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -23,7 +24,7 @@ from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import MAX_SALT, RECOMMENDED, Order, Prepared, bare_id, generation_defaults
 from tokserve.config import Config
-from tokserve.errors import NotFound, Overloaded, RequestError, StartError
+from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.server import body
 from tokserve.server.counters import Counters, Place
@@ -162,6 +163,13 @@ class Serving:
     def _options(self) -> str:
         ops = self.llm.ready.facts.get("ops")
         return body.encode_json([self.config.model, self.config.cache.kv_cache_dtype, ops]).decode()
+
+    async def probe(self, verb: str, seconds: float) -> None:
+        """Call a verb of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
+        try:
+            await asyncio.wait_for(self.llm.call(verb), seconds)
+        except TimeoutError:
+            raise EngineDead(f"the engine has not answered for {seconds:g} s", code="engine_hung") from None
 
     def check_model(self, name: str | None) -> None:
         """Raise `NotFound` unless `name` is absent or empty, one this server answers to, or that of an adapter."""
