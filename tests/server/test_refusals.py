@@ -280,6 +280,13 @@ def test_other_content_types(server: Site, route: str, kind: str) -> None:
     refused(server.post(route, content=b"{}", headers={"Content-Type": kind}), 400, None, "content type")
 
 
+@pytest.mark.parametrize("route", [GENERATE, CHAT, "/abort_requests"])
+def test_a_web_page_needs_a_content_type_that_browsers_ask_about(server: Site, route: str) -> None:
+    refused(server.post(route, content=b"{}", headers={"Origin": "http://evil.example"}), 400, None, "Content-Type")
+    headers = {"Origin": "http://evil.example", "Content-Type": "application/json"}
+    assert "Content-Type" not in server.post(route, content=b"{}", headers=headers).text
+
+
 @pytest.mark.parametrize("kind", [None, "application/json; charset=utf-8", "Application/JSON", "application/x+json"])
 def test_content_types_that_are_json(server: Site, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}

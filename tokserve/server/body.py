@@ -67,7 +67,13 @@ def _too_large(limit: int) -> TooLarge:
 
 
 def is_msgpack(request: Request) -> bool:
-    """Whether the body is msgpack, not JSON (the default).  Raises `RequestError` for other content types."""
+    """Whether the body is msgpack, not JSON (the default).  Raises `RequestError` for other content types.
+
+    From a web page a content type is required: browsers ask a server before they send one of these to it, but would
+    send a body without one on behalf of any page.
+    """
+    if "origin" in request.headers and "content-type" not in request.headers:
+        raise RequestError("a web page must send a Content-Type", code="content_type")
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return False
