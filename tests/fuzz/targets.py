@@ -161,13 +161,13 @@ def detokenizer(given: bytes) -> None:
     full = tokenizer.decode(ids, skip)
     plain = Detokenizer(tokenizer, skip_special=skip)
     parts = [plain.push(ids[a:b])[0] for a, b in pairwise(edges)]
-    assert "".join(parts) + plain.flush()[0] == full, (ids, edges)
+    assert "".join(parts) + plain.push((), True)[0] == full, (ids, edges)
     place = given[3] % (len(full) + 1)
     stop = full[place : place + 1 + given[3] % 5] or "zz"
     ends = []
     for cuts in (edges, list(range(len(ids) + 1))):
         stopping = Detokenizer(tokenizer, [stop, "q"], skip_special=skip)
-        text = "".join(stopping.push(ids[a:b])[0] for a, b in pairwise(cuts)) + stopping.flush()[0]
+        text = "".join(stopping.push(ids[a:b])[0] for a, b in pairwise(cuts)) + stopping.push((), True)[0]
         ends.append((text, stopping.hit))
         assert full.startswith(text) and stop not in text, (ids, cuts, stop)
     assert ends[0] == ends[1], (ids, edges, stop)

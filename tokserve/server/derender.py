@@ -127,7 +127,7 @@ class _Landed:
         return self.prompts[index // self.n]
 
 
-class Reader:
+class ReplyReader:
     """Turns generate replies into completions.  `params` None: unknown, so everything in the replies is shown."""
 
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
@@ -274,7 +274,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         params = _params(lambda: chat.sampling_params(serving, asked, plan), "chat_request")
 
     def work() -> chat.Reply:
-        reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids))
+        reader = ReplyReader(serving, params, asked is not None and bool(asked.return_token_ids))
         reader.add(shown.generate_response, "generate_response", shown.prompt_token_ids, shown.prompt_tokens, "")
         landed = reader.landed
         landed.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
@@ -302,7 +302,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         prompts = _prompts(asked, len(replies))
 
     def work() -> completions.Reply:
-        reader = Reader(serving, params, asked is not None and bool(asked.return_token_ids or asked.echo))
+        reader = ReplyReader(serving, params, asked is not None and bool(asked.return_token_ids or asked.echo))
         for i, reply in enumerate(replies):
             ids = None if shown.prompt_token_ids is None else shown.prompt_token_ids[i]
             count = None if shown.prompt_tokens is None else shown.prompt_tokens[i]

@@ -274,8 +274,10 @@ class Serving:
         try:
             for place, prompt in enumerate(prompts):
                 order = Order(
-                    prompt, params, terms.request_id, stream, text, terms.priority, terms.cache_salt or "",
-                    terms.deadline_ms, terms.queue_timeout_ms, place * params.n, terms.adapter, terms.score_each,
+                    prompt, params, terms.request_id, stream=stream, text=text, priority=terms.priority,
+                    cache_salt=terms.cache_salt or "", deadline_ms=terms.deadline_ms,
+                    queue_timeout_ms=terms.queue_timeout_ms, first_choice=place * params.n, adapter=terms.adapter,
+                    score_each=terms.score_each,
                 )  # fmt: skip
                 prepared.append(self.llm.prepare(order))
         except RequestError as error:

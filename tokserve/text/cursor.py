@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
@@ -21,16 +22,19 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class Markers:
-    """Texts to look for.  The first character of each must occur nowhere else in any, so that no two overlap."""
+    """Texts to look for in a text that is still arriving."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
         self._longest = max(map(len, texts), default=0)
         self._first = frozenset(text[0] for text in texts)
-        self._pattern = re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._texts)) if self._texts else r"(?!)")
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first match from `at` on."""
+        """The first match from `at` on.  Each first character must occur nowhere else in any marker: none overlap."""
         return self._pattern.search(text, at)
 
     def safe(self, text: str, at: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tokserve.text.cursor import Markers
 from tokserve.text.tokenizer import Tokenizer
 
 _MAX_UNSETTLED = 16  # most tokens that wait for the end of a character, in a decoder of unknown kind
@@ -144,8 +145,7 @@ class Detokenizer:
         else:
             self._stream = _WindowStream(tokenizer, skip_special, skip_special or spaces_between_special)
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
-        self._first_chars = frozenset(text[0] for text in self._stop)
+        self._markers = Markers(*self._stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._count = 0  # tokens pushed
@@ -181,7 +181,7 @@ class Detokenizer:
             text += self._stream.finish()
         found = self._search(text)
         if found is None:
-            cut = len(text) if final else self._safe_length(text)
+            cut = len(text) if final else self._markers.safe(text, 0)
             self._held = text[cut:]
             self._floor = max(0, self._floor - cut)
             return text[:cut], None
@@ -200,15 +200,6 @@ class Detokenizer:
                 if best is None or (end, begin) < (best[1], best[0]):
                     best = begin, end
         return best
-
-    def _safe_length(self, text: str) -> int:
-        """How many characters of `text` cannot be part of an incomplete stop string."""
-        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[begin] in self._first_chars:
-                tail = text[begin:]
-                if any(stop.startswith(tail) for stop in self._stop):
-                    return begin
-        return len(text)
 
     def _completing(self, ids: Sequence[int], length: int) -> int:
         """The index of the first of `ids` after which `length` characters are settled."""
