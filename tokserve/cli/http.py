@@ -18,7 +18,7 @@ from typing import Any
 from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
-from tokserve.errors import EngineDead, StartError
+from tokserve.errors import RequestError, StartError
 from tokserve.server.counters import Place
 
 logger = logging.getLogger("tokserve.serve")
@@ -55,8 +55,8 @@ class ApiServer:
         engine = asyncio.create_task(joining or self.llm.start())
         try:
             await asyncio.sleep(0)  # starts the engine's process
-            self._http = await asyncio.to_thread(_http_server, self.llm, self._config, self._place)
-            await engine
+            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._place)
+            self._http, _ = await asyncio.gather(importing, engine)
         finally:
             engine.cancel()
 
@@ -135,7 +135,7 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
             await asyncio.sleep(0.05)
         if llm.num_inflight:
             logger.info("aborting %d running requests", llm.num_inflight)
-            with suppress(TimeoutError, EngineDead):
+            with suppress(TimeoutError, RequestError):  # it ends, whatever the engine says
                 await asyncio.wait_for(llm.abort_own("shutdown"), ABORT_SECONDS)
         server.should_exit = True
         await asyncio.sleep(hang_up)
