@@ -26,12 +26,6 @@ class RequestError(Exception):
         self.field = field
         self.code = code
 
-    def under(self, prefix: str) -> RequestError:
-        """This error, with its field inside `prefix` (`top_p` becomes `sampling_params.top_p`)."""
-        if self.field is not None:
-            self.field = f"{prefix}.{self.field}"
-        return self
-
 
 class Unauthorized(RequestError):
     """401: the API key is missing or wrong."""

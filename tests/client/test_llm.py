@@ -77,6 +77,20 @@ def test_one_prompt_or_several(fake: LLM, prompts: Any, ids: list[list[int]]) ->
     assert [output.prompt_token_ids for output in fake.generate(prompts, use_tqdm=False)] == ids
 
 
+def test_enqueued_requests_are_waited_for_together_and_once(fake: LLM) -> None:
+    ids = fake.enqueue(["one", [4, 5]], SamplingParams(max_tokens=9)) + fake.enqueue({"prompt_token_ids": [6]})
+    outputs = fake.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids and len(set(ids)) == 3
+    assert [output.prompt for output in outputs] == ["one", None, None]
+    assert [output.outputs[0].token_ids for output in outputs] == [output.prompt_token_ids for output in outputs]
+    assert fake.wait_for_completion(use_tqdm=False) == []
+
+
+def test_control_verbs_block_for_their_result(fake: LLM) -> None:
+    assert fake.is_paused() is False and fake.list_loras() == {} and fake.get_weight_version() == "0"
+    assert fake.get_metrics()["running"] == fake.stats.running
+
+
 def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> None:
     asked: list[Any] = [{"prompt": "one and two"}, {"prompt_token_ids": [4, 5]}, {"prompt": "x", "cache_salt": "s"}]
     outputs = fake.generate(prompts=asked, sampling_params=SamplingParams(), use_tqdm=False)
