@@ -57,6 +57,23 @@ def generated() -> httpx.Response:
     return httpx.Response(200, content=msgspec.msgpack.encode(REPLY))
 
 
+def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    others_came, formed = threading.Event(), threading.Event()
+
+    def group(*_: Any) -> None:
+        others_came.wait(60)
+        formed.set()
+
+    monkeypatch.setattr("tokserve.rl.client.Group", group)
+    script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
+    try:
+        _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", 1))
+        assert isinstance(error, ServerError) and error.status == 409 and not formed.is_set()
+    finally:
+        others_came.set()
+    assert formed.wait(60)
+
+
 def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     path = "/inference/v1/generate"
     for first in (httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"})):

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import Group
 
@@ -190,7 +193,7 @@ class TokserveClient:
         """
         options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
                    "world_size": world_size}  # fmt: skip
-        meeting = asyncio.to_thread(Group, backend, address, port, 0, world_size, timeout)
+        meeting = _in_thread(lambda: Group(backend, address, port, 0, world_size, timeout))
         self._group, _ = await asyncio.gather(
             meeting, self._control("/init_weight_transfer_engine", {"init_info": options})
         )
@@ -262,6 +265,24 @@ class TokserveClient:
                 await asyncio.sleep(float(answer.headers["retry-after"]))
                 continue
             raise _error(answer)
+
+
+async def _in_thread(form: Callable[[], Group]) -> Group:
+    """`form()` in a thread; if the caller gives up, the thread does not keep the program from ending."""
+    formed: Future[Group] = Future()
+
+    def run() -> None:
+        try:
+            formed.set_result(form())
+        except RequestError as error:
+            formed.set_exception(error)
+        finally:
+            if not formed.done():  # the thread prints the traceback
+                formed.set_exception(TransferFailed("the process group could not be formed"))
+
+    formed.set_running_or_notify_cancel()  # it cannot be cancelled
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(formed)
 
 
 def _error(answer: httpx.Response) -> ServerError:
