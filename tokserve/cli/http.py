@@ -1,7 +1,7 @@
 """The HTTP server of one API process, from start to end, with its banner and its line of statistics.
 
-It is imported while the engine loads.  The first signal drains, the second aborts what still runs.  Of other API
-processes it knows only the `Place` that it passes on.
+uvicorn and the routes are imported while the engine loads.  The first signal drains, the second aborts what still
+runs.  Of other API processes it knows only the `Place` that it passes on.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class AsyncLLM:
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why there is no engine, nor will be; None while there is hope."""
+        """Why there is no engine and will be none; None unless that is so."""
         return self._connection.dead
 
     @property

@@ -37,7 +37,7 @@ class Gone(Exception):
 
 
 async def read(request: Request, limit: int) -> bytes:
-    """The whole body.  Raises `TooLarge` as soon as it is known to exceed `limit` bytes, `Gone`."""
+    """The whole body.  Raises `TooLarge` once it is known to exceed `limit` bytes, `Gone` if the client leaves."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise RequestError(
