@@ -92,7 +92,7 @@ async def _completions(request: Request) -> None:
 
 
 async def _abort(request: Request) -> None:
-    aborts.decode(await body.read(request, 1 << 20), body.is_msgpack(request))
+    await aborts.read(request, 1 << 20)
 
 
 def _handler(

@@ -31,9 +31,10 @@ class AbortReply(msgspec.Struct):
     results: dict[str, str]
 
 
-def decode(raw: bytes, packed: bool) -> AbortBody:
-    """The body; raises `RequestError`."""
-    asked = body.convert(body.decode(raw, packed), AbortBody)
+async def read(request: Request, limit: int) -> AbortBody:
+    """The body, of `limit` bytes at most.  Raises `RequestError`."""
+    value, _ = await body.load(request, limit)
+    asked = body.convert(value, AbortBody)
     given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
     if not given:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
@@ -44,8 +45,7 @@ def decode(raw: bytes, packed: bool) -> AbortBody:
 
 async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /abort_requests"""
-    packed = body.is_msgpack(request)
-    asked = decode(await body.read(request, serving.max_body), packed)
+    asked = await read(request, serving.max_body)
     if asked.all:
         results = await serving.llm.abort_all()
     elif asked.group_id:
