@@ -33,12 +33,6 @@ void clear(const State& state, int64_t rows, int64_t width) {
   std::memset(state.sums, 0, rows * width * sizeof(float));
 }
 
-float exp_of(float x) {
-  float lanes[kLanes];
-  store(lanes, exp(fset(x)));
-  return lanes[0];
-}
-
 // Folds a later split's state into `into`.
 void merge(const State& into, const State& from, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++) {
@@ -51,7 +45,7 @@ void merge(const State& into, const State& from, int64_t rows, int64_t width) {
       continue;
     }
     const float top = most(into.top[r], from.top[r]);
-    const float old_share = exp_of(into.top[r] - top), share = exp_of(from.top[r] - top);
+    const float old_share = exp(into.top[r] - top), share = exp(from.top[r] - top);
     into.top[r] = top;
     into.mass[r] = into.mass[r] * old_share + from.mass[r] * share;
     for (int64_t i = 0; i < width; i += kLanes) {

@@ -69,12 +69,6 @@ void select_best(const float* row, int64_t vocab, int64_t k, Entry* heap) {
   }
 }
 
-float log_of(float x) {
-  float lanes[kLanes];
-  store(lanes, log(fset(x)));
-  return lanes[0];
-}
-
 // A row over its temperature.
 struct Scaled {
   const float* row;
@@ -216,11 +210,7 @@ void forbid_worse(float* row, int64_t vocab, const Entry& worst) {
 // The last of list[0, n), best first, that top-p keeps when `before` of the mass lies ahead of the list.
 Entry last_kept(const Entry* list, int64_t n, float top, double before, double wanted) {
   int64_t kept = 0;
-  for (; kept < n && (before < wanted || kept == 0); kept++) {
-    float lanes[kLanes];
-    store(lanes, exp(fset(list[kept].value - top)));
-    before += lanes[0];
-  }
+  for (; kept < n && (before < wanted || kept == 0); kept++) before += exp(list[kept].value - top);
   return list[kept - 1];
 }
 
@@ -274,7 +264,7 @@ namespace {
 
 // Logprobs of x, whose largest value is `top`; ranks and the k best are those of the logits.
 void write_logprobs(const LogprobArgs& a, int64_t row, const Scaled& x, float top, int64_t token, char* scratch) {
-  const float log_mass = log_of(mass_of(x, top));
+  const float log_mass = log(mass_of(x, top));
   a.token_logprobs[row] = (x.at(token) - top) - log_mass;
   a.ranks[row] = rank_of(x.row, a.vocab, x.row[token]);
   int32_t* ids = a.top_ids + row * (a.k + a.m);
@@ -362,11 +352,7 @@ void filter_logits(const FilterArgs& a, int64_t row, char* scratch) {
     if (top_p < 1.0f) {
       sort_heap(entries, k);
       double total = 0.0;
-      for (int64_t i = 0; i < k; i++) {
-        float lanes[kLanes];
-        store(lanes, exp(fset(entries[i].value - top)));
-        total += lanes[0];
-      }
+      for (int64_t i = 0; i < k; i++) total += exp(entries[i].value - top);
       worst = last_kept(entries, k, top, 0.0, static_cast<double>(top_p) * total);
     }
     forbid_worse(out, a.vocab, worst);

@@ -436,6 +436,18 @@ TOKSERVE_INLINE F log(F x) {
   return fma(whole, fset(0.693359375f), fma(whole, fset(-2.12194440e-4f), part));
 }
 
+// The same of one number.
+TOKSERVE_INLINE float exp(float x) {
+  float lanes[kLanes];
+  store(lanes, exp(fset(x)));
+  return lanes[0];
+}
+TOKSERVE_INLINE float log(float x) {
+  float lanes[kLanes];
+  store(lanes, log(fset(x)));
+  return lanes[0];
+}
+
 // Of 64 elements in order: x[j] gets elements j, j + 4, j + 8, ...
 TOKSERVE_INLINE void deinterleave(F* x) {
 #if defined(__AVX512F__)
