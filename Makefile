@@ -6,7 +6,7 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format audit bench clean
+.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format audit clean
 
 install: $(VENV)/.installed
 

@@ -219,7 +219,9 @@ def differences(first: Any, second: Any, ignored: frozenset[str], path: str = "$
 
 
 def kinds(path: str, first: tuple[int, Any], second: tuple[int, Any], ignored: frozenset[str]) -> set[str]:
-    """In what the two replies to one body differ."""
+    """In what the two replies to one body differ; that neither server replies is no agreement."""
+    if not first[0] and not second[0]:
+        return {f"{path}  no reply: {first[1]}, {second[1]}"}
     if first[0] != second[0]:
         said = first[1] if first[0] >= 400 else second[1]
         message = said["error"]["message"] if isinstance(said, dict) and "error" in said else str(said)
@@ -230,21 +232,26 @@ def kinds(path: str, first: tuple[int, Any], second: tuple[int, Any], ignored: f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Where two servers' replies to the same random bodies differ.")
+    parser = argparse.ArgumentParser(
+        description="Where two servers' replies to the same random bodies differ.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("first", help="base URL")
     parser.add_argument("second", help="base URL")
-    parser.add_argument("--routes", default=",".join(ROUTES))
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", default="0")
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--routes", default=",".join(ROUTES), help="asked in turns")
+    parser.add_argument("--count", type=int, default=300, help="bodies")
+    parser.add_argument("--seed", default="0", help="of the bodies")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="token ids are below this; no more than both have")
     parser.add_argument("--wrong", type=float, default=0.0, help="share of bodies with a value of any kind in a field")
-    parser.add_argument("--ignore", default="", help="names of fields that may differ, besides ids and times")
+    parser.add_argument("--ignore", default="", help="fields that may differ, besides ids and times, with commas between")
     args = parser.parse_args()
     ignored = PER_SERVER.union(args.ignore.split(","))
     found: Counter[str] = Counter()
     shortest: dict[str, str] = {}
     same = 0
     routes = args.routes.split(",")
+    if unknown := set(routes) - ROUTES.keys():
+        parser.error(f"--routes: {', '.join(sorted(unknown))} not among {', '.join(ROUTES)}")
     with httpx.Client(base_url=args.first, timeout=120) as one, httpx.Client(base_url=args.second, timeout=120) as two:
         for number in range(args.count):
             bodies = Bodies(f"{args.seed}-{number}", args.vocab_size)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +24,7 @@ PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # what b
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_BLOCK_SIZE = 16
+SECRET = ("api_key", "admin_api_key")  # options that nobody shows
 FOR_EVER = 1e9  # seconds, thirty years: the longest timeout that every clock accepts
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -326,12 +328,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name, value in values.items():
             if name not in homes:
                 raise StartError(f"unknown option {name!r}{_nearest(name, homes)}")
+            if name == "model" and value is None:  # a variable that was never set shall not serve the demo
+                raise StartError("option model: must be str, got None")
             if value is not None:
                 groups.setdefault(homes[name], {})[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         try:
             return msgspec.convert(groups, cls)
         except msgspec.ValidationError as error:
-            raise StartError(_readable(str(error))) from None
+            raise StartError(_readable(str(error), values)) from None
 
 
 def fields() -> Iterator[tuple[str, str, Any]]:
@@ -344,9 +348,27 @@ def fields() -> Iterator[tuple[str, str, Any]]:
 
 def _nearest(name: str, known: dict[str, str]) -> str:
     close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else "; `tokserve serve --help` lists all"
 
 
-def _readable(message: str) -> str:
+def _readable(message: str, values: dict[str, Any]) -> str:
+    """msgspec's words, which end with a path, as a sentence about the option, with the value that was given."""
     what, _, path = message.partition(" - at `$.")
-    return f"option {path.rstrip('`').split('.', 1)[-1]}: {what}" if path else message
+    if not path:
+        return message
+    name, _, inside = path.rstrip("`").split(".", 1)[-1].partition("[")
+    if what.startswith("Invalid enum value"):
+        hint = next(hint for _, field, hint in fields() if field == name)
+        what = f"must be one of {', '.join(str(choice) for choice in _choices(hint))}"
+    elif bound := re.fullmatch(r"Expected `\w+` (>=|<=|>) (\S+)", what):
+        words = {">=": "at least", "<=": "at most", ">": "above"}
+        what = f"must be {words[bound[1]]} {bound[2]}"
+    elif kind := re.match(r"Expected `([^`]+)`, got", what):
+        what = f"must be {kind[1].replace(' | null', '').replace(' | ', ' or ').replace('array', 'list')}"
+    given = "" if name in SECRET else f", got {values[name]!r}"
+    return f"option {name}{'[' if inside else ''}{inside}: {what}{given}"
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Of an annotated field: the values of its Literal."""
+    return get_args(hint) if get_origin(hint) is Literal else next(filter(None, map(_choices, get_args(hint))), ())

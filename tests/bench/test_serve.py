@@ -173,7 +173,8 @@ def test_command_writes_json_and_a_table(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "flags",
     [["--n", "2", "--temperature", "0"], ["--goodput", "itl:3"], ["--request-rate", "0"], ["--dataset", "jsonl"],
-     ["--no-stream", "--goodput", "ttft:3"], ["--percentiles", "101"], ["--result-json", "/no/such/x.json"], []],
+     ["--no-stream", "--goodput", "ttft:3"], ["--percentiles", "101"], ["--result-json", "/no/such/x.json"],
+     ["--base-url", "localhost:8000"], []],
 )  # fmt: skip
 def test_what_cannot_run_is_said_before_it_runs(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound and not listening: nobody answers there

@@ -12,6 +12,8 @@ from tokserve.cli.main import main
         ("serve demo --max_model_len=5", "unknown option --max_model_len; did you mean --max-model-len?"),
         ("serve demo --no-tokens-onli", "did you mean --no-tokens-only?"),
         ("serve --model demo", "the model is named without a flag: tokserve serve MODEL"),
+        ("serve --modle demo", "unknown option --modle; the model is named without a flag: tokserve serve MODEL"),
+        ("bench serve --modle demo", "did you mean --model?"),
         ("serve --xyzzy", "unknown option --xyzzy; see tokserve serve --help"),
         ("serve one two", "tokserve serve: error: unexpected argument 'two'"),
         ("serve --port x", "tokserve serve: error: argument --port: invalid int value: 'x'"),

@@ -67,6 +67,7 @@ def test_outputs_keep_the_order_of_the_prompts(fake: LLM) -> None:
         ([[4, 5], [6]], [[4, 5], [6]]),
         (np.array([4, 5]), [[4, 5]]),
         ([np.array([4, 5])], [[4, 5]]),
+        (np.array([[4, 5], [6, 7]]), [[4, 5], [6, 7]]),
         ([], []),
         ({"prompt_token_ids": [4, 5]}, [[4, 5]]),
         ([{"prompt_token_ids": [4, 5], "multi_modal_data": None}, [6]], [[4, 5], [6]]),
@@ -106,12 +107,19 @@ def test_prompts_in_mappings_are_told_again_as_they_were_given(fake: LLM) -> Non
         ({}, "prompt_token_ids"),
         ({"prompt": 5}, "prompt_token_ids"),
         ({"prompt_token_ids": [4], "cache_salt": 5}, "prompt_token_ids"),
+        (b"text", "bytes are no prompt"),
     ],
 )
-def test_a_mapping_that_is_no_prompt_is_refused(fake: LLM, prompt: Any, named: str) -> None:
+def test_what_is_no_prompt_is_refused(fake: LLM, prompt: Any, named: str) -> None:
     for prompts in (prompt, [prompt]):
         with pytest.raises(RequestError, match=named):
             fake.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_what_is_neither_a_prompt_nor_several_is_refused(fake: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=f"a prompt is a text, .* got {type(prompts).__name__}"):
+        fake.generate(prompts, use_tqdm=False)
 
 
 def test_chat_renders_the_template(fake: LLM) -> None:
@@ -138,6 +146,9 @@ def test_params_one_for_all_or_one_each(fake: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2]
     with pytest.raises(RequestError, match="2 prompts and 1 sampling_params"):
         fake.generate([[4], [5]], [SamplingParams()])
+    for wrong in ({"temperature": 0}, SamplingParams):
+        with pytest.raises(RequestError, match="sampling_params must be SamplingParams, or a list"):
+            fake.generate([4], wrong)  # type: ignore[arg-type]
 
 
 def test_a_bad_request_refuses_the_batch_and_frees_the_rest(fake: LLM) -> None:

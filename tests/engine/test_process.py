@@ -292,7 +292,7 @@ def test_sigterm_ends_it_with_zero_and_sigint_and_sighup_do_nothing(child: Child
         child.process.send_signal(signal.SIGTERM)
         code, log = child.end()
     assert code == 0 and "SIGTERM" in log
-    assert "INFO" in log and "ready after" in log  # start-up is told phase by phase
+    assert "INFO" in log and "loaded in" in log  # start-up is told phase by phase
 
 
 def test_shutdown_ends_it_with_zero(child: Child) -> None:

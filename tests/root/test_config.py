@@ -30,16 +30,35 @@ def test_unknown_option_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("option", "words"),
     [
-        {"port": 70000}, {"max_num_seqs": 0}, {"dtype": "int4"}, {"gpu_memory_utilization": 1.5}, {"block_size": 0},
-        {"depth": 3}, {"max_model_len": "x"}, {"scheduling_policy": "lifo"}, {"keep_alive": 1},
-        {"quantization": "gptq"}, {"quantize_lm_head": 1}, {"start_timeout": float("inf")}, {"shutdown_timeout": 1e10},
+        ({"port": 70000}, "must be at most 65535, got 70000"),
+        ({"max_num_seqs": 0}, "must be at least 1, got 0"),
+        ({"dtype": "int4"}, "must be one of auto, float32, bfloat16, float16, got 'int4'"),
+        ({"quantization": "gptq"}, "must be one of int8, fp8, none, got 'gptq'"),
+        ({"depth": 3}, "must be one of 1, 2, got 3"),
+        ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority, got 'lifo'"),
+        ({"gpu_memory_utilization": 1.5}, "must be at most 1.0, got 1.5"),
+        ({"gpu_memory_utilization": 0}, "must be above 0.0, got 0"),
+        ({"block_size": 0}, "must be at least 1, got 0"),
+        ({"max_model_len": "x"}, "must be int, got 'x'"),
+        ({"keep_alive": 1}, "must be at least 5, got 1"),
+        ({"quantize_lm_head": 1}, "must be bool, got 1"),
+        ({"start_timeout": float("inf")}, "must be at most 1000000000.0, got inf"),
+        ({"shutdown_timeout": 1e10}, "must be at most 1000000000.0, got 10000000000.0"),
+        ({"model": None}, "must be str, got None"),
+        ({"api_key": "secret"}, "must be list"),
     ],
 )  # fmt: skip
-def test_bad_value_is_refused_with_the_options_name(option: dict[str, object]) -> None:
-    with pytest.raises(StartError, match=f"option {next(iter(option))}: "):
+def test_bad_value_is_refused_with_the_options_name(option: dict[str, object], words: str) -> None:
+    with pytest.raises(StartError) as refused:
         Config.make(**option)
+    assert str(refused.value) == f"option {next(iter(option))}: {words}"
+
+
+def test_an_option_like_no_other_says_where_all_are() -> None:
+    with pytest.raises(StartError, match="unknown option 'tensor_parallel_size'; `tokserve serve --help` lists all"):
+        Config.make(tensor_parallel_size=2)
 
 
 def test_adapters_of_the_start(checkpoint: Path) -> None:

@@ -234,6 +234,7 @@ def test_an_api_key_opens_control_too_if_there_is_no_admin_key() -> None:
 def test_an_admin_key_guards_control_and_opens_the_rest() -> None:
     s = site(api_key=["k"], admin_api_key=["a", "b"])
     assert [status(s, HERE, **headers) for headers in ({}, {"Authorization": "Bearer k"})] == [401, 401]
+    assert "needs the admin key" in s.post("/resume", {}).json()["error"]["message"]
     assert status(s, AWAY, Authorization="Bearer b") == 200
     assert status(s, HERE, "/abort_requests", Authorization="Bearer a") == 400
     assert status(s, HERE, "/abort_requests") == 401

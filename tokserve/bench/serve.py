@@ -51,6 +51,8 @@ class Load:
     def check(self) -> None:
         """Raise StartError for values out of range or in conflict."""
         shape = self.shape
+        if not self.base_url.startswith(("http://", "https://")):
+            raise StartError(f"--base-url must begin with http:// or https://, got {self.base_url!r}")
         if not self.request_rate > 0.0:
             raise StartError(f"--request-rate must be above 0, got {self.request_rate}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
@@ -206,7 +208,8 @@ async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
             if answer.status != 200:
                 raise StartError(f"{url} answered HTTP {answer.status}: {raw[:300].decode(errors='replace')}")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise StartError(f"cannot reach {url}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StartError(f"cannot reach {url}: {why}; is a server running there? --base-url names another") from None
     try:
         return str(msgspec.json.decode(raw)["data"][0]["id"])
     except (msgspec.DecodeError, KeyError, IndexError, TypeError):

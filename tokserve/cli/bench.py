@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from typing import Any
 
@@ -128,6 +129,9 @@ def bench(values: dict[str, Any]) -> int:
     except KeyboardInterrupt:
         print("tokserve: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the table (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _take_dataset(values: dict[str, Any], *, text: bool) -> Any:

@@ -129,7 +129,8 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
 
     async def drain(seconds: float, hang_up: float) -> None:
         app.state.draining = True
-        logger.info("stopping: up to %.0f s for running requests", seconds)
+        logger.info("stopping%s", f": {llm.num_inflight} requests may still run for {seconds:g} s; another signal ends "
+                    "them now" if llm.num_inflight and seconds else "")  # fmt: skip
         end = loop.time() + seconds
         while llm.num_inflight and loop.time() < end:
             await asyncio.sleep(0.05)
@@ -162,12 +163,10 @@ async def _watch(llm: AsyncLLM, server: Any) -> None:
 def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
     """Log what the engine is, where it is served, and the seconds the start took."""
     ready = llm.ready
-    for name, value in ready.facts.items():
-        shown = " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-        logger.info("%s: %s", name, shown)
-    tokens = ready.num_blocks * ready.block_size
-    logger.info("kv cache: %d tokens (%d blocks of %d), max_model_len %d", tokens, ready.num_blocks, ready.block_size,
-                ready.max_model_len)  # fmt: skip
+    facts = {name: value for name, value in ready.facts.items() if name != "ops" and value is not None}
+    logger.info("engine: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+    logger.info("kv cache: %d tokens (%d blocks of %d), max_model_len %d", ready.num_blocks * ready.block_size,
+                ready.num_blocks, ready.block_size, ready.max_model_len)  # fmt: skip
     logger.info("serving on %s, ready after %.1f s", url, seconds)
 
 

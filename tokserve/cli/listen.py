@@ -5,6 +5,7 @@ Binding comes first, so that a port in use is reported at once; listening (`begi
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
@@ -36,8 +37,16 @@ def bind(config: Config) -> socket.socket:
             os.chmod(server.uds, 0o600)
     except OSError as error:
         sock.close()
-        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from None
+        raise StartError(f"cannot listen on {where}: {_why(error, server.uds)}") from None
     return sock
+
+
+def _why(error: OSError, uds: str | None) -> str:
+    """An error of the address in words, and what to do about it."""
+    why = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE and uds is None:
+        return f"{why}: another program is there; choose another --port (0: any free one), or end that program"
+    return why
 
 
 def begin(sock: socket.socket, config: Config) -> None:
@@ -46,7 +55,7 @@ def begin(sock: socket.socket, config: Config) -> None:
     try:
         sock.listen(BACKLOG)
     except OSError as error:
-        raise StartError(f"cannot listen on {url(config, sock)}: {error.strerror or error}") from None
+        raise StartError(f"cannot listen on {url(config, sock)}: {_why(error, config.server.uds)}") from None
 
 
 def spread(sock: socket.socket, count: int) -> list[socket.socket]:

@@ -42,9 +42,10 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
     known = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
-    close = difflib.get_close_matches(name.replace("_", "-"), [each for pair in known for each in pair if each], 1)
+    flags = [each for pair in known for each in pair if each]
+    close = difflib.get_close_matches(name.replace("_", "-"), [*flags, "--model"], 1)
     hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
-    if name == "--model":
+    if close == ["--model"] and "--model" not in flags:
         hint = f"; the model is named without a flag: {command.prog} MODEL"
     command.error(f"unknown option {name}{hint}")
 

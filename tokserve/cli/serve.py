@@ -12,14 +12,14 @@ import socket
 import time
 from typing import Any
 
-import msgspec
 import uvloop
 
+import tokserve
 from tokserve import log
 from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
-from tokserve.config import Config
+from tokserve.config import SECRET, Config, fields
 from tokserve.resolve import resolve
 
 logger = logging.getLogger("tokserve.serve")
@@ -30,18 +30,20 @@ def serve(values: dict[str, Any]) -> int:
     started = time.monotonic()
     config = resolve(Config.make(**values))
     log.setup("server", config.server.log_level, config.server.log_format)
-    for group in config.__struct_fields__:
-        logger.info("%s: %s", group, _shown(getattr(config, group)))
     with listen.bind(config) as sock:
+        logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
         return uvloop.run(_run(config, sock, started))
 
 
-def _shown(group: Any) -> str:
-    fields = msgspec.structs.asdict(group)
-    for name in ("api_key", "admin_api_key"):
-        if fields.get(name):
-            fields[name] = f"({len(fields[name])} set)"
-    return " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+def chosen(config: Config) -> str:
+    """The options that are not at their defaults, as `name=value`; of keys only how many there are."""
+    usual = Config()
+    words = []
+    for group, name, _ in fields():
+        value = getattr(getattr(config, group), name)
+        if value != getattr(getattr(usual, group), name) and value not in (None, []):
+            words.append(f"{name}={f'({len(value)} set)' if name in SECRET else value}")
+    return " ".join(words)
 
 
 async def _run(config: Config, sock: socket.socket, started: float) -> int:

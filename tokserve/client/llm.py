@@ -211,6 +211,11 @@ class LLM:
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [typed(params or self._defaults)] * count
+        if not isinstance(params, Sequence):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, or a list with one for each prompt, got {params!r}",
+                field="sampling_params",
+            )
         if len(params) != count:
             raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
         return [typed(each) for each in params]

@@ -6,7 +6,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+NOT_BYTES = "bytes are no prompt: decode them to a text, or give a list of token ids"
 
 
 class Asked(NamedTuple):
@@ -27,10 +28,14 @@ class Asked(NamedTuple):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
+    """One prompt or several, as a list; an array or a tensor counts as the lists that it stands for."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    several: list[Any] = list(prompts)
+    if isinstance(prompts, bytes | bytearray):
+        raise RequestError(NOT_BYTES, field="prompts")
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"a prompt is {FORMS}, got {type(prompts).__name__}", field="prompts")
+    several: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     is_one = bool(several) and isinstance(several[0], int | np.integer)
     return [several] if is_one else several
 
@@ -42,6 +47,8 @@ def read(prompt: Prompt, tokenizer: Tokenizer | None) -> Asked:
     """
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, tokenizer)
+    if isinstance(prompt, bytes | bytearray):
+        raise RequestError(NOT_BYTES, field="prompts")
     return Asked(_encode(prompt, tokenizer), prompt) if isinstance(prompt, str) else Asked(prompt)
 
 

@@ -91,7 +91,6 @@ def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
     )  # fmt: skip
     core = EngineCore(config, executor, facts, wire.send, wake=wire.wake)
     gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
-    logger.info("ready after %.2f s", time.monotonic() - began)
     return core
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -82,5 +83,7 @@ def bind(
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
     for name, value in (bound | {"home": torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)
-    logger.info("ops: %s", ", ".join(f"{name}={implementation}" for name, implementation in chosen.items()))
+    most, _ = Counter(chosen.values()).most_common(1)[0]
+    others = [f"{name}={one}" for name, one in chosen.items() if one != most]
+    logger.info("ops: %s%s", most, f", but {', '.join(others)}" if others else "")
     return chosen

@@ -149,7 +149,9 @@ def build_app(
     app.state.draining = False
     app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
     if serving.text and llm.tokenizer is not None:
-        _ = serving.template, serving.tool_format, serving.thinking  # raises now what would fail at the first request
+        _ = serving.tool_format, serving.thinking  # raises now what would fail at the first request
+        if serving.template.sources is None:
+            logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     app.router.routes.extend(_routes(serving))
     server = config.server
     keys = Keys(

@@ -41,9 +41,10 @@ class Keys:
             _check_key(header, [*self._digests, *self._admin])
 
     def _check_control(self, scope: Scope, header: bytes) -> None:
-        accepted = self._admin or self._digests
-        if accepted:
-            _check_key(header, accepted)
+        if self._admin:
+            _check_key(header, self._admin, "a control route, which needs the admin key")
+        elif self._digests:
+            _check_key(header, self._digests)
         elif not self._remote_control:
             if not _is_local(scope):
                 raise Forbidden(
@@ -55,13 +56,13 @@ class Keys:
                 raise Forbidden("without an API key, control routes do not answer to web pages", code="remote_control")
 
 
-def _check_key(header: bytes, digests: list[bytes]) -> None:
+def _check_key(header: bytes, digests: list[bytes], route: str = "") -> None:
     scheme, _, token = header.partition(b" ")
     guess = _digest(token.strip())
     found = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
     if scheme.lower() != b"bearer" or not any(found):
         message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
-        raise Unauthorized(message, code="invalid_api_key")
+        raise Unauthorized(f"{message}; this is {route}" if route else message, code="invalid_api_key")
 
 
 def _is_local(scope: Scope) -> bool:
