@@ -243,7 +243,9 @@ def main() -> int:
     parser.add_argument("--seed", default="0", help="of the bodies")
     parser.add_argument("--vocab-size", type=int, default=4096, help="token ids are below this; no more than both have")
     parser.add_argument("--wrong", type=float, default=0.0, help="share of bodies with a value of any kind in a field")
-    parser.add_argument("--ignore", default="", help="fields that may differ, besides ids and times, with commas between")
+    parser.add_argument(
+        "--ignore", default="", help="fields that may differ, besides ids and times, with commas between"
+    )
     args = parser.parse_args()
     ignored = PER_SERVER.union(args.ignore.split(","))
     found: Counter[str] = Counter()

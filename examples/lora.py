@@ -6,6 +6,7 @@ The server must serve the demo model, from this machine, with --enable-lora.
 import json
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def main() -> None:
 
     def post(path: str, body: Any) -> Any:
         request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{path}: {json.load(error)['error']['message']}") from None
 
     def ask(model: str | None) -> Any:
         params = {"max_tokens": 12, "temperature": 0, "logprobs": 0, "ignore_eos": True}

@@ -8,6 +8,7 @@ end-of-sequence ids) and in `models/spec` (architecture).
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # what may not be looked into is none
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(f"{what} {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
@@ -52,15 +53,14 @@ def _download(model: str, patterns: list[str], what: str) -> Path:
 
 def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     """The parsed file, or None if there is none."""
-    path = directory / name
-    if not path.is_file():
-        return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        return None
     except (ValueError, OSError, RecursionError) as error:
-        raise StartError(f"{path.name} of the model cannot be read: {error}") from error
+        raise StartError(f"{name} of the model cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise StartError(f"{path.name} of the model is not a JSON object")
+        raise StartError(f"{name} of the model is not a JSON object")
     return value
 
 

@@ -23,7 +23,10 @@ def test_a_seed_makes_the_same_bodies_of_each_route_again(route: str) -> None:
 
 def test_a_stream_is_joined_to_what_would_have_come_at_once() -> None:
     events = [
-        {"object": "x", "choices": [{"index": 1, "delta": {"role": "assistant", "content": "a"}, "finish_reason": None}]},
+        {
+            "object": "x",
+            "choices": [{"index": 1, "delta": {"role": "assistant", "content": "a"}, "finish_reason": None}],
+        },
         {"choices": [{"index": 0, "delta": {"content": "c"}, "logprobs": {"content": [1]}}]},
         {"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [2, 3]}, "finish_reason": "length"}]},
         {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "stop"}]},

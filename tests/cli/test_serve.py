@@ -27,12 +27,17 @@ def test_of_two_servers_that_start_at_once_the_second_to_listen_says_why_it_cann
         config = Config.make(port=first.getsockname()[1])
         with listen.bind(config) as second:
             listen.begin(first, config)
-            with pytest.raises(StartError, match=r"cannot listen on http://127\.0\.0\.1:\d+: Address already in use.*choose another --port"):
+            with pytest.raises(
+                StartError,
+                match=r"cannot listen on http://127\.0\.0\.1:\d+: Address already in use.*choose another --port",
+            ):
                 listen.begin(second, config)
 
 
 def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
-    assert chosen(Config.make(port=1, tokens_only=True, api_key=["secret"])) == "port=1 tokens_only=True api_key=(1 set)"
+    assert (
+        chosen(Config.make(port=1, tokens_only=True, api_key=["secret"])) == "port=1 tokens_only=True api_key=(1 set)"
+    )
     assert chosen(Config()) == ""
 
 

@@ -138,6 +138,17 @@ def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
     assert "model.safetensors is not a complete safetensors file" in message
 
 
+def test_a_file_that_may_not_be_read_is_not_called_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, UNTIED)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    with pytest.raises(StartError, match=r"model\.safetensors cannot be read: Permission denied"):
+        weights.catalogue(tmp_path)
+
+
 def test_corrupt_headers_are_refused(tmp_path: Path) -> None:
     file = write_checkpoint(tmp_path, UNTIED) / weights.SINGLE
     content = bytearray(file.read_bytes())

@@ -166,6 +166,15 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
         resolve(Config.make(model=str(tmp_path)))
 
 
+def test_a_config_that_may_not_be_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root may read everything
+    with pytest.raises(StartError, match=r"config\.json of the model cannot be read: .*Permission denied"):
+        resolve(Config.make(model=str(checkpoint)))
+
+
 def test_tls_needs_both_files(checkpoint: Path) -> None:
     with pytest.raises(StartError, match="ssl_keyfile and ssl_certfile"):
         resolve(Config.make(model=str(checkpoint), ssl_keyfile="x"))

@@ -196,6 +196,19 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
     assert s.llm.asked[-1][1]["broken"] is True
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/completions/", "/v1/completions"),
+        ("/v1/v1/models", "/v1/models"), ("/generate", "/inference/v1/generate"), ("/v1", None),
+        ("/v1/embeddings", None),
+    ],
+)  # fmt: skip
+def test_an_unknown_route_is_told_with_the_one_that_was_meant(path: str, meant: str | None) -> None:
+    message = site().post(path, {}).json()["error"]["message"]
+    assert message == f"there is no route {path}" + (f"; did you mean {meant}?" if meant else "")
+
+
 def test_init_broadcaster_is_not_there() -> None:
     answer = site().post("/init_broadcaster", {"host": "h", "port": 1})
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_route"

@@ -81,6 +81,7 @@ def pickled(directory: Path) -> str:
 def headers(file: Path) -> dict[str, Entry]:
     """Name -> entry for every tensor of one file."""
     try:
+        file.open("rb").close()  # of one that may not be read safe_open says that it is not there
         with safe_open(file, framework="pt") as opened:
             found = {}
             for key in opened.keys():  # noqa: SIM118 - not a mapping
@@ -88,8 +89,10 @@ def headers(file: Path) -> dict[str, Entry]:
                 dtype = view.get_dtype()
                 found[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
             return found
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
+    except OSError as error:
+        raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def stamp(found: Mapping[str, Entry]) -> str:

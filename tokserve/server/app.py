@@ -199,11 +199,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[: errors.SHOWN]
     if error.status_code == 404:
-        return errors.response(NotFound(f"there is no route {path}", code="unknown_route"))
+        meant = _meant(request.url.path.rstrip("/"))
+        hint = f"; did you mean {meant}?" if meant else ""
+        return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         return errors.response(errors.WrongMethod(f"{path} takes {allowed}, not {request.method}"), error.headers)
     return errors.response(RequestError(str(error.detail)), error.headers)
+
+
+def _meant(path: str) -> str | None:
+    """The shortest route that `path` is the end of, or that is the end of it: base URLs lack /v1, or have it twice."""
+    found = [each.path for each in ENDPOINTS if path and (each.path.endswith(path) or path.endswith(each.path))]
+    return min(found, key=len, default=None)
 
 
 class Guard:

@@ -79,7 +79,8 @@ def is_msgpack(request: Request) -> bool:
         return False
     if kind in _MSGPACK_NAMES:
         return True
-    raise RequestError(f"the content type must be {JSON} or {MSGPACK}", code="content_type")
+    got = kind[: errors.SHOWN] if kind else "none"
+    raise RequestError(f"the content type must be {JSON} or {MSGPACK}, got {got!r}", code="content_type")
 
 
 def wants_msgpack(request: Request) -> bool:
