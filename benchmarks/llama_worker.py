@@ -16,7 +16,10 @@ import sys
 import time
 from typing import Any
 
-import llama_cpp as llama
+try:
+    import llama_cpp as llama
+except ImportError:
+    sys.exit("llama_worker.py needs llama_cpp: run it by a Python with `pip install llama-cpp-python` (peers.py does)")
 
 SEQUENCES, CONTEXT = 16, 1280  # the most sequences at once, and tokens in each
 

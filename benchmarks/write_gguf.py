@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
-import numpy as np
+try:
+    import gguf
+    import numpy as np
+except ImportError as error:
+    sys.exit(f"write_gguf.py needs {error.name}: run it by a Python with `pip install gguf`")
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

@@ -52,8 +52,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["int8", "fp8", "none"] | None,
         about(
             "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
-            "on a CPU, fp8 (e4m3) for GPUs from 8.9 on; a CPU can do fp8, slowly. Such a GPU serves a float8 "
-            "checkpoint as fp8 without this; none: in the model's dtype, as everywhere else."
+            "on a CPU, fp8 (e4m3) on a GPU of compute capability 8.9 or more (a CPU can, slowly). none: compute with a "
+            "float8 checkpoint in the model's dtype too. Default: as fp8 with such a checkpoint on such a GPU, else "
+            "none."
         ),
     ] = None
     quantize_lm_head: Annotated[
@@ -65,7 +66,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
-        about("dummy: seeded random weights at the shapes of config.json, no weight file is read."),
+        about(
+            "auto, safetensors: the checkpoint's files; dummy: seeded random weights at the shapes of config.json, no "
+            "weight file is read."
+        ),
     ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
     generation_config: Annotated[
@@ -114,7 +118,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who runs in a step."""
 
-    max_num_seqs: Annotated[int, about("Most requests that run at once.", ge=1, le=4096)] = 128
+    max_num_seqs: Annotated[int, about("Most requests (each choice is one) that run at once.", ge=1, le=4096)] = 128
     max_num_batched_tokens: Annotated[
         int, about("Most tokens computed in one step; longer prompts are cut into chunks.", ge=1)
     ] = 2048
@@ -134,7 +138,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
     ] = None
     depth: Annotated[
-        Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs.")
+        Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
     ] = 1
 
 
@@ -156,7 +160,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     ops: Annotated[
         dict[str, str] | None,
-        about('Implementation by op, as JSON, e.g. {"rms_norm": "torch"}; "*" names all ops.'),
+        about(
+            'Implementation by op, as JSON, e.g. {"rms_norm": "torch"}; "*" names all ops. Default: the fastest here.'
+        ),
     ] = None
     start_timeout: Annotated[float, about("Seconds the engine may take to get ready.", gt=0, le=FOR_EVER)] = 600.0
     step_timeout: Annotated[
@@ -233,13 +239,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, about("Processes that serve HTTP, on the same address and with one engine.", ge=1, le=64)
     ] = 1
     served_model_name: Annotated[
-        list[str] | None, about("Names the model answers to (repeatable); the first is used in replies.")
+        list[str] | None,
+        about("Names the model answers to (repeatable); the first is used in replies. Default: MODEL as it was given."),
     ] = None
     tokens_only: Annotated[
         bool, about("Serve the token routes only: no tokenizer is loaded, text routes are absent.")
     ] = False
     api_key: Annotated[
-        list[str] | None, about("Key clients must send as a bearer token (repeatable; or TOKSERVE_API_KEY).")
+        list[str] | None,
+        about("Key clients must send as a bearer token (repeatable; or TOKSERVE_API_KEY). Default: none."),
     ] = None
     admin_api_key: Annotated[
         list[str] | None,
@@ -301,9 +309,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_traces_endpoint: Annotated[
         str | None,
         about("URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
-              "the extra `otel`."),
+              "the extra `otel`. Default: none are sent."),
     ] = None  # fmt: skip
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Log level.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], about("Least level of the lines that are logged.")
+    ] = "info"
     log_stats_interval: Annotated[
         float, about("Seconds between the one-line statistics while requests run.", gt=0, le=FOR_EVER)
     ] = 10.0

@@ -46,7 +46,7 @@ def add_bench(commands: Any) -> None:
         "offline",
         help="the engine without HTTP",
         usage="tokserve bench offline [MODEL] [OPTION ...]",
-        description="Start an engine in this process and measure throughput (all prompts at once) and latency (one "
+        description="Start an engine, without HTTP, and measure throughput (all prompts at once) and latency (one "
         "batch at a time).",
     )
     offline.add_argument("model", nargs="?", default="demo", help="as for `tokserve serve`; default: demo")
