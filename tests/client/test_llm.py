@@ -200,7 +200,7 @@ def test_close_twice_and_then_nothing(model: Path) -> None:
 def test_a_dead_engine_is_told(model: Path) -> None:
     with make(model, "hang") as made:
         threading.Timer(0.1, os.kill, (made._llm.engine[1], signal.SIGKILL)).start()
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
             made.generate([4], use_tqdm=False)
 
 

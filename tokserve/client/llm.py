@@ -250,6 +250,12 @@ class LLM:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except EngineDead as error:  # who made it may know why, unlike a server's clients
+            if not error.private:
+                raise
+            told = error.again()
+            told.args = (f"{error.message}: {error.private}",)
+            raise told from None
         finally:
             future.cancel()  # does nothing to one that is done
 
