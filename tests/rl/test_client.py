@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tokserve.errors import TransferFailed
+from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import ServerError, TokserveClient
+from tokserve.rl.broadcast import Group
 from tokserve.rl.client import _safetensors
 
 Answer = httpx.Response | Exception
@@ -93,6 +94,20 @@ def test_seeds_are_one_for_each_prompt() -> None:
     for seeds in ([1], [1, 2, 3], []):
         with pytest.raises(ValueError, match=f"2 prompts and {len(seeds)} seeds"):
             run({}, lambda client, seeds=seeds: client.generate([[1], [2]], seeds=seeds))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("prompts", [[5, 6], ["text"], [[1], [1.5]], [[[1]]]])
+def test_prompts_are_lists_of_ids_or_nothing_is_sent(prompts: Any) -> None:
+    async def use(client: TokserveClient) -> Any:
+        with pytest.raises(ValueError, match=r"prompts\[[01]\] must be a list of token ids"):
+            await client.generate(prompts)
+
+    assert run({}, use)[0] == []
+
+
+def test_a_backend_that_there_is_not_is_told_before_anybody_is_met() -> None:
+    with pytest.raises(RequestError, match="backend must be one of gloo, nccl, got 'mpi'"):
+        Group("mpi", "127.0.0.1", 1, 0, 2, 1.0)
 
 
 def test_a_rollout_that_fails_takes_the_others_along() -> None:

@@ -45,10 +45,13 @@ BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "
 class Group:
     """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined.
 
-    Raises RequestError for a backend that this build of torch lacks, TransferFailed if the others do not join.
+    Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do not
+    join.
     """
 
     def __init__(self, backend: str, address: str, port: int, rank: int, size: int, timeout: float) -> None:
+        if backend not in BACKENDS:
+            raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
         make, device = BACKENDS[backend]
         if not getattr(distributed, f"is_{backend}_available")():
             raise RequestError(f"this build of torch has no {backend}", field="backend")

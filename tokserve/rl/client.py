@@ -115,11 +115,12 @@ class TokserveClient:
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+        checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
         asked = []
         terms = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
-        for number, prompt in enumerate(prompts):
+        for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            asked.append(asyncio.ensure_future(self._generate(number, prompt, params, terms)))
+            asked.append(asyncio.ensure_future(self._generate(number, ids, params, terms)))
         try:
             found = await asyncio.gather(*asked)
         finally:
@@ -128,9 +129,8 @@ class TokserveClient:
         return [rollout for each in found for rollout in each]
 
     async def _generate(
-        self, number: int, prompt: Sequence[int], params: dict[str, Any], terms: dict[str, str | None]
+        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], terms: dict[str, str | None]
     ) -> list[Rollout]:
-        ids = np.asarray(prompt, "<i4")
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
                 "request_id": secrets.token_hex(12), **terms}  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
@@ -291,6 +291,14 @@ def _error(answer: httpx.Response) -> ServerError:
         return ServerError(answer.status_code, error["message"], error["type"], error["param"])
     except (ValueError, KeyError, TypeError):
         return ServerError(answer.status_code, answer.text[:500])
+
+
+def _prompt(number: int, prompt: Sequence[int]) -> NDArray[np.int32]:
+    """Its ids.  Raises ValueError for a text, for floats, and for an id of a list that was not put into another."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"prompts[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
+    return ids.astype("<i4")
 
 
 def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> Rollout:
