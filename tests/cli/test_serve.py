@@ -1,16 +1,19 @@
 """The listening socket."""
 
 import asyncio
+import json
+import logging
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tokserve.cli import listen
 from tokserve.cli.http import Signals
-from tokserve.cli.serve import chosen
+from tokserve.cli.serve import chosen, serve
 from tokserve.config import Config
 from tokserve.errors import StartError
 
@@ -39,6 +42,28 @@ def test_the_log_names_the_options_that_were_chosen_and_no_keys() -> None:
         chosen(Config.make(port=1, tokens_only=True, api_key=["secret"])) == "port=1 tokens_only=True api_key=(1 set)"
     )
     assert chosen(Config()) == ""
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """They are put back afterwards."""
+    root, ours = logging.getLogger(), logging.getLogger("tokserve")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+@pytest.mark.usefixtures("loggers")
+def test_whoever_reads_log_lines_as_objects_reads_why_it_cannot_start_as_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert serve({"model": "./nowhere", "log_format": "json"}) == 1
+    line = json.loads(capsys.readouterr().err)
+    assert line["level"] == "error" and "neither a directory" in line["message"]
+    with pytest.raises(StartError, match="neither a directory"):
+        serve({"model": "./nowhere"})
 
 
 def test_an_address_that_is_not_ours() -> None:

@@ -20,6 +20,7 @@ from tokserve.cli import listen
 from tokserve.cli.http import ApiServer, Signals, banner, report
 from tokserve.cli.supervisor import Supervisor
 from tokserve.config import SECRET, Config, fields
+from tokserve.errors import StartError
 from tokserve.resolve import resolve
 
 logger = logging.getLogger("tokserve.serve")
@@ -28,11 +29,18 @@ logger = logging.getLogger("tokserve.serve")
 def serve(values: dict[str, Any]) -> int:
     """Serve until a signal; returns the exit code (1: the engine died).  Raises StartError."""
     started = time.monotonic()
-    config = resolve(Config.make(**values))
-    log.setup("server", config.server.log_level, config.server.log_format)
-    with listen.bind(config) as sock:
-        logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
-        return uvloop.run(_run(config, sock, started))
+    asked = Config.make(**values)
+    log.setup("server", asked.server.log_level, asked.server.log_format)
+    try:
+        config = resolve(asked)
+        with listen.bind(config) as sock:
+            logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
+            return uvloop.run(_run(config, sock, started))
+    except StartError as error:
+        if asked.server.log_format == "text":
+            raise
+        logger.error("%s", error)  # whoever reads objects reads nothing else
+        return 1
 
 
 def chosen(config: Config) -> str:

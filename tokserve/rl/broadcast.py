@@ -45,8 +45,8 @@ BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "
 class Group:
     """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined.
 
-    Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do not
-    join.
+    Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do
+    not join.
     """
 
     def __init__(self, backend: str, address: str, port: int, rank: int, size: int, timeout: float) -> None:
