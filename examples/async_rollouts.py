@@ -1,7 +1,7 @@
 """Rollouts that go on while the weights change under them: pause in keep mode, push, resume, and read the spans.
 
-tokserve serve demo --port 8041 &
-python examples/async_rollouts.py http://127.0.0.1:8041
+tokserve serve demo &
+python examples/async_rollouts.py [BASE_URL]
 """
 
 import asyncio
@@ -33,4 +33,4 @@ async def main(url: str) -> None:
         print(f"all {tokens.total()} tokens are accounted for; state: {(await client.state())['state']}")
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))

@@ -1,4 +1,4 @@
-"""The OpenAI SDK against a running server, streamed.  Usage: openai_chat.py [BASE_URL]"""
+"""The OpenAI SDK against a running server, streamed.  Usage: openai_chat.py [BASE_URL]; needs `pip install openai`."""
 
 import sys
 

@@ -3,8 +3,8 @@
 The task: reverse words of eight letters (the model was trained on at most seven, and drops some).  The reward is the
 share of the answer's letters that are in their place.
 
-    tokserve serve demo --dtype float32 --port 8041 &
-    python examples/rl_loop.py http://127.0.0.1:8041 | tee log && python examples/rl_plot.py log rl_loop.png
+    tokserve serve demo --dtype float32 &
+    python examples/rl_loop.py [BASE_URL] | tee log && python examples/rl_plot.py log rl_loop.png
 """
 
 import asyncio
@@ -76,4 +76,4 @@ async def main(url: str) -> None:
           f"mean |server logprob - trainer logprob| {np.mean(mismatches):.1e}")  # fmt: skip
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))

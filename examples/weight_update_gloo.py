@@ -1,7 +1,7 @@
 """Push weights over a process group (gloo, TCP) while the server generates, and look who made which token.
 
-tokserve serve demo --port 8041 &
-python examples/weight_update_gloo.py http://127.0.0.1:8041
+tokserve serve demo &
+python examples/weight_update_gloo.py [BASE_URL]
 """
 
 import asyncio
@@ -35,4 +35,4 @@ async def main(url: str) -> None:
         print(f"request in flight: {len(old.token_ids)} tokens by {old.weight_versions}")
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"))

@@ -18,7 +18,11 @@ from tokserve.errors import StartError
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    root = argparse.ArgumentParser(prog="tokserve", description="LLM inference server: tokens in, tokens out, exactly.")
+    root = argparse.ArgumentParser(
+        prog="tokserve",
+        description="LLM inference server: tokens in, tokens out, exactly.",
+        epilog="Begin with `tokserve serve demo`, which needs no download; COMMAND --help lists its options.",
+    )
     root.add_argument("--version", action="version", version=f"tokserve {tokserve.__version__}")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
