@@ -317,14 +317,16 @@ def run_server(port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--cases", nargs="+", choices=CASES, default=["stream", "stream-arrays", "full", "full-arrays"])
-    add("--concurrency", nargs="+", type=int, default=[64])
-    add("--input-len", type=int, default=128)
-    add("--output-len", type=int, default=256)
-    add("--tokens", type=int, default=200_000, help="per case; four times as many where replies are whole")
-    add("--window", type=int, default=1, help="steps the engine may be ahead of the client")
+    add("--cases", nargs="+", choices=CASES, default=["stream", "stream-arrays", "full", "full-arrays"],
+        metavar="CASE", help=f"of {', '.join(CASES)}. Default: stream stream-arrays full full-arrays.")  # fmt: skip
+    add("--concurrency", nargs="+", type=int, default=[64], metavar="N", help="connections. Default: 64.")
+    add("--input-len", type=int, default=128, help="tokens of a prompt. Default: 128.")
+    add("--output-len", type=int, default=256, help="tokens of an output. Default: 256.")
+    add("--tokens", type=int, default=200_000, help="per case, four times as many where replies are whole. "
+        "Default: 200000.")  # fmt: skip
+    add("--window", type=int, default=1, help="steps the engine may be ahead of the client. Default: 1.")
     add("--json", type=Path, help="write the rows there too")
-    add("--port", type=int, default=18_431)
+    add("--port", type=int, default=18_431, help="of the server. Default: 18431.")
     add("--role", choices=("all", "engine", "server"), default="all", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "engine":

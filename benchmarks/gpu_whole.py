@@ -175,7 +175,7 @@ def main() -> None:
     """Measure, write after each, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--only", choices=("small", "G4"), default="small")
+    parser.add_argument("--only", choices=("small", "G4"), default="small", help="Default: small.")
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
 

@@ -23,7 +23,7 @@ SIZES = {"tiny": (256, 768, 4, 8, 4, 32, 4096), "0.6b": (1024, 3072, 28, 16, 8, 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--size", choices=SIZES, required=True)
     args = parser.parse_args()
     shapes = dict(zip(NAMES, SIZES[args.size], strict=True))

@@ -127,7 +127,7 @@ async def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=8051)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--port", type=int, default=8051, help="of the server that is started. Default: 8051.")
+    parser.add_argument("--layers", type=int, default=28, help="of the model. Default: 28, as Qwen3-0.6B has.")
+    parser.add_argument("--rounds", type=int, default=2, help="pushes of each way. Default: 2.")
     asyncio.run(main(parser.parse_args()))

@@ -241,9 +241,9 @@ def play(seconds: float, seed: int, api_servers: int = 1) -> Scene:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--api-servers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of trouble. Default: 60.")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and trouble. Default: 1.")
+    parser.add_argument("--api-servers", type=int, default=1, help="API processes. Default: 1.")
     parser.add_argument("--csv", type=Path, help="seconds, RSS and files of server and engine, requests so far")
     asked = parser.parse_args()
     scene = play(asked.seconds, asked.seed, asked.api_servers)

@@ -193,9 +193,9 @@ def play(seconds: float, rate: float, seed: int) -> Soak:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of load. Default: 1800.")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second. Default: 10.")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and arrivals. Default: 1.")
     parser.add_argument("--csv", type=Path, help="a row per half a minute")
     asked = parser.parse_args()
     soak = play(asked.seconds, asked.rate, asked.seed)

@@ -168,7 +168,9 @@ def record(asked: str) -> int:
 def main() -> int:
     """All clients, or those that are named."""
     parser = argparse.ArgumentParser(description="Run real clients against a demo server.")
-    parser.add_argument("names", nargs="*", choices=[*CLIENTS, []], help="Default: all.")
+    parser.add_argument(
+        "names", nargs="*", choices=[*CLIENTS, []], metavar="CLIENT", help=f"Of {', '.join(CLIENTS)}. Default: all."
+    )
     parser.add_argument(
         "--record", nargs="?", const="", metavar="NAME=COMMAND",
         help="Write tests/conformance/recorded/NAME.jsonl: of the clients, or of a command that talks to {url}.",
