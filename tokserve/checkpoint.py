@@ -53,10 +53,11 @@ def _download(model: str, patterns: list[str], what: str) -> Path:
 
 def read_json(directory: Path, name: str) -> dict[str, Any] | None:
     """The parsed file, or None if there is none."""
+    path = directory / name
     try:
-        value = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
-        return None
+        if not path.is_file():
+            return None
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise StartError(f"{name} of the model cannot be read: {error}") from error
     if not isinstance(value, dict):
