@@ -17,13 +17,13 @@ from starlette.responses import Response
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import body, logprobs, schemas, sse, tools
+from tokserve.server import body, logprobs, schemas, sse, structured, tools
 from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
-from tokserve.server.tools import Plan, Read, Reader, ToolCall
+from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -164,8 +164,8 @@ async def call_of(
         ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
-    if asked.structured_outputs is None:
-        others["structured_outputs"] = "response_format" if plan.form is None else "tools"
+    if plan.source != "structured_outputs":
+        others["structured_outputs"] = plan.source
     fields = Fields("tokens" if with_tokens else "messages", others=others)
     return Call(asked, ignored, params, terms, prompt, fields, plan)
 
@@ -199,11 +199,11 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
 
 def planned(serving: Serving, asked: ChatBody) -> Plan:
     """What becomes of the body's tools."""
-    shaped = None if asked.response_format in (None, {"type": "text"}) else "response_format"
+    form = structured.asked(asked.structured_outputs, asked.response_format)
+    field = "response_format" if asked.structured_outputs is None else "structured_outputs"
     return tools.plan(
         asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
-        shaped=shaped if asked.structured_outputs is None else "structured_outputs",
-        form=serving.tool_format, thinking=serving.thinking,
+        shape=None if form is None else Shape(form, field), form=serving.tool_format, thinking=serving.thinking,
     )  # fmt: skip
 
 

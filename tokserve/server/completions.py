@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import body, logprobs, schemas, sse
+from tokserve.server import body, logprobs, schemas, sse, structured
 from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.logprobs import TextLogprobs
@@ -130,7 +130,10 @@ def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
         if asked.prompt_logprobs_start:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         prompt = -1 if -1 in (wanted, prompt) else max(wanted, prompt or 0)
-    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=wanted, prompt_logprobs=prompt)
+    form = structured.asked(asked.structured_outputs, asked.response_format)
+    return schemas.sampling(
+        asked, serving.defaults, max_tokens=limit, logprobs=wanted, prompt_logprobs=prompt, structured_outputs=form
+    )
 
 
 def parse_prompts(prompt: Any) -> list[str | list[int]]:

@@ -287,7 +287,6 @@ def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> Sa
         values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if body.repetition_detection is not None:
         values["repetition_detection"] = _repetition(body.repetition_detection)
-    values["structured_outputs"] = structured.asked(body.structured_outputs, body.response_format)
     values["prompt_logprobs"] = count(body.prompt_logprobs)
     values["extra_args"] = body.vllm_xargs
     return SamplingParams(**(values | computed))

@@ -1,17 +1,15 @@
 """What a chat body's tools, its tool_choice and the server's options come to: how an answer is forced, and how read.
 
-A forced call is a form of output like any other, so it works with every model.  A named function's answer is its
-arguments; "required" is a JSON list of {"name", "parameters"}, since the model must say which; the format of the
-model's own is for calls it is free to make.  How formats look is `text.formats`' business, and what the engine can
+How formats look is `text.formats`' business, what a forced call looks like `text.forced`'s, and what the engine can
 force `engine.grammar`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,13 +18,12 @@ from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
+from tokserve.text import forced as forcing
 from tokserve.text.formats import FORCED, TOOL_FORMATS
 from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 MODES = ("none", "auto", "required")
-SPACES = r"\x20?"  # between the parts of a forced call: as JSON is mostly written, and no way for a weak model to idle
-OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
@@ -52,18 +49,26 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: Function
 
 
+class Shape(NamedTuple):
+    """The form that a body asks of the answer's text, and the field that says so."""
+
+    form: StructuredOutputs
+    field: str
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`reading` None: the text is the content.  `form`: what the output must be."""
+    """`reading` None: the text is the content.  `form`: what the output must be, and `source` the field it is from."""
 
     reading: Reading | None = None
     form: StructuredOutputs | None = None
+    source: str = "structured_outputs"
 
     def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The sampling parameters that follow; special tokens are in the text if markers are some."""
-        forced = {} if self.form is None else {"structured_outputs": self.form}
         ids = map(tokenizer.id_of, self.reading.markers() if self.reading else ())
-        return forced | ({} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False})
+        shown = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
+        return {"structured_outputs": self.form} | shown
 
     def inside(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         """Whether the answer to a prompt begins inside the reasoning."""
@@ -129,23 +134,23 @@ def forced(choice: Any) -> bool:
 
 
 def plan(
-    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shaped: str | None,
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shape: Shape | None,
     form: ToolFormat | None, thinking: Thinking | None,
 ) -> Plan:  # fmt: skip
     """How a body that has passed `check` is served.
 
-    `shaped`: the field that asks for another form of output, if one does: such an output has neither calls nor
-    reasoning.  `form` and `thinking`: the server's.  Raises RequestError.
+    `shape`: of the answer; such an output has neither calls nor reasoning.  `form` and `thinking`: the server's.
+    Raises RequestError.
     """
     mode, name = _chosen(choice)
-    if shaped is not None:
+    if shape is not None:
         if tools and mode != "none":
             raise RequestError(
-                f"{shaped} and tools that may be called exclude each other: an output of this form can hold no call. "
-                'Send tool_choice "none" with it',
-                field=shaped, code="unsupported",
+                f"{shape.field} and tools that may be called exclude each other: an output of this form can hold no "
+                'call. Send tool_choice "none" with it',
+                field=shape.field, code="unsupported",
             )  # fmt: skip
-        return UNREAD
+        return Plan(form=shape.form, source=shape.field)
     if not tools or mode == "none":
         return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -156,48 +161,11 @@ def plan(
         return Plan(Reading(form, thinking, functions, single=not parallel))
     try:
         if name is not None:
-            return Plan(Reading(named=name, functions=functions), _json(_closed(functions[name])))
-        return Plan(Reading(FORCED, functions=functions, single=not parallel), _json(_list_of(functions, parallel)))
+            return Plan(Reading(named=name, functions=functions), forcing.arguments(functions[name]), "tools")
+        calls = forcing.list_of_calls(functions, parallel=parallel)
+        return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
     except RecursionError:
         raise RequestError("tools are nested too deeply", field="tools") from None
-
-
-def _json(schema: dict[str, Any]) -> StructuredOutputs:
-    return StructuredOutputs(json=schema, whitespace_pattern=SPACES)
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, and hold nothing that the schema does not name unless it says that they may."""
-    closed = {} if OPEN_ENDED & schema.keys() else {"additionalProperties": False}
-    return schema | closed | {"type": "object"}
-
-
-def _list_of(functions: Mapping[str, dict[str, Any]], parallel: bool) -> dict[str, Any]:
-    """The schema of calls, one of them if they are not `parallel`."""
-    places = {name: f"function{i}" for i, name in enumerate(functions)}
-    calls = [
-        {
-            "type": "object", "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
-            "required": ["name", "parameters"], "additionalProperties": False,
-        }
-        for name, place in places.items()
-    ]  # fmt: skip
-    definitions = {place: _moved(_closed(functions[name]), f"#/$defs/{place}") for name, place in places.items()}
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that is part of another at `place`: its references begin there."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(each, place) for name, each in schema.items()}
-    target = moved.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
-    return moved
 
 
 class Read(msgspec.Struct):
