@@ -217,7 +217,8 @@ class Reader:
         return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
     def finish_reason(self, completion: Completion) -> str | None:
-        """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole."""
+        """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole, and the model
+        was free to say which."""
         parser = self._parsers[completion.index]
-        calls = completion.finish_reason == "stop" and parser.complete
+        calls = completion.finish_reason == "stop" and parser.complete and self._reading.named is None
         return "tool_calls" if calls else completion.finish_reason
