@@ -21,8 +21,9 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
 MIN_REPETITION_PENALTY = 1e-30  # a logit divided by less overflows float32
 MAX_WHITESPACE = 256  # bytes
+WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end, a weak model finds none either
 # largest size of each form of structured outputs, in bytes: what compiles within about a second, even in the worst case
-GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 14, "json_object": 1}
+GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16, "json_object": 1}
 _INT64 = 1 << 63
 
 

@@ -28,7 +28,8 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 CITIES = ("Oslo", "Rome")
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 LIMIT = 300  # tokens: the model likes white space, of which the grammar lets it write a bounded amount
-
+# what the output begins with says whether it is an answer of its form or a call
+ANSWER, CALL = {"90": 20}, {"27": 20}  # the demo model's "{" and "<"
 
 City = Literal["Oslo", "Rome"]
 
@@ -56,13 +57,12 @@ def with_litellm(report: Report, base: str) -> None:
         made = litellm.completion(**common, max_tokens=LIMIT, response_format=Verdict).choices[0].message.content
         report.check("a schema from a class", Verdict.model_validate_json(made))
         litellm_calls(report, common)
-        for wrong in ({"temperature": 7}, {"response_format": Verdict, "tools": [TOOL]}):
-            try:
-                litellm.completion(**common, **wrong)
-            except litellm.BadRequestError as error:
-                report.check(f"refusal of {list(wrong)}", next(iter(wrong)) in str(error))
-            else:
-                report.check(f"{wrong} must be refused", False)
+        try:
+            litellm.completion(**common, temperature=7)
+        except litellm.BadRequestError as error:
+            report.check("a refusal", "temperature" in str(error))
+        else:
+            report.check("a temperature of 7 must be refused", False)
     text: dict[str, Any] = {
         "model": "text-completion-openai/demo", "api_base": base, "api_key": "none", "max_tokens": 4, "temperature": 0,
     }  # fmt: skip
@@ -88,6 +88,11 @@ def litellm_calls(report: Report, common: dict[str, Any]) -> None:
     for free in ("auto", "none"):
         answer = litellm.completion(**common, temperature=0, tools=[TOOL], tool_choice=free).choices[0].message
         report.check(f"tools, {free}", answer.content == "85" and not answer.tool_calls)
+    either = {**common, "tools": [TOOL], "response_format": Verdict, "max_tokens": LIMIT, "temperature": 0}
+    answer = litellm.completion(**either, logit_bias=ANSWER).choices[0].message
+    report.check("a schema beside tools", Verdict.model_validate_json(answer.content) and not answer.tool_calls)
+    [call] = litellm.completion(**either, logit_bias=CALL, parallel_tool_calls=False).choices[0].message.tool_calls
+    report.check("a call beside a schema", json.loads(call.function.arguments)["city"] in CITIES)
 
 
 def with_pydantic_ai(report: Report, base: str) -> None:
@@ -111,6 +116,22 @@ def with_pydantic_ai(report: Report, base: str) -> None:
     report.check("the same, streamed", isinstance(asyncio.run(streamed()), Verdict))
     able = pydantic_ai.Agent(model, system_prompt="Answer.", tools=[weather])
     report.check("an agent with tools", able.run_sync(QUESTION, model_settings=settings).output == "85")
+    called: list[City] = []
+
+    def forecast(city: City) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return f"sunny in {city}"
+
+    both = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Verdict), tools=[forecast])
+    settings |= {"max_tokens": LIMIT, "logit_bias": ANSWER}
+    report.check("native output beside tools", isinstance(both.run_sync(QUESTION, model_settings=settings).output,
+                                                          Verdict))  # fmt: skip
+    once, settings["logit_bias"] = pydantic_ai.UsageLimits(request_limit=1), CALL
+    try:
+        both.run_sync(QUESTION, model_settings=settings, usage_limits=once)
+    except pydantic_ai.UsageLimitExceeded:
+        report.check("a tool beside native output", len(called) == 1 and called[0] in CITIES)
 
 
 def weather(city: City) -> str:
@@ -224,6 +245,17 @@ async def with_agents(report: Report, base: str, kind: Any) -> None:
     streamed = agents.Runner.run_streamed(able, QUESTION)
     names = [event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"]
     report.check("the same, streamed", names[:2] == ["tool_called", "tool_output"] and len(called) == 2)
+    called.clear()
+    for bias, count in ((ANSWER, 0), (CALL, 1)):
+        settings = agents.ModelSettings(
+            temperature=0, max_tokens=LIMIT, parallel_tool_calls=False, extra_body={"logit_bias": bias}
+        )
+        both = agents.Agent(tools=[forecast], output_type=Verdict, model_settings=settings, **common)
+        try:
+            ran = await agents.Runner.run(both, QUESTION, max_turns=1)
+            report.check("an output type beside tools", isinstance(ran.final_output, Verdict) and not called)
+        except agents.MaxTurnsExceeded:
+            report.check("a tool beside an output type", len(called) == count == 1 and called[0] in CITIES)
     await sdk.close()
 
 

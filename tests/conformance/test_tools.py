@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.api import CHAT, CHAT_TOKENS, GENERATE, MESSAGES, PROMPT, Api
+from tests.conformance.api import CHAT, CHAT_TOKENS, GENERATE, MESSAGES, PROMPT, TOKENIZE, Api
 
 WEATHER = {
     "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
@@ -95,6 +95,35 @@ def test_calls_in_the_models_own_format_are_read(text: Api) -> None:
     ]
 
 
+VERDICT = {"type": "object", "properties": {"right": {"type": "boolean"}}, "required": ["right"],
+           "additionalProperties": False}  # fmt: skip
+SHAPED: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}},
+    {"structured_outputs": {"json": VERDICT, "disable_any_whitespace": True}},
+]
+
+
+@pytest.mark.parametrize("fields", SHAPED, ids=["response_format", "structured_outputs"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_an_answer_of_some_form_or_calls(text: Api, fields: dict[str, Any], parallel: bool) -> None:
+    """What the output begins with says which of them it is."""
+    if text.model != "demo":
+        pytest.skip("the format of another model")
+    begins = {mark: text.ok(TOKENIZE, {"prompt": mark, "add_special_tokens": False})["tokens"][0] for mark in "<{"}
+    body = ASK | fields | {"parallel_tool_calls": parallel, "max_tokens": 160, "temperature": 1}
+    for seed in range(3):
+        asked = body | {"seed": seed, "logit_bias": {begins["{"]: 50, begins["<"]: -50}}
+        [choice] = text.ok(CHAT, asked)["choices"]
+        assert json.loads(choice["message"]["content"]).keys() == {"right"} and choice["finish_reason"] == "stop"
+        asked = body | {"seed": seed, "logit_bias": {begins["<"]: 8}, "return_token_ids": True}
+        [choice] = text.ok(CHAT, asked)["choices"]
+        if choice["finish_reason"] == "length":  # of calls without end
+            assert parallel
+            continue
+        check(functions(choice))
+        assert parallel or len(choice["message"]["tool_calls"]) == 1
+
+
 def test_the_result_of_a_call_goes_back(text: Api) -> None:
     said = text.ok(CHAT, ASK | {"tool_choice": NAMED})["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
@@ -110,7 +139,9 @@ def test_the_result_of_a_call_goes_back(text: Api) -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}},
+         "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"type": "foo"}}}}}]}, "tools"),
     ],

@@ -126,7 +126,8 @@ ASKED: list[dict[str, Any]] = [
     {}, {"parallel_tool_calls": False}, {"tool_choice": "none"}, {"tool_choice": "required"}, {"tool_choice": NAMED},
     {"tools": None}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}, {"stop": ["Ro", "</th"]},
     {"max_tokens": 7}, {"response_format": {"type": "json_object"}, "tool_choice": "none"},
-    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}, "tool_choice": "required"},
 ]  # fmt: skip
 
 
@@ -228,6 +229,40 @@ def test_a_schema_that_says_what_else_there_may_be_is_left_as_it_is(more: dict[s
     tool = {"type": "function", "function": {"name": "f", "parameters": more}}
     choice = {"type": "function", "function": {"name": "f"}}
     assert forced(tools=[tool], tool_choice=choice)["json"] == {"type": "object"} | more
+
+
+# an answer of some form, or calls
+
+VERDICT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"enum": ["yes"]}}}
+
+
+def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_format() -> None:
+    for field in ({"response_format": VERDICT}, {"structured_outputs": {"choice": ["yes"]}}):
+        grammar = forced(**field)["grammar"]
+        assert "yes" in grammar and '"<tool_call>" gap? body' in grammar and '{"const": "weather"}' in grammar
+        assert "(gap? call)*" in grammar and "(gap? call)*" not in forced(**field, parallel_tool_calls=False)["grammar"]
+        for choice in ("required", NAMED):  # whose answer is nothing but calls
+            assert forced(**field, tool_choice=choice) == forced(tool_choice=choice)
+    assert forced(structured_outputs={"choice": ["yes"]}, tool_choice="none") == {"choice": ["yes"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"reasoning_parser": "qwen3"}], ids=str)
+def test_either_is_read(options: dict[str, Any]) -> None:
+    choice = ask(serve(CALL, **options), response_format=VERDICT)["choices"][0]
+    assert functions(choice["message"]) == [("weather", '{"city": "Rome"}')] and choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    choice = ask(serve('"yes"', **options), response_format=VERDICT)["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": '"yes"', "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_what_has_no_grammar_is_refused_with_both_names() -> None:
+    nameless = [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}]
+    coder = serve("a", tool_call_parser="qwen3_coder")
+    for field in ({"response_format": VERDICT}, {"structured_outputs": {"regex": "a"}}):
+        param, code, words = refusal(coder, tools=nameless, **field)
+        assert (param, code) == (*field, "unsupported") and words.startswith(f"{param} and tools") and "anyOf" in words
+    assert refusal(serve("a", "{{ tools }}"), response_format=VERDICT)[:2] == ("tools", "unsupported")
 
 
 # what the model sees
@@ -347,8 +382,9 @@ def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "5"}}, "structured_outputs.json"),
     ],
 )  # fmt: skip
 def test_refusals(fields: dict[str, Any], param: str) -> None:
@@ -368,7 +404,7 @@ def test_parameters_that_are_nested_too_deeply() -> None:
     with pytest.raises(RequestError, match="nested"):
         tools.plan(
             [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
-            parallel=True, shape=None, form=None, thinking=None,
+            parallel=True, shape=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
         )  # fmt: skip
 
 
@@ -382,9 +418,11 @@ def special_tokenizer() -> Tokenizer:
 def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     tokenizer = special_tokenizer()
     for form in TOOL_FORMATS:
-        plan = tools.plan(TOOLS, None, parallel=True, shape=None, form=form, thinking=None)
+        plan = tools.plan(TOOLS, None, parallel=True, shape=None, form=form, thinking=None, tokenizer=tokenizer)
         assert ("skip_special_tokens" in plan.params(tokenizer)) == (form.name == "mistral")
-    plan = tools.plan(TOOLS, "none", parallel=True, shape=None, form=TOOL_FORMATS[2], thinking=None)
+    plan = tools.plan(
+        TOOLS, "none", parallel=True, shape=None, form=TOOL_FORMATS[2], thinking=None, tokenizer=tokenizer
+    )
     assert plan.params(tokenizer) == {"structured_outputs": None}
 
 

@@ -17,6 +17,7 @@ THOUGHTS = {thinking.name: thinking for thinking in THINKING}
 PROPERTIES = {
     "a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "boolean"}, "o": {"type": "object"},
     "e": {"enum": ["1", "on"]}, "m": {"type": ["string", "null"]}, "odd": {"enum": 5}, "even": "no schema",
+    "k": {"const": 5}, "l": {"const": "5"},
 }  # fmt: skip
 FUNCTIONS = {"f": {"type": "object", "properties": PROPERTIES}, "g": {}}
 Said = list[tuple[str, str]]
@@ -82,9 +83,10 @@ CASES: list[tuple[str, str, Said]] = [
     ("qwen3_coder",
      "<tool_call>\n<function=f>\n<parameter=a>\nl1\nsay \"5\"\\\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
      '<parameter=b>True</parameter><parameter=o>{"x": [1]}</parameter><parameter=e>1</parameter>'
-     "<parameter=m>null</parameter><parameter=new>1</parameter><parameter=odd>2</parameter><parameter=even>2</parameter></function>\n</tool_call>",
+     "<parameter=m>null</parameter><parameter=new>1</parameter><parameter=odd>2</parameter><parameter=even>2</parameter>"
+     "<parameter=k>5</parameter><parameter=l>5</parameter></function>\n</tool_call>",
      call("f", '{"a": "l1\\nsay \\"5\\"\\\\", "n": 5, "b": true, "o": {"x": [1]}, "e": "1", "m": null, "new": "1", '
-               '"odd": 2, "even": "2"}')),
+               '"odd": 2, "even": "2", "k": 5, "l": "5"}')),
     ("qwen3_coder", "<tool_call><function=f></function></tool_call>", call("f", "{}")),
     ("qwen3_coder", "<tool_call><function=f><parameter=n>five</parameter></function>", call("f", '{"n": "five"}')),
     # markers inside arguments

@@ -29,7 +29,7 @@ import numpy as np
 
 from tokserve.config import Config
 from tokserve.errors import RequestError
-from tokserve.params import StructuredOutputs
+from tokserve.params import WHITE, StructuredOutputs
 from tokserve.plan import UInt32
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ MEMORY = 2 << 30  # bytes of its address space
 NICENESS = 10  # of the compiling thread and process: steps go first
 NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there is none"
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
-WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end, a weak model finds none either
 SHOWN = 300  # characters of the library's complaint
 LIMITS: dict[str, Any] = {  # what one grammar may cost, in the library's units
     "initial_lexer_fuel": 1_000_000,

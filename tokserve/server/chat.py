@@ -164,10 +164,14 @@ async def call_of(
         ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
-    if plan.source != "structured_outputs":
-        others["structured_outputs"] = plan.source
-    fields = Fields("tokens" if with_tokens else "messages", others=others)
+    fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
     return Call(asked, ignored, params, terms, prompt, fields, plan)
+
+
+def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fields:
+    """How errors name what a chat body says.  `source`: a plan's."""
+    form = {} if source is None else {"structured_outputs": source}
+    return Fields(prompt, others=others | form)
 
 
 def _thinks(serving: Serving, asked: ChatBody) -> bool:
@@ -199,12 +203,22 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
 
 def planned(serving: Serving, asked: ChatBody) -> Plan:
     """What becomes of the body's tools."""
-    form = structured.asked(asked.structured_outputs, asked.response_format)
-    field = "response_format" if asked.structured_outputs is None else "structured_outputs"
     return tools.plan(
-        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
-        shape=None if form is None else Shape(form, field), form=serving.tool_format, thinking=serving.thinking,
+        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False, shape=_shape(asked),
+        form=serving.tool_format, thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
+
+
+def _shape(asked: ChatBody) -> Shape | None:
+    form = structured.asked(asked.structured_outputs, asked.response_format)
+    if form is None:
+        return None
+    shape = Shape(form, "response_format" if asked.structured_outputs is None else "structured_outputs")
+    try:
+        form.validate()
+    except RequestError as error:
+        raise _fields(shape.source).rename(error) from None
+    return shape
 
 
 def reader_of(serving: Serving, plan: Plan, key: str, prompt: Sequence[int]) -> Reader | None:

@@ -7,7 +7,7 @@ force `engine.grammar`'s.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,14 +55,20 @@ class Shape(NamedTuple):
     form: StructuredOutputs
     field: str
 
+    @property
+    def source(self) -> str | None:
+        """What errors about it are to name, None: the part of structured_outputs that they do."""
+        return None if self.field == "structured_outputs" else self.field
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`reading` None: the text is the content.  `form`: what the output must be, and `source` the field it is from."""
+    """`reading` None: the text is the content.  `form`: what the output must be; `source`: the field that errors about
+    it name, None: the part of structured_outputs that they do."""
 
     reading: Reading | None = None
     form: StructuredOutputs | None = None
-    source: str = "structured_outputs"
+    source: str | None = None
 
     def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The sampling parameters that follow; special tokens are in the text if markers are some."""
@@ -135,37 +141,47 @@ def forced(choice: Any) -> bool:
 
 def plan(
     tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shape: Shape | None,
-    form: ToolFormat | None, thinking: Thinking | None,
+    form: ToolFormat | None, thinking: Thinking | None, tokenizer: Tokenizer,
 ) -> Plan:  # fmt: skip
     """How a body that has passed `check` is served.
 
-    `shape`: of the answer; such an output has neither calls nor reasoning.  `form` and `thinking`: the server's.
-    Raises RequestError.
+    `shape`: of an answer that is no call; an output that has a form has no reasoning.  `form`, `thinking` and
+    `tokenizer`: the server's.  Raises RequestError.
     """
     mode, name = _chosen(choice)
-    if shape is not None:
-        if tools and mode != "none":
-            raise RequestError(
-                f"{shape.field} and tools that may be called exclude each other: an output of this form can hold no "
-                'call. Send tool_choice "none" with it',
-                field=shape.field, code="unsupported",
-            )  # fmt: skip
-        return Plan(form=shape.form, source=shape.field)
     if not tools or mode == "none":
+        if shape is not None:
+            return Plan(form=shape.form, source=shape.source)
         return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    if mode == "auto":
-        if form is None:
-            field = "tools" if choice is None else "tool_choice"
-            raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
-        return Plan(Reading(form, thinking, functions, single=not parallel))
     try:
         if name is not None:
             return Plan(Reading(named=name, functions=functions), forcing.arguments(functions[name]), "tools")
-        calls = forcing.list_of_calls(functions, parallel=parallel)
-        return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
+        if mode == "required":
+            calls = forcing.list_of_calls(functions, parallel=parallel)
+            return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
+        if form is None:
+            field = "tools" if choice is None else "tool_choice"
+            raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
+        if shape is None:
+            return Plan(Reading(form, thinking, functions, single=not parallel))
+        either = _answer_or_calls(shape, form, functions, tokenizer, parallel)
+        return Plan(Reading(form, None, functions, single=not parallel), either, shape.field)
     except RecursionError:
         raise RequestError("tools are nested too deeply", field="tools") from None
+
+
+def _answer_or_calls(
+    shape: Shape, form: ToolFormat, functions: Mapping[str, dict[str, Any]], tokenizer: Tokenizer, parallel: bool
+) -> StructuredOutputs:
+    try:
+        return forcing.answer_or_calls(shape.form, form, functions, tokenizer, parallel=parallel)
+    except forcing.Unforceable as error:
+        raise RequestError(
+            f"{shape.field} and tools: there is no grammar of both, as {form.name} writes calls: {error}. "
+            'Send tool_choice "none", "required" or a named function with it',
+            field=shape.field, code="unsupported",
+        ) from None  # fmt: skip
 
 
 class Read(msgspec.Struct):

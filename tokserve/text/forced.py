@@ -1,20 +1,38 @@
 """What an output must be that is to have tool calls, so that `parsing` reads them back.
 
 A forced call is a form of output like any other, so it works with every model: a named function's answer is its
-arguments, and "required" is a JSON list of {"name", "parameters"}, since the model must say which.  How bodies of
-requests ask for it is not known here, nor who makes outputs keep to it.
+arguments, and "required" is a JSON list of {"name", "parameters"}, since the model must say which.  Where a model may
+call or give an answer of some form, its calls are in its own format, and both are in one grammar: llguidance's dialect
+of Lark.  How bodies of requests ask for it is not known here, nor who makes outputs keep to it.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.params import StructuredOutputs
+import msgspec
+from msgspec import UNSET
+
+from tokserve.params import WHITE, StructuredOutputs
+from tokserve.text.parsing import ToolFormat
+from tokserve.text.tokenizer import Tokenizer
 
 Functions = Mapping[str, dict[str, Any]]  # the JSON schemas of the arguments, by name
 SPACES = r"\x20?"  # between the parts of a forced call: as JSON is mostly written, and no way for a weak model to idle
+GAP = r"/[ \n]{1,2}/"  # between the parts of a call that are no JSON, and between calls
+TEXT = r"/(.|\n)*<\/parameter>/"  # up to the first
 OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
+DEFINITIONS = ("$defs", "definitions")
+VALUE_END = r'"\n</parameter>"'
+DEEP = 16  # schemas within schemas, by reference or alternative
+_NAME = re.compile(r"[\w.:-]+")
+
+
+class Unforceable(ValueError):
+    """What is asked for cannot be put in a grammar."""
 
 
 def arguments(schema: dict[str, Any]) -> StructuredOutputs:
@@ -25,6 +43,160 @@ def arguments(schema: dict[str, Any]) -> StructuredOutputs:
 def list_of_calls(functions: Functions, *, parallel: bool) -> StructuredOutputs:
     """[{"name": ..., "parameters": ...}, ...], one of them if they are not `parallel`."""
     return _json(_list_of(functions, "parameters", parallel))
+
+
+def answer_or_calls(
+    answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool
+) -> StructuredOutputs:
+    """A valid `answer`, or calls as a model writes them of its own accord; one call if they are not `parallel`.
+
+    Raises Unforceable.
+    """
+    rules = {"start": "answer | calls", "answer": _answer(answer)}
+    return StructuredOutputs(grammar=_text(rules | _Calls(form, tokenizer, answer).rules(functions, parallel)))
+
+
+def _text(rules: Mapping[str, str]) -> str:
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def _answer(answer: StructuredOutputs) -> str:
+    """A form of output as the right side of a rule."""
+    if answer.regex is not None:
+        slashed = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), answer.regex)
+        return f"/{slashed or '()'}/"
+    if answer.choice is not None:
+        return " | ".join(map(_literal, answer.choice))
+    if answer.grammar is not None:
+        return f"%lark {{\n{answer.grammar}\n}}"
+    schema = answer.json if isinstance(answer.json, dict) else msgspec.json.decode(answer.json or '{"type": "object"}')
+    return _embedded(schema, _white(answer))
+
+
+def _white(form: StructuredOutputs) -> dict[str, Any]:
+    """What may stand between the parts of JSON, as llguidance is told it."""
+    if form.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": WHITE if form.whitespace_pattern is None else form.whitespace_pattern}
+
+
+def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
+    return f"%json {json.dumps(schema | {'x-guidance': white}, ensure_ascii=False)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _Calls:
+    """The rules of calls in one format, for one tokenizer, beside an answer."""
+
+    def __init__(self, form: ToolFormat, tokenizer: Tokenizer, answer: StructuredOutputs) -> None:
+        self._form = form
+        self._tokenizer = tokenizer
+        # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
+        is_json = answer.kind in ("json", "json_object")
+        self._white = _white(answer) if form.bare and is_json else {"whitespace_pattern": SPACES}
+
+    def rules(self, functions: Functions, parallel: bool) -> dict[str, str]:
+        """By name: "calls", and what it needs."""
+        form = self._form
+        opens, closes, *frames = map(self._mark, (form.opens[0], form.closes, *form.frames))
+        before, behind = frames or ("", "")
+        rules = {"call": f"{opens} gap? body gap? {closes}" if closes else f"{opens} gap? body", "gap": GAP}
+        rules["calls"] = f"{before} call {'(gap? call)*' if parallel else ''} {behind}"
+        if form.bare:
+            rules["calls"] += " | body" + (' (gap? ";" gap? body)*' if parallel else "")
+        if form.body == "xml":
+            bodies = [self._element(name, schema) for name, schema in functions.items()]
+            return rules | {"body": " | ".join(bodies), "text[lazy]": TEXT}
+        if form.body == "json":
+            return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
+        separator = f"{self._mark(form.separator)}?" if form.separator else ""
+        bodies = [f"{_literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
+        if not form.closes:  # as Mistral's first models write it
+            bodies.append(self._json(_list_of(functions, "arguments", parallel)))
+        return rules | {"body": " | ".join(bodies)}
+
+    def _mark(self, text: str) -> str:
+        """A marker: as the one token that it is, or as text."""
+        token = self._tokenizer.id_of(text)
+        return f"<[{token}]>" if token in self._tokenizer.added_ids else _literal(text) if text else ""
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        return _embedded(schema, self._white)
+
+    # elements
+
+    def _element(self, name: str, schema: dict[str, Any]) -> str:
+        """<function=NAME>, a <parameter=KEY> element for each property in their order, </function>."""
+        told = _read(schema, name)
+        if more := OPEN_ENDED & schema.keys() - {"additionalProperties"}:
+            raise Unforceable(f"the parameters of {name!r} are told by {min(more)} and not by their names")
+        parts = [_literal(f"<function={_name(name)}>\n")]
+        for key, inner in told.properties.items():
+            ways = self._ways(inner, schema, name)
+            value = "text" if ways is None else f"({' | '.join(ways)}) {VALUE_END}"
+            part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
+            parts.append(part if key in told.required else f"({part})?")
+        if told.additional:
+            parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" text "\n")*')
+        return " ".join([*parts, '"</function>"'])
+
+    def _ways(self, schema: Any, root: dict[str, Any], name: str, depth: int = 0) -> list[str] | None:
+        """How the value of a parameter may be written; None: as any text, for it may be a string."""
+        if schema is True or depth > DEEP:
+            return None
+        told = _read(schema, name)
+        if told.ref is not None:
+            return self._ways(_found(told.ref, root, name), root, name, depth + 1)
+        values = told.enum if told.const is UNSET else [told.const]
+        if values is not None:
+            return [_literal(each if isinstance(each, str) else json.dumps(each)) for each in values]
+        if told.any_of or told.one_of:
+            inner = [self._ways(each, root, name, depth + 1) for each in told.any_of or told.one_of]
+            return None if None in inner else [way for ways in inner for way in ways or ()]
+        if "string" in told.type:
+            return None
+        return [self._json(schema | {key: root[key] for key in DEFINITIONS if key in root})]
+
+
+class _Schema(msgspec.Struct):
+    """What of a JSON schema decides how an element is written."""
+
+    type: str | list[str] = "string"
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    additional: Any = msgspec.field(name="additionalProperties", default=False)
+    enum: list[Any] | None = None
+    const: Any = UNSET
+    any_of: list[Any] = msgspec.field(name="anyOf", default=[])
+    one_of: list[Any] = msgspec.field(name="oneOf", default=[])
+    ref: str | None = msgspec.field(name="$ref", default=None)
+
+
+def _read(schema: Any, name: str) -> _Schema:
+    try:
+        return msgspec.convert(schema, _Schema)
+    except msgspec.ValidationError as error:
+        raise Unforceable(f"the parameters of {name!r} are no JSON schema: {error}") from None
+
+
+def _found(ref: str, root: dict[str, Any], name: str) -> Any:
+    """The definition that is meant."""
+    path = ref.split("/")
+    if len(path) == 3 and path[0] == "#" and path[1] in DEFINITIONS:
+        definitions = root.get(path[1])
+        if isinstance(definitions, dict) and path[2] in definitions:
+            return definitions[path[2]]
+    raise Unforceable(f"the parameters of {name!r} refer to {ref}")
+
+
+def _name(name: str) -> str:
+    """A name that `parsing` can read where it is not in quotes."""
+    if not _NAME.fullmatch(name):
+        raise Unforceable(f"{name!r} is no name that can be written in it")
+    return name
 
 
 def _json(schema: dict[str, Any]) -> StructuredOutputs:

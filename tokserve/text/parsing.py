@@ -20,6 +20,7 @@ from tokserve.text.cursor import Cursor, Markers, Steps
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 ARGUMENTS = ("arguments", "parameters")  # their key in a call that is JSON
+MORE_THAN_A_TYPE = {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"}
 SILENT = ("id", "type")  # keys of such a call that are ignored
 
 
@@ -360,7 +361,7 @@ class Parser:
 
     def _value(self, schema: dict[str, Any]) -> Steps[bool]:
         """Report a parameter's text as JSON: a string, unless its schema allows another type that it parses as."""
-        if schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref", "enum"} & schema.keys():
+        if schema.get("type", "string") == "string" and not MORE_THAN_A_TYPE & schema.keys():
             self._arguments('"')
             end = yield from self._text.until(_VALUE_END, lambda text: self._arguments(_json(text)[1:-1]), exact=True)
             if end is not None:
@@ -371,7 +372,7 @@ class Parser:
             return False
         text = "".join(parts)
         plain = text.strip().lower() if schema.get("type") == "boolean" else text.strip()
-        values = schema.get("enum")
+        values = schema.get("enum", [schema.get("const")])
         named = isinstance(values, list) and text in values
         self._arguments(plain if not named and _is_json(plain) else _json(text))
         return True

@@ -1,0 +1,270 @@
+"""An answer of some form or calls: the grammar takes what models write, and all that it takes is read back."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from tokserve.engine.grammar import Compiler, Matcher
+from tokserve.errors import RequestError
+from tokserve.params import StructuredOutputs
+from tokserve.text import forced
+from tokserve.text.formats import TOOL_FORMATS, named
+from tokserve.text.parsing import Parser, Reading
+from tokserve.text.tokenizer import Tokenizer
+
+EOS = "<|im_end|>"
+MARKERS = sorted({mark for form in TOOL_FORMATS for mark in form.markers()})
+CITY = {"enum": ["Oslo", "Rome"]}
+FUNCTIONS: dict[str, Any] = {
+    "weather": {
+        "type": "object", "required": ["city", "when"],
+        "properties": {
+            "city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "when": {"anyOf": [{"type": "boolean"}, {"type": "null"}, {"const": "now"}]},
+        },
+        "$defs": {"City": CITY},
+    },
+    "weathers": {"type": "object", "properties": {"cities": {"type": "array", "items": CITY, "maxItems": 2}}},
+    "ping": {},
+}  # fmt: skip
+VERDICT = {
+    "type": "object", "properties": {"right": {"type": "boolean"}, "score": {"type": "integer", "enum": [1, 12]}},
+    "required": ["right"], "additionalProperties": False,
+}  # fmt: skip
+WEATHER = '{"city": "Oslo", "days": 3, "when": true}'
+CITIES = '{"cities": ["Rome"]}'
+ELEMENTS = (
+    "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "<parameter=when>\ntrue\n</parameter>\n</function>",
+    '<function=weathers>\n<parameter=cities>\n["Rome"]\n</parameter>\n</function>',
+)
+
+
+def object_call(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+WRITTEN = {  # one call, and two
+    "hermes": [
+        f"<tool_call>\n{object_call('weather', WEATHER)}\n</tool_call>",
+        f"<tool_call>\n{object_call('weather', WEATHER)}\n</tool_call>\n"
+        f"<tool_call>\n{object_call('weathers', CITIES)}\n</tool_call>",
+    ],
+    "qwen3_coder": [
+        f"<tool_call>\n{ELEMENTS[0]}\n</tool_call>",
+        f"<tool_call>\n{ELEMENTS[0]}\n</tool_call>\n<tool_call>\n{ELEMENTS[1]}\n</tool_call>",
+    ],
+    "mistral": [
+        f"[TOOL_CALLS]weather[ARGS]{WEATHER}", f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]weathers[ARGS]{CITIES}",
+        f"[TOOL_CALLS] [{object_call('weather', WEATHER)}]",
+        f"[TOOL_CALLS] [{object_call('weather', WEATHER)}, {object_call('weathers', CITIES)}]",
+    ],
+    "deepseek_v31": [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER}"  # noqa: RUF001
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜>"  # noqa: RUF001
+        f"<｜tool▁call▁begin｜>weathers<｜tool▁sep｜>{CITIES}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
+    ],
+    "llama3_json": [
+        object_call("weather", WEATHER, "parameters"),
+        f"{object_call('weather', WEATHER, 'parameters')}; {object_call('weathers', CITIES, 'parameters')}",
+        f"<|python_tag|>{object_call('weather', WEATHER, 'parameters')}",
+    ],
+}  # fmt: skip
+NAMES = list(WRITTEN)
+ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form, texts of it, and other texts
+    "json": ({"json": VERDICT}, ['{"right": true}', '{ "right":false,\n"score": 12 }'], ['{"right": 1}', "Yes"]),
+    "text": ({"json": json.dumps(VERDICT), "disable_any_whitespace": True}, ['{"right":true}'], ['{"right": true}']),
+    "object": ({"json_object": True}, ["{}", '{"a": {"b": [1]}}'], ["[]", "1"]),
+    "regex": ({"regex": r"[a-c]/\d\/{2}|\n"}, ["b/1//", "\n"], ["b1//"]),
+    "choice": ({"choice": ["yes", "yes, sir", '"<']}, ["yes", "yes, sir", '"<'], ["no"]),
+    "grammar": ({"grammar": 'start: a+ "}"\na: "{" | B\nB: /[x-z]/'}, ["{x}"], ["{x"]),
+}
+
+
+@cache
+def backend(marks: str) -> Backend:
+    """A byte-level BPE whose tokens run over the ends of what grammars are made of.  `marks`: are they tokens?"""
+    made = Backend(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    texts = [text for texts in WRITTEN.values() for text in texts]
+    texts = [re.sub("|".join(map(re.escape, MARKERS)), "\n", text) for text in texts]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([text[i : i + 16] for text in texts for i in range(0, len(text), 5)], trainer)
+    if marks != "text":
+        made.add_tokens([AddedToken(mark, special=marks == "special", normalized=False) for mark in MARKERS])
+    return made
+
+
+@cache
+def tokenizer(marks: str) -> Tokenizer:
+    return Tokenizer(backend(marks), {}, None)
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
+    made = {}
+    for marks in ("text", "added", "special"):
+        directory: Path = tmp_path_factory.mktemp(marks)
+        backend(marks).save(str(directory / "tokenizer.json"))
+        made[marks] = Compiler(str(directory), backend(marks).get_vocab_size(), [0])
+    return made
+
+
+def matcher(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], **options: Any) -> Matcher:
+    functions = options.pop("functions", FUNCTIONS)
+    made = forced.answer_or_calls(
+        StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
+        **({"parallel": True} | options),
+    )  # fmt: skip
+    made.validate()
+    return Matcher(compiler.compile(made), ends=True)
+
+
+def takes(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], text: str, **options: Any) -> bool:
+    made = matcher(compiler, marks, form, answer, **options)
+    try:
+        for token in backend(marks).encode(text, add_special_tokens=False).ids:
+            made.advance(token)
+    except RequestError:
+        return False
+    return bool(made.words[0] & 1)  # EOS
+
+
+def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The content and the calls that are read."""
+    content, found = "", []
+    for kind, part in Parser(Reading(named(TOOL_FORMATS, form), functions=FUNCTIONS)).push(text, final=True):
+        if kind == "call":
+            found.append((part, ""))
+        elif kind == "arguments":
+            found[-1] = (found[-1][0], found[-1][1] + part)
+        else:
+            content += part
+    return content, [(name, json.loads(arguments)) for name, arguments in found]
+
+
+@pytest.mark.parametrize("marks", ["text", "added", "special"])
+@pytest.mark.parametrize("form", NAMES)
+def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler], form: str, marks: str) -> None:
+    for text in WRITTEN[form]:
+        expected = [("weather", json.loads(WEATHER)), ("weathers", json.loads(CITIES))]
+        found = calls(form, text)[1]
+        assert found == expected[: len(found)] and found
+        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text), text
+        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, parallel=False) == (len(found) == 1), text
+        for wrong in (text.replace('"Oslo"', '"Rom"').replace("\nOslo", "\nRom"), text.replace("weather", "water")):
+            assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], wrong), wrong
+        assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], '{"right": true}' + text)
+        assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], text[:-1])
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("form", NAMES)
+def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: str, kind: str) -> None:
+    answer, right, wrong = ANSWERS[kind]
+    for marks in ("text", "added"):
+        for text in right:
+            assert takes(compilers[marks], marks, form, answer, text), text
+        for text in wrong:
+            assert not takes(compilers[marks], marks, form, answer, text), text
+        call = WRITTEN[form][0]
+        if form == "llama3_json" and "disable_any_whitespace" in answer:  # nobody can tell yet which of them has begun
+            call = json.dumps(json.loads(call), separators=(",", ":"))
+        assert takes(compilers[marks], marks, form, answer, call)
+
+
+@pytest.mark.parametrize("marks", ["text", "special"])
+@pytest.mark.parametrize("form", NAMES)
+def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: str, marks: str) -> None:
+    seen = set()
+    for seed in range(20):
+        made, chance, tokens = matcher(compilers[marks], marks, form, {"json": VERDICT}), random.Random(seed), []
+        while len(tokens) < 400:
+            allowed = np.flatnonzero(np.unpackbits(made.words.view(np.uint8), bitorder="little")).tolist()
+            token = 0 if 0 in allowed else chance.choice(allowed)
+            if token == 0:
+                break
+            tokens.append(token)
+            made.advance(token)
+        else:
+            continue  # calls without end
+        content, found = calls(form, backend(marks).decode(tokens, skip_special_tokens=False))
+        seen |= {name for name, _ in found} or {"answer"}
+        assert bool(content) != bool(found)
+        if content:
+            assert json.loads(content).keys() <= {"right", "score"}
+        for name, arguments in found:
+            properties = FUNCTIONS[name].get("properties", {})
+            assert arguments.keys() <= properties.keys() and arguments.keys() >= set(
+                FUNCTIONS[name].get("required", ())
+            )
+            assert arguments.get("city", "Rome") in ("Oslo", "Rome") and arguments.get("days", 1) in range(1, 10)
+            assert arguments.get("when") in (True, False, None, "now")
+            assert set(arguments.get("cities", ())) <= {"Oslo", "Rome"}
+    assert len(seen) > 1, seen
+
+
+STRINGS = {
+    "type": "object", "required": ["a"], "additionalProperties": {"type": "string"},
+    "properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "c": {}, "d": True,
+                   "e": {"$ref": "#/definitions/E"}}, "definitions": {"E": {"type": ["string", "integer"]}},
+}  # fmt: skip
+ROUND = {"$ref": "#/$defs/A"}
+
+
+def elements(**values: str) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("values", "taken"),
+    [
+        ({"a": "x < y\n\n</p>"}, True), ({"a": ""}, True),
+        ({"a": "x", "b": "null", "c": "[", "d": "1", "e": "2"}, True),
+        ({"a": "x", "other": "y", "more": "z"}, True), ({"b": "x"}, False), ({"b": "x", "a": "x"}, False),
+    ],
+)  # fmt: skip
+def test_elements_that_may_be_strings_are_any_text(
+    compilers: dict[str, Compiler], values: dict[str, str], taken: bool
+) -> None:
+    text, answer = elements(**values), {"json_object": True}
+    assert takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS}) == taken
+    found = takes(compilers["added"], "added", "qwen3_coder", answer, text, functions={"f": STRINGS | {
+        "additionalProperties": False}})  # fmt: skip
+    assert found == (taken and "other" not in values)
+
+
+@pytest.mark.parametrize(
+    ("form", "functions", "why"),
+    [
+        ("qwen3_coder", {"f": {"anyOf": [{}]}}, "anyOf"), ("qwen3_coder", {"f": {"properties": []}}, "properties"),
+        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "no JSON schema"), ("hermes", {"a b": {}}, None),
+        ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"), ("mistral", {"a b": {}}, "'a b'"),
+        ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/properties/a"}}}}, "#/properties/a"),
+        ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": ROUND}}}, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_put_in_a_grammar(form: str, functions: dict[str, Any], why: str | None) -> None:
+    def make() -> StructuredOutputs:
+        answer = StructuredOutputs(json_object=True)
+        return forced.answer_or_calls(answer, named(TOOL_FORMATS, form), functions, tokenizer("text"), parallel=True)
+
+    if why is None:
+        assert make().kind == "grammar"
+        return
+    with pytest.raises(forced.Unforceable, match=re.escape(why)):
+        make()
