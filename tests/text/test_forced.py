@@ -82,12 +82,13 @@ WRITTEN = {  # one call, and two
     ],
 }  # fmt: skip
 NAMES = list(WRITTEN)
+ODD = '"\\\x01\x08\x7f\u2028é🙂<\''
 ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form, texts of it, and other texts
     "json": ({"json": VERDICT}, ['{"right": true}', '{ "right":false,\n"score": 12 }'], ['{"right": 1}', "Yes"]),
     "text": ({"json": json.dumps(VERDICT), "disable_any_whitespace": True}, ['{"right":true}'], ['{"right": true}']),
     "object": ({"json_object": True}, ["{}", '{"a": {"b": [1]}}'], ["[]", "1"]),
     "regex": ({"regex": r"[a-c]/\d\/{2}|\n"}, ["b/1//", "\n"], ["b1//"]),
-    "choice": ({"choice": ["yes", "yes, sir", '"<']}, ["yes", "yes, sir", '"<'], ["no"]),
+    "choice": ({"choice": ["yes", "yes, sir", ODD]}, ["yes", "yes, sir", ODD], ["no"]),
     "grammar": ({"grammar": 'start: a+ "}"\na: "{" | B\nB: /[x-z]/'}, ["{x}"], ["{x"]),
 }
 

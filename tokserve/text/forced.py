@@ -27,6 +27,7 @@ TEXT = r"/(.|\n)*<\/parameter>/"  # up to the first
 OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 DEFINITIONS = ("$defs", "definitions")
 VALUE_END = r'"\n</parameter>"'
+SLASHED = {"/": r"\/", "\n": r"\n"}  # what a regex between slashes may not hold, and how it is written there
 DEEP = 16  # schemas within schemas, by reference or alternative
 _NAME = re.compile(r"[\w.:-]+")
 
@@ -63,8 +64,8 @@ def _text(rules: Mapping[str, str]) -> str:
 def _answer(answer: StructuredOutputs) -> str:
     """A form of output as the right side of a rule."""
     if answer.regex is not None:
-        slashed = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), answer.regex)
-        return f"/{slashed or '()'}/"
+        written = re.sub(r"\\.|/|\n", lambda found: SLASHED.get(found[0], found[0]), answer.regex, flags=re.DOTALL)
+        return f"/{written or '()'}/"
     if answer.choice is not None:
         return " | ".join(map(_literal, answer.choice))
     if answer.grammar is not None:
@@ -85,7 +86,8 @@ def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """Nothing but this text, as Lark has it in quotes."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
 
 
 class _Calls:
