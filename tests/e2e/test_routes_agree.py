@@ -91,6 +91,8 @@ def append(total: dict[str, Any], delta: dict[str, Any], joined: tuple[str, ...]
 JOINED = ("content", "text", "token_ids", "text_offset", "token_logprobs", "tokens", "top_logprobs", "ranks",
           "top_token_ids")  # fmt: skip
 
+UNASKED = ("token_ids", "prompt_token_ids", "prompt_logprobs")  # null in whole replies if nobody asked for them
+
 
 def whole(stream: list[Any]) -> dict[str, Any]:
     """The reply that a stream's events are parts of."""
@@ -109,7 +111,8 @@ def steady(reply: dict[str, Any]) -> dict[str, Any]:
     choices = []
     for choice in reply["choices"]:
         message = choice.pop("message", None) or choice.pop("delta", None)
-        choices.append(choice | ({"content": message["content"]} if message else {}))
+        said = {key: value for key, value in choice.items() if value is not None or key not in UNASKED}
+        choices.append(said | ({"content": message["content"]} if message else {}))
     kept = {key: reply[key] for key in ("prompt_token_ids", "prompt_logprobs") if reply.get(key) is not None}
     return {"usage": usage, "choices": choices, **kept}
 

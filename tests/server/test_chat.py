@@ -42,10 +42,12 @@ def test_the_whole_shape() -> None:
     assert reply["id"] == "chatcmpl-r" and reply["object"] == "chat.completion" and reply["model"] == "tiny"
     assert reply["choices"] == [
         {
-            "index": 0, "message": {"role": "assistant", "content": "hello", "refusal": None}, "logprobs": None,
-            "finish_reason": "stop", "stop_reason": None, "stop_detail": {"kind": "eos"},
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello", "refusal": None, "reasoning": None}, "logprobs": None,
+            "finish_reason": "stop", "stop_reason": None, "stop_detail": {"kind": "eos"}, "token_ids": None,
         }
     ]  # fmt: skip
+    assert reply["prompt_token_ids"] is None and reply["prompt_logprobs"] is None
     count = len(ids("user:hi;assistant:"))
     assert reply["usage"] == {
         "prompt_tokens": count, "completion_tokens": 6, "total_tokens": count + 6,
@@ -217,7 +219,7 @@ def test_prompt_logprobs(asked: Any, width: int) -> None:
     for token, entry in zip(text[1:], scores[1:], strict=True):
         assert next(iter(entry)) == str(token) and entry[str(token)]["decoded_token"] == TOKENIZER.token(token)
         assert all(value["rank"] >= 1 for value in entry.values()) and len(entry) <= width + 1
-    assert "prompt_logprobs" not in ask(site(says("a")), prompt_logprobs=False)
+    assert ask(site(says("a")), prompt_logprobs=False)["prompt_logprobs"] is None
 
 
 def test_prompt_logprobs_in_a_stream() -> None:

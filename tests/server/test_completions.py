@@ -28,7 +28,7 @@ def test_the_whole_shape() -> None:
     assert reply["choices"] == [
         {
             "index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None,
-            "stop_detail": {"kind": "eos"},
+            "stop_detail": {"kind": "eos"}, "token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None,
         }
     ]  # fmt: skip
     assert reply["usage"]["total_tokens"] == 2 + 6
@@ -113,7 +113,7 @@ def test_echo_with_logprobs_scores_the_prompt_too(n: int) -> None:
         assert found["tokens"] == ["a", "b", "c", "d", "<eos>"] and found["text_offset"] == [0, 1, 2, 3, 4]
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         assert all(value <= 0 for value in found["token_logprobs"][1:])
-        assert "prompt_logprobs" not in choice
+        assert choice["prompt_logprobs"] is None
 
 
 def test_echo_keeps_to_its_own_width() -> None:

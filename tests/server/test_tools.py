@@ -59,7 +59,7 @@ def refusal(s: Site, path: str = CHAT, **fields: Any) -> tuple[str, str | None, 
 def test_the_whole_shape() -> None:
     choice = ask(serve(f"Let me see.\n{CALL}"))["choices"][0]
     (call,) = choice["message"].pop("tool_calls")
-    assert choice["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Let me see.", "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "tool_calls" and choice["stop_detail"] == {"kind": "eos"}
     assert list(call) == ["id", "type", "function"] and call["type"] == "function"
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
@@ -68,7 +68,7 @@ def test_the_whole_shape() -> None:
 
 def test_an_answer_without_calls_is_as_it_was() -> None:
     choice = ask(serve("Hello <tool"))["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "Hello <tool", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Hello <tool", "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "stop"
 
 
@@ -107,10 +107,10 @@ def flat(reply: dict[str, Any]) -> list[dict[str, Any]]:
     """The same of a whole answer."""
     return [
         {
-            "content": choice["message"]["content"] or "", "reasoning": choice["message"].get("reasoning", ""),
+            "content": choice["message"]["content"] or "", "reasoning": choice["message"]["reasoning"] or "",
             "calls": [[c["id"], *c["function"].values()] for c in choice["message"].get("tool_calls", [])],
             "logprobs": (choice["logprobs"] or {"content": []})["content"], "finish_reason": choice["finish_reason"],
-            "token_ids": choice.get("token_ids", []),
+            "token_ids": choice["token_ids"] or [],
         }
         for choice in reply["choices"]
     ]  # fmt: skip
@@ -252,7 +252,7 @@ def test_either_is_read(options: dict[str, Any]) -> None:
     assert functions(choice["message"]) == [("weather", '{"city": "Rome"}')] and choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
     choice = ask(serve('"yes"', **options), response_format=VERDICT)["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": '"yes"', "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": '"yes"', "refusal": None, "reasoning": None}
     assert choice["finish_reason"] == "stop"
 
 

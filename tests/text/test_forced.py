@@ -82,7 +82,7 @@ WRITTEN = {  # one call, and two
     ],
 }  # fmt: skip
 NAMES = list(WRITTEN)
-ODD = '"\\\x01\x08\x7f\u2028é🙂<\''
+ODD = "\"\\\x01\x08\x7f\u2028é🙂<'"
 ANSWERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {  # the form, texts of it, and other texts
     "json": ({"json": VERDICT}, ['{"right": true}', '{ "right":false,\n"score": 12 }'], ['{"right": 1}', "Yes"]),
     "text": ({"json": json.dumps(VERDICT), "disable_any_whitespace": True}, ['{"right":true}'], ['{"right": true}']),

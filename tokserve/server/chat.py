@@ -35,12 +35,12 @@ class Message(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    reasoning: str | UnsetType = UNSET
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
-    """A choice of a whole answer."""
+    """A choice of a whole answer.  Here and in the answer, ids and scores that nobody asked for are null."""
 
     index: int
     message: Message
@@ -48,7 +48,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
@@ -60,8 +60,8 @@ class Reply(msgspec.Struct):
     model: str
     choices: list[Choice]
     usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: Any = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: Any = None
     weight_version: str | UnsetType | None = UNSET
     system_fingerprint: str | None = None
     object: str = "chat.completion"
@@ -239,13 +239,8 @@ def sampling_params(serving: Serving, asked: ChatBody, plan: Plan) -> SamplingPa
     return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=wanted, **more)
 
 
-def _others(read: Read) -> tuple[str | UnsetType, list[ToolCall] | UnsetType]:
-    """Reasoning and calls, where there are any."""
-    return read.reasoning or UNSET, read.calls or UNSET
-
-
 def _delta(read: Read) -> Delta:
-    return Delta(UNSET, read.content or UNSET, *_others(read))
+    return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
 
 
 class Render:
@@ -270,7 +265,7 @@ class Render:
 
     def reply(self, completions: list[Completion]) -> Reply:
         """The whole answer."""
-        scores: Any = UNSET
+        scores: Any = None
         if self._scores_due:
             scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
         choices = [
@@ -294,7 +289,8 @@ class Render:
         for call in read.calls:
             call.index = UNSET
         alone = not (read.reasoning or read.calls)
-        return Message("assistant", read.content if alone else read.content or None, None, *_others(read))
+        content = read.content if alone else read.content or None
+        return Message("assistant", content, None, read.reasoning or None, read.calls or UNSET)
 
     def _finish_reason(self, c: Completion) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)

@@ -8,6 +8,7 @@ scores: the engine generates one token, which is dropped.
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,7 +34,7 @@ MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engin
 
 
 class Choice(msgspec.Struct):
-    """A choice, or a delta of one."""
+    """A choice, or a delta of one.  In a whole answer, ids and scores that nobody asked for are null."""
 
     index: int
     text: str
@@ -41,8 +42,8 @@ class Choice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
 
@@ -211,6 +212,9 @@ class Render:
     def reply(self, ends: list[Completion]) -> Reply:
         """The whole answer."""
         choices = [self._choice(c) for c in ends]
+        for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
+            if getattr(choice, name) is UNSET:
+                setattr(choice, name, None)
         flight = self._flight
         reply = Reply(self._id, self._created, self._model, choices, flight.usage(), flight.fingerprint)
         if self._ids:
