@@ -13,7 +13,7 @@ WEATHER = {
     "type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
     "required": ["city", "days"],
 }  # fmt: skip
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "ping"}},
 ]
@@ -122,6 +122,14 @@ def test_an_answer_of_some_form_or_calls(text: Api, fields: dict[str, Any], para
             continue
         check(functions(choice))
         assert parallel or len(choice["message"]["tool_calls"]) == 1
+
+
+def test_a_strict_function_changes_nothing_of_other_text(text: Api) -> None:
+    strict = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+    body = ASK | {"max_tokens": 24, "logprobs": True, "top_logprobs": 3, "return_token_ids": True}
+    for question in ("What is 47 + 38?", "Reverse: abc", "é <tool_cal"):
+        asked = body | {"messages": [{"role": "user", "content": question}]}
+        assert text.ok(CHAT, asked | {"tools": strict})["choices"] == text.ok(CHAT, asked)["choices"]
 
 
 def test_the_result_of_a_call_goes_back(text: Api) -> None:

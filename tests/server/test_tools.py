@@ -239,7 +239,7 @@ VERDICT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {
 def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_format() -> None:
     for field in ({"response_format": VERDICT}, {"structured_outputs": {"choice": ["yes"]}}):
         grammar = forced(**field)["grammar"]
-        assert "yes" in grammar and '"<tool_call>" gap? body' in grammar and '{"const": "weather"}' in grammar
+        assert "yes" in grammar and '"<tool_call>" inside' in grammar and '{"const": "weather"}' in grammar
         assert "(gap? call)*" in grammar and "(gap? call)*" not in forced(**field, parallel_tool_calls=False)["grammar"]
         for choice in ("required", NAMED):  # whose answer is nothing but calls
             assert forced(**field, tool_choice=choice) == forced(tool_choice=choice)
@@ -263,6 +263,34 @@ def test_what_has_no_grammar_is_refused_with_both_names() -> None:
         param, code, words = refusal(coder, tools=nameless, **field)
         assert (param, code) == (*field, "unsupported") and words.startswith(f"{param} and tools") and "anyOf" in words
     assert refusal(serve("a", "{{ tools }}"), response_format=VERDICT)[:2] == ("tools", "unsupported")
+
+
+def strictly(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True} | fields}, TOOLS[1]]
+
+
+def test_calls_of_strict_functions_keep_to_their_schemas() -> None:
+    grammar = forced(tools=strictly())["grammar"]
+    assert '{"const": "weather"}' in grammar and "added: <[0-2]>" in grammar
+    assert '"required": ["city"], "additionalProperties": false' in grammar
+    assert "(head rest (TEXT added)*)* TEXT" in grammar
+    assert "(head rest (TEXT added)*)? TEXT" in forced(tools=strictly(), parallel_tool_calls=False)["grammar"]
+    assert forced(tools=strictly(strict=False)) is None and forced(tools=strictly(strict=None)) is None
+    assert forced(tools=strictly(), tool_choice="none") is None
+    assert forced(tools=strictly(), tool_choice=NAMED) == forced(tool_choice=NAMED)
+    assert forced(tools=strictly(), response_format=VERDICT) == forced(response_format=VERDICT)
+    s = serve(f"<think>hm</think>Yes {CALL}", reasoning_parser="qwen3")
+    found = ask(s, tools=strictly())["choices"][0]["message"]
+    assert functions(found) == [("weather", '{"city": "Rome"}')]
+    assert (found["reasoning"], found["content"]) == ("hm", "Yes")
+
+
+def test_where_strict_cannot_be_kept_to() -> None:
+    nameless = strictly(parameters={"anyOf": [PARAMETERS]})
+    assert refusal(serve("a", tool_call_parser="qwen3_coder"), tools=nameless)[:2] == ("tools", "unsupported")
+    s = serve("a", LLAMA)  # whose calls nothing tells from other JSON
+    ask(s, tools=nameless)
+    assert s.llm.calls[-1].params.structured_outputs is None
 
 
 # what the model sees

@@ -124,18 +124,22 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
     return made
 
 
-def matcher(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], **options: Any) -> Matcher:
+def either(marks: str, form: str, answer: dict[str, Any], **options: Any) -> StructuredOutputs:
     functions = options.pop("functions", FUNCTIONS)
     made = forced.answer_or_calls(
         StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
         **({"parallel": True} | options),
     )  # fmt: skip
     made.validate()
-    return Matcher(compiler.compile(made), ends=True)
+    return made
 
 
 def takes(compiler: Compiler, marks: str, form: str, answer: dict[str, Any], text: str, **options: Any) -> bool:
-    made = matcher(compiler, marks, form, answer, **options)
+    return follows(compiler, marks, either(marks, form, answer, **options), text)
+
+
+def follows(compiler: Compiler, marks: str, asked: StructuredOutputs, text: str) -> bool:
+    made = Matcher(compiler.compile(asked), ends=True)
     try:
         for token in backend(marks).encode(text, add_special_tokens=False).ids:
             made.advance(token)
@@ -192,7 +196,8 @@ def test_answers_of_every_form_are_taken(compilers: dict[str, Compiler], form: s
 def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     seen = set()
     for seed in range(20):
-        made, chance, tokens = matcher(compilers[marks], marks, form, {"json": VERDICT}), random.Random(seed), []
+        made = Matcher(compilers[marks].compile(either(marks, form, {"json": VERDICT})), ends=True)
+        chance, tokens = random.Random(seed), []
         while len(tokens) < 400:
             allowed = np.flatnonzero(np.unpackbits(made.words.view(np.uint8), bitorder="little")).tolist()
             token = 0 if 0 in allowed else chance.choice(allowed)
@@ -216,6 +221,27 @@ def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: 
             assert arguments.get("when") in (True, False, None, "now")
             assert set(arguments.get("cities", ())) <= {"Oslo", "Rome"}
     assert len(seen) > 1, seen
+
+
+@pytest.mark.parametrize("marks", ["text", "added", "special"])
+@pytest.mark.parametrize("form", [name for name in NAMES if name != "llama3_json"])
+def test_calls_within_any_text(compilers: dict[str, Compiler], form: str, marks: str) -> None:
+    def takes_text(text: str, parallel: bool = True) -> bool:
+        made = forced.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)
+        return follows(compilers[marks], marks, made, text)
+
+    other = "[ARGS]" if form in ("hermes", "qwen3_coder") else "</tool_call>"
+    for call in WRITTEN[form]:
+        several = len(calls(form, call)[1]) > 1
+        for text in (call, f"Let me see: {{\n\n{call}", f"{other}é{call} ok {other}", f"{call} {call}"):
+            assert takes_text(text), text
+        if marks != "text":  # as text a second is not kept to, and not told
+            assert takes_text(call, parallel=False) != several and not takes_text(f"{call} {call}", parallel=False)
+        assert not takes_text(call.replace('"Oslo"', '"Rom"').replace("\nOslo", "\nRom"))
+        assert not takes_text("a" + call.replace("weather", "water"))
+        assert not takes_text(f"Yes {call[:20]}")
+    for text in ("", "Hello <tool_cal", "{} [", f"a {other} b"):
+        assert takes_text(text), text
 
 
 STRINGS = {

@@ -7,7 +7,7 @@ force `engine.grammar`'s.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from tokserve.text.formats import FORCED, TOOL_FORMATS
 from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
+ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
 MODES = ("none", "auto", "required")
 TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -145,8 +146,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """How a body that has passed `check` is served.
 
-    `shape`: of an answer that is no call; an output that has a form has no reasoning.  `form`, `thinking` and
-    `tokenizer`: the server's.  Raises RequestError.
+    `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.  `form`, `thinking`
+    and `tokenizer`: the server's.  Raises RequestError.
     """
     mode, name = _chosen(choice)
     if not tools or mode == "none":
@@ -163,25 +164,31 @@ def plan(
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
-        if shape is None:
-            return Plan(Reading(form, thinking, functions, single=not parallel))
-        either = _answer_or_calls(shape, form, functions, tokenizer, parallel)
-        return Plan(Reading(form, None, functions, single=not parallel), either, shape.field)
+        strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
+        reading = Reading(form, thinking if shape is None else None, functions, single=not parallel)
+        kept = _kept(shape, form, functions, strict, tokenizer, parallel)
+        return Plan(reading, kept, "tools" if shape is None else shape.field)
     except RecursionError:
         raise RequestError("tools are nested too deeply", field="tools") from None
 
 
-def _answer_or_calls(
-    shape: Shape, form: ToolFormat, functions: Mapping[str, dict[str, Any]], tokenizer: Tokenizer, parallel: bool
-) -> StructuredOutputs:
+def _kept(
+    shape: Shape | None, form: ToolFormat, functions: Mapping[str, dict[str, Any]], strict: Collection[str],
+    tokenizer: Tokenizer, parallel: bool,
+) -> StructuredOutputs | None:  # fmt: skip
+    """What an output must keep to in which the model may call.  `strict`: the functions that are."""
     try:
-        return forcing.answer_or_calls(shape.form, form, functions, tokenizer, parallel=parallel)
+        if shape is not None:
+            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, parallel=parallel)
+        if not strict or form.bare:  # of bare calls nobody could tell which text begins one
+            return None
+        known = {name: schema if name in strict else ANY for name, schema in functions.items()}
+        return forcing.text_or_calls(form, known, tokenizer, parallel=parallel)
     except forcing.Unforceable as error:
-        raise RequestError(
-            f"{shape.field} and tools: there is no grammar of both, as {form.name} writes calls: {error}. "
-            'Send tool_choice "none", "required" or a named function with it',
-            field=shape.field, code="unsupported",
-        ) from None  # fmt: skip
+        field = "tools" if shape is None else shape.field
+        what = "tools: strict functions" if shape is None else f"{field} and tools"
+        words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
+        raise RequestError(words, field=field, code="unsupported") from None
 
 
 class Read(msgspec.Struct):

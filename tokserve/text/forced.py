@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,8 +22,9 @@ from tokserve.text.tokenizer import Tokenizer
 
 Functions = Mapping[str, dict[str, Any]]  # the JSON schemas of the arguments, by name
 SPACES = r"\x20?"  # between the parts of a forced call: as JSON is mostly written, and no way for a weak model to idle
+ONE_SPACE = {"whitespace_pattern": SPACES}
 GAP = r"/[ \n]{1,2}/"  # between the parts of a call that are no JSON, and between calls
-TEXT = r"/(.|\n)*<\/parameter>/"  # up to the first
+VALUE = r"/(.|\n)*<\/parameter>/"  # any text up to the first
 OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 DEFINITIONS = ("$defs", "definitions")
 VALUE_END = r'"\n</parameter>"'
@@ -53,12 +54,23 @@ def answer_or_calls(
 
     Raises Unforceable.
     """
-    rules = {"start": "answer | calls", "answer": _answer(answer)}
-    return StructuredOutputs(grammar=_text(rules | _Calls(form, tokenizer, answer).rules(functions, parallel)))
+    # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
+    shared = form.bare and answer.kind in ("json", "json_object")
+    calls = _Calls(form, tokenizer, _white(answer) if shared else ONE_SPACE)
+    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, parallel))
 
 
-def _text(rules: Mapping[str, str]) -> str:
-    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
+    """Any text in which whatever begins as a call is one; the format is none whose calls are `bare`.
+
+    Raises Unforceable.
+    """
+    calls = _Calls(form, tokenizer, ONE_SPACE)
+    return _grammar(calls.around("*" if parallel else "?") | calls.rules(functions, parallel))
+
+
+def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
+    return StructuredOutputs(grammar="\n".join(f"{name}: {rule}" for name, rule in rules.items()))
 
 
 def _answer(answer: StructuredOutputs) -> str:
@@ -85,33 +97,56 @@ def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': white}, ensure_ascii=False)}"
 
 
+def _ranges(ids: Iterable[int]) -> str:
+    """Those ids, as Lark has them in brackets."""
+    found: list[list[int]] = []
+    for token in sorted(ids):
+        if found and found[-1][1] == token - 1:
+            found[-1][1] = token
+        else:
+            found.append([token, token])
+    return ",".join(f"{first}-{last}" for first, last in found)
+
+
 def _literal(text: str) -> str:
     """Nothing but this text, as Lark has it in quotes."""
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
 class _Calls:
-    """The rules of calls in one format, for one tokenizer, beside an answer."""
+    """The rules of calls in one format, for one tokenizer.  `white`: between the parts of their JSON."""
 
-    def __init__(self, form: ToolFormat, tokenizer: Tokenizer, answer: StructuredOutputs) -> None:
+    def __init__(self, form: ToolFormat, tokenizer: Tokenizer, white: dict[str, Any]) -> None:
         self._form = form
         self._tokenizer = tokenizer
-        # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
-        is_json = answer.kind in ("json", "json_object")
-        self._white = _white(answer) if form.bare and is_json else {"whitespace_pattern": SPACES}
+        self._white = white
+
+    def around(self, often: str) -> dict[str, str]:
+        """By name: "start", any text with calls in it, and what it needs besides `rules`."""
+        begins = [*self._form.frames[:1], *self._form.opens]
+        tokens = [token for token in map(self._token, begins) if token is not None]
+        if len(tokens) == len(begins):
+            return {"start": f"free (calls free){often}", "free": f"<[^{_ranges(tokens)}]>*"}
+        added = _ranges(self._tokenizer.added_ids)  # of which a lexer's texts have none
+        others = "(TEXT added)*" if added else ""
+        start = {"start": f"{others} (head rest {others}){often} TEXT", "TEXT": r"/(.|\n)*/"}
+        return start | {"head[lazy]": f"TEXT {self._mark(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
 
     def rules(self, functions: Functions, parallel: bool) -> dict[str, str]:
-        """By name: "calls", and what it needs."""
+        """By name: "calls", "rest" of them behind the first marker, and what it needs."""
         form = self._form
         opens, closes, *frames = map(self._mark, (form.opens[0], form.closes, *form.frames))
-        before, behind = frames or ("", "")
-        rules = {"call": f"{opens} gap? body gap? {closes}" if closes else f"{opens} gap? body", "gap": GAP}
-        rules["calls"] = f"{before} call {'(gap? call)*' if parallel else ''} {behind}"
+        more = "(gap? call)*" if parallel else ""
+        rules = {
+            "call": f"{opens} inside", "inside": f"gap? body gap? {closes}" if closes else "gap? body", "gap": GAP,
+            "calls": f"{frames[0] if frames else opens} rest",
+            "rest": f"call {more} {frames[1]}" if frames else f"inside {more}",
+        }  # fmt: skip
         if form.bare:
             rules["calls"] += " | body" + (' (gap? ";" gap? body)*' if parallel else "")
         if form.body == "xml":
             bodies = [self._element(name, schema) for name, schema in functions.items()]
-            return rules | {"body": " | ".join(bodies), "text[lazy]": TEXT}
+            return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE}
         if form.body == "json":
             return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
         separator = f"{self._mark(form.separator)}?" if form.separator else ""
@@ -122,8 +157,15 @@ class _Calls:
 
     def _mark(self, text: str) -> str:
         """A marker: as the one token that it is, or as text."""
+        token = self._token(text)
+        if token is not None:
+            return f"<[{token}]>"
+        return _literal(text) if text else ""
+
+    def _token(self, text: str) -> int | None:
+        """The added token that is this text."""
         token = self._tokenizer.id_of(text)
-        return f"<[{token}]>" if token in self._tokenizer.added_ids else _literal(text) if text else ""
+        return token if token in self._tokenizer.added_ids else None
 
     def _json(self, schema: dict[str, Any]) -> str:
         return _embedded(schema, self._white)
@@ -138,11 +180,11 @@ class _Calls:
         parts = [_literal(f"<function={_name(name)}>\n")]
         for key, inner in told.properties.items():
             ways = self._ways(inner, schema, name)
-            value = "text" if ways is None else f"({' | '.join(ways)}) {VALUE_END}"
+            value = "value" if ways is None else f"({' | '.join(ways)}) {VALUE_END}"
             part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
             parts.append(part if key in told.required else f"({part})?")
         if told.additional:
-            parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" text "\n")*')
+            parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" value "\n")*')
         return " ".join([*parts, '"</function>"'])
 
     def _ways(self, schema: Any, root: dict[str, Any], name: str, depth: int = 0) -> list[str] | None:
