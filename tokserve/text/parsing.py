@@ -38,7 +38,8 @@ class ToolFormat:
     `opens`: the markers before a call, or before a list of calls.  `closes`: the marker after it, "" if there is none.
     `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `separator`,
     and the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may
-    also come first without a marker, with ";" or nothing between them.  `frames`: markers without a meaning.
+    also come first without a marker, with ";" or nothing between them.  `frames`: the markers before and after all
+    calls, without a meaning.
     """
 
     name: str
