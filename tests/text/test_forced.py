@@ -34,7 +34,8 @@ FUNCTIONS: dict[str, Any] = {
         },
         "$defs": {"City": CITY},
     },
-    "weathers": {"type": "object", "properties": {"cities": {"type": "array", "items": CITY, "maxItems": 2}}},
+    "weathers": {"type": "object", "properties": {"cities": {"type": "array", "items": {"$ref": "#/definitions/City"},
+                                                             "maxItems": 2}}, "definitions": {"City": CITY}},
     "ping": {},
 }  # fmt: skip
 VERDICT = {
@@ -250,6 +251,7 @@ STRINGS = {
                    "e": {"$ref": "#/definitions/E"}}, "definitions": {"E": {"type": ["string", "integer"]}},
 }  # fmt: skip
 ROUND = {"$ref": "#/$defs/A"}
+FANNED = {str(i): {"anyOf": [{"$ref": f"#/$defs/{max(i - 1, 0)}"}] * 9 + [{"const": i}]} for i in range(30)}
 
 
 def elements(**values: str) -> str:
@@ -282,7 +284,10 @@ def test_elements_that_may_be_strings_are_any_text(
         ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "no JSON schema"), ("hermes", {"a b": {}}, None),
         ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"), ("mistral", {"a b": {}}, "'a b'"),
         ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/properties/a"}}}}, "#/properties/a"),
-        ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": ROUND}}}, None),
+        ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": ROUND}}}, "'a' of 'f'"),
+        ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": {"anyOf": [ROUND, {"const": 1}]}}}}, None),
+        ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/$defs/29"}}, "$defs": FANNED}}, None),
+        *((form, {"f": {"properties": {"a": {"description": "x" * (1 << 16)}}}}, "65536") for form in NAMES),
     ],
 )  # fmt: skip
 def test_what_cannot_be_put_in_a_grammar(form: str, functions: dict[str, Any], why: str | None) -> None:

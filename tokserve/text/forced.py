@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from tokserve.params import WHITE, StructuredOutputs
+from tokserve.params import GRAMMAR_BYTES, WHITE, StructuredOutputs
 from tokserve.text.parsing import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
@@ -29,7 +29,6 @@ OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedPropertie
 DEFINITIONS = ("$defs", "definitions")
 VALUE_END = r'"\n</parameter>"'
 SLASHED = {"/": r"\/", "\n": r"\n"}  # what a regex between slashes may not hold, and how it is written there
-DEEP = 16  # schemas within schemas, by reference or alternative
 _NAME = re.compile(r"[\w.:-]+")
 
 
@@ -120,6 +119,8 @@ class _Calls:
         self._form = form
         self._tokenizer = tokenizer
         self._white = white
+        self._definitions: dict[tuple[str, str], list[str] | None] = {}  # by function and reference
+        self._more: dict[str, str] = {}  # their rules
 
     def around(self, often: str) -> dict[str, str]:
         """By name: "start", any text with calls in it, and what it needs besides `rules`."""
@@ -134,7 +135,9 @@ class _Calls:
 
     def rules(self, functions: Functions, parallel: bool) -> dict[str, str]:
         """By name: "calls", "rest" of them behind the first marker, and what it needs."""
-        form = self._form
+        form, size, most = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
+        if size > most:  # and the grammar would have more: no work is done for what is refused then
+            raise Unforceable(f"the functions have {size} bytes, and a grammar at most {most}")
         opens, closes, *frames = map(self._mark, (form.opens[0], form.closes, *form.frames))
         more = "(gap? call)*" if parallel else ""
         rules = {
@@ -146,7 +149,7 @@ class _Calls:
             rules["calls"] += " | body" + (' (gap? ";" gap? body)*' if parallel else "")
         if form.body == "xml":
             bodies = [self._element(name, schema) for name, schema in functions.items()]
-            return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE}
+            return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE} | self._more
         if form.body == "json":
             return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
         separator = f"{self._mark(form.separator)}?" if form.separator else ""
@@ -180,6 +183,8 @@ class _Calls:
         parts = [_literal(f"<function={_name(name)}>\n")]
         for key, inner in told.properties.items():
             ways = self._ways(inner, schema, name)
+            if ways == []:
+                raise Unforceable(f"the parameter {key!r} of {name!r} can be nothing")
             value = "value" if ways is None else f"({' | '.join(ways)}) {VALUE_END}"
             part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
             parts.append(part if key in told.required else f"({part})?")
@@ -187,22 +192,35 @@ class _Calls:
             parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" value "\n")*')
         return " ".join([*parts, '"</function>"'])
 
-    def _ways(self, schema: Any, root: dict[str, Any], name: str, depth: int = 0) -> list[str] | None:
+    def _ways(self, schema: Any, root: dict[str, Any], name: str) -> list[str] | None:
         """How the value of a parameter may be written; None: as any text, for it may be a string."""
-        if schema is True or depth > DEEP:
+        if schema is True:
             return None
         told = _read(schema, name)
         if told.ref is not None:
-            return self._ways(_found(told.ref, root, name), root, name, depth + 1)
+            return self._definition(told.ref, root, name)
         values = told.enum if told.const is UNSET else [told.const]
         if values is not None:
             return [_literal(each if isinstance(each, str) else json.dumps(each)) for each in values]
         if told.any_of or told.one_of:
-            inner = [self._ways(each, root, name, depth + 1) for each in told.any_of or told.one_of]
+            inner = [self._ways(each, root, name) for each in told.any_of or told.one_of]
             return None if None in inner else [way for ways in inner for way in ways or ()]
         if "string" in told.type:
             return None
-        return [self._json(schema | {key: root[key] for key in DEFINITIONS if key in root})]
+        needed = DEFINITIONS if '"$ref"' in json.dumps(schema) else ()
+        return [self._json(schema | {key: root[key] for key in needed if key in root})]
+
+    def _definition(self, ref: str, root: dict[str, Any], name: str) -> list[str] | None:
+        """The same of what is referred to, as a rule of its own: what is large once is not many times as large."""
+        if (name, ref) not in self._definitions:
+            self._definitions[name, ref] = []  # what leads back here adds nothing
+            ways = self._ways(_found(ref, root, name), root, name)
+            if ways:
+                rule = f"definition{len(self._more)}"
+                self._more[rule] = " | ".join(ways)
+                ways = [rule]
+            self._definitions[name, ref] = ways
+        return self._definitions[name, ref]
 
 
 class _Schema(msgspec.Struct):
