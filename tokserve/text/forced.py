@@ -240,7 +240,7 @@ class _Schema(msgspec.Struct):
 def _read(schema: Any, name: str) -> _Schema:
     try:
         return msgspec.convert(schema, _Schema)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise Unforceable(f"the parameters of {name!r} are no JSON schema: {error}") from None
 
 
