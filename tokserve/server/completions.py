@@ -174,11 +174,7 @@ def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, l
     for place, prompt in enumerate(prompts):
         field = f"prompt[{place}]" if listed else "prompt"
         if isinstance(prompt, str):
-            try:
-                prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
-            except RequestError as error:
-                error.field = field
-                raise
+            prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
             if not prompt:
                 raise RequestError(f"{field} must not be empty", field=field)
         made.append(prompt)

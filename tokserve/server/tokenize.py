@@ -49,11 +49,7 @@ def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
         return rendered(serving, asked)
     if asked.prompt is None:
         raise RequestError("prompt (or messages) is required", field="prompt")
-    try:
-        return serving.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-    except RequestError as error:
-        error.field = "prompt"
-        raise
+    return serving.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
