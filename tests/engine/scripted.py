@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -222,6 +223,7 @@ class ScriptedExecutor:
         self.staged: str | None = None
         self.adapters: dict[int, str] = {}  # slot -> what was put there
         self.adapter_read: str | None = None
+        self.adapter_from_anywhere: bool | None = None
         self.directories: dict[str, tuple[str, str]] = {}  # path -> the weights there, and the stamp of the files
         self.beside = True  # whether there is room for two sets of weights
         self.commit_error: Exception | None = None  # raised when the swap has happened
@@ -254,6 +256,8 @@ class ScriptedExecutor:
             self.adapters[args["slot"]], self.adapter_read = str(self.adapter_read), None
         elif method == "collective_rpc":
             return f"{args['method']}{args['args']}{args['kwargs']}"
+        elif method == "apply_model":
+            return args["function"]
         else:
             raise NotImplementedError(method)
 
@@ -303,6 +307,7 @@ class ScriptedExecutor:
             if args["lora_path"].startswith("bad"):
                 raise RequestError("no adapter", field="lora_path")
             self.adapter_read = args["lora_path"]
+            self.adapter_from_anywhere = args["anywhere"]
         elif method == "checksums":
             return {"all": str(self.weights)}
         return None
@@ -369,6 +374,10 @@ class ScriptedExecutor:
         demand((plan.num_tokens > 0).all(), "a row without tokens")
         demand(plan.total_tokens() <= self.scheduler.max_num_batched_tokens, "over the budget")
         demand(plan.slots.dtype == plan.num_tokens.dtype == plan.num_computed.dtype == np.int32, "column types")
+        adapters = [self.slots[number].row.adapter for number in slots]
+        demand(len(list(groupby(adapters))) == len(set(adapters)), "rows of one adapter are not neighbours")
+        masked = plan.masks.slots.tolist() if plan.masks else []
+        demand(set(masked) <= set(plan.slots[plan.samples].tolist()), "a mask for a row that draws nothing")
         for i, number in enumerate(slots):
             slot = self.slots[number]
             start, end = int(plan.num_computed[i]), int(plan.num_computed[i] + plan.num_tokens[i])
@@ -500,7 +509,10 @@ class Engine:
         self.config = Config.make(max_model_len=context, **options)
         self.executor = ScriptedExecutor(self.config, num_blocks, block_size)
         self.clock = Clock()
-        self.core = EngineCore(self.config, self.executor, self.executor.start(), self._emit, self.clock)
+        self.wakes: list[None] = []
+        self.core = EngineCore(
+            self.config, self.executor, self.executor.start(), self._emit, self.clock, lambda: self.wakes.append(None)
+        )
         self.received: dict[str, Received] = {}
         self.requests: dict[str, Add] = {}
         self.messages: list[tuple[bytes, FromEngine]] = []

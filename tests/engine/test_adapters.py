@@ -181,6 +181,11 @@ def test_names_that_are_none(name: str) -> None:
     assert (reply.status, reply.field) == (400, "lora_name")
 
 
+def test_the_longest_name_is_one_and_a_client_may_not_load_from_anywhere() -> None:
+    engine = make()
+    assert load(engine, "x" * MAX_NAME).error is None and engine.executor.adapter_from_anywhere is False
+
+
 def test_the_models_own_name_is_taken_and_a_path_must_be_there() -> None:
     engine = make(served_model_name=["mine", "alias"])
     assert load(engine, "alias").status == 409
@@ -190,12 +195,13 @@ def test_the_models_own_name_is_taken_and_a_path_must_be_there() -> None:
 def test_a_server_without_adapters_says_so() -> None:
     engine = Engine()
     for reply in (load(engine, "a"), ask(engine, "unload_lora_adapter", lora_name="a", call_id=71)):
-        assert reply.status == 400 and "--enable-lora" in str(reply.error)
+        assert (reply.status, reply.field) == (400, "lora_name") and "--enable-lora" in str(reply.error)
 
 
 def test_adapters_of_the_start_are_there_before_the_first_request() -> None:
     engine = make(lora_modules=["a=/one", "b=/two=2"])
     assert [each.generation for each in engine.core.adapters.listed()] == [1, 2]
+    assert engine.executor.adapter_from_anywhere is True  # the operator has named it
     engine.loads = {1: "/one", 2: "/two=2"}
     engine.add("r", PROMPT, adapter="b", max_tokens=5)
     engine.run()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tokserve.engine.blocks import BlockPool, CacheBroken
@@ -121,11 +124,36 @@ def test_clear_forgets_all_content_and_no_holder() -> None:
 def test_check_finds_what_is_wrong() -> None:
     pool = BlockPool(4)
     table = new(pool, 2)
-    for wrong in ([], [table, table], [[table[0], table[0]]], [[*table, 3]]):
-        with pytest.raises(CacheBroken):
+    for wrong in ([], [table, table], [[*table, 3]]):
+        with pytest.raises(CacheBroken, match="counts"):
             pool.check(wrong)
+    pool.take(table[0])
+    with pytest.raises(CacheBroken, match="twice"):
+        pool.check([[table[0], *table]])
     pool.release(table[:1])
-    pool.release(table[1:])
-    pool._empty.pop()  # a lost block
-    with pytest.raises(CacheBroken):
-        pool.check([])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda pool: pool._empty.pop(), "0 should be empty"),  # a lost block
+        (lambda pool: pool._empty.append(1), "1 should be empty"),
+        (lambda pool: pool._empty.append(0), "empty 2"),
+        (lambda pool: pool._cached.clear(), "2 should be cached"),
+        (lambda pool: pool._cached.update({1: None}), "1 should be cached"),
+        (lambda pool: pool._index.update({b"x": 2}), "1 is not found"),
+        (lambda pool: pool._index.update({b"z": 0}), "other content"),
+    ],
+)
+def test_check_finds_what_was_lost_or_misplaced(break_it: Callable[[Any], None], message: str) -> None:
+    """Block 0 is empty, 1 is held and found as x, 2 is cached and found as y."""
+    pool = BlockPool(3)
+    zero, one, two = new(pool, 3)
+    pool.publish(one, b"x")
+    pool.publish(two, b"y")
+    pool.release([zero])
+    pool.release([two])
+    pool.check([[one]])
+    break_it(pool)
+    with pytest.raises(CacheBroken, match=message):
+        pool.check([[one]])

@@ -257,6 +257,10 @@ def test_checks_find_a_table_that_was_not_freed() -> None:
     cache.check()
     with pytest.raises(CacheBroken):
         cache.check_idle()
+    cache._promises[b"x"] = Table("")
+    with pytest.raises(CacheBroken, match="does not run"):
+        cache.check()
+    cache._promises.clear()
     table.blocks.pop()
     with pytest.raises(CacheBroken):
         cache.check()

@@ -190,7 +190,8 @@ def test_a_keep_ends_the_wait_of_another_pause() -> None:
     ("method", "args", "field"),
     [("pause", {"mode": "now"}, "mode"), ("sleep", {"level": 3}, "level"), ("sleep", {"mode": "x"}, "mode"),
      ("wake_up", {"tags": ["gpu"]}, "tags"), ("finish_weight_update", {"weight_version": ""}, "weight_version"),
-     ("update_weight_version", {"new_version": ""}, "new_version")],
+     ("update_weight_version", {"new_version": ""}, "new_version"),
+     ("start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format")],
 )  # fmt: skip
 def test_bad_arguments_are_named(method: str, args: dict[str, Any], field: str) -> None:
     reply = ask(busy(), method, **args)
@@ -233,8 +234,9 @@ def test_generation_goes_on_while_tensors_come(depth: int) -> None:
     engine.executor.slow = deque()
     engine.call("start_weight_update", call_id=1)
     engine.steps(3)
-    assert state(engine) == "updating" and not answers(engine, 1)
+    assert state(engine) == "updating" and not answers(engine, 1) and not engine.wakes
     engine.executor.settle()
+    assert engine.wakes
     engine.call("update_weights", call_id=2, update={"weights": "w2"})
     before = len(engine.tokens("r0"))
     engine.steps(5)
@@ -278,6 +280,7 @@ def test_the_order_of_calls_is_checked() -> None:
     assert ask(engine, "start_weight_update").status == 409
     assert ask(engine, "update_weights_from_dir", weight_dir="d").status == 409
     assert ask(engine, "update_weight_version", new_version="x").status == 409
+    assert ask(engine, "init_weight_transfer_engine", options={}).status == 409
     assert ask(engine, "finish_weight_update").status == 400  # nothing came
     assert ask(engine, "start_weight_update").error is None
 
@@ -439,7 +442,7 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     engine = busy()
     ask(engine, "sleep", level=2)
     assert engine.executor.weights is None and finished(engine, "r0") == "abort_pause"
-    assert ask(engine, "wake_up").status == 409
+    assert ask(engine, "wake_up").status == ask(engine, "weight_checksums").status == 409
     assert ask(engine, "wake_up", tags=["weights", "kv_cache"]).error is None
     assert state(engine) == "sleeping" and engine.core.control.status().sleeping  # there are no weights yet
     assert ask(engine, "wake_up").status == 409
@@ -473,6 +476,7 @@ def test_an_update_that_comes_while_a_deep_sleep_is_reached_begins_after_it() ->
 def test_a_level_zero_sleep_ends_with_resume_too() -> None:
     engine = busy()
     ask(engine, "sleep", level=0, mode="keep")
+    assert ask(engine, "wake_up", tags=["weights"]).result == {"status": "sleeping", "asleep": ["scheduling"]}
     ask(engine, "resume")
     engine.run()
     engine.check_complete("r0")
@@ -491,7 +495,7 @@ def test_a_pause_outlasts_a_sleep() -> None:
 
 def test_kv_memory_can_be_given_back_alone() -> None:
     engine = busy()
-    ask(engine, "release_kv_cache_memory")
+    assert ask(engine, "release_kv_cache_memory").result == {"success": True}
     assert not engine.executor.has_kv and state(engine) == "sleeping"
     ask(engine, "wake_up", tags=["kv_cache"])
     engine.run()
@@ -524,3 +528,4 @@ def test_a_failed_update_may_name_a_file_that_is_no_utf8() -> None:
 
 def test_a_worker_call_comes_between_two_steps() -> None:
     assert ask(busy(2), "collective_rpc", method="f", args=[1]).result == ["f[1]{}"]
+    assert ask(busy(2), "apply_model", function="m:f").result == ["m:f"]

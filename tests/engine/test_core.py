@@ -287,8 +287,10 @@ def test_ping_and_state() -> None:
     engine.call("ping", call_id=4)
     assert last_reply(engine) == Reply(4, {})
     engine.call("state", call_id=5)
-    state = last_reply(engine).result
-    assert (state["running"], state["waiting"], state["weight_version"]) == (1, 1, "v1")
+    assert last_reply(engine).result == {
+        "state": "running", "weight_version": "v1", "epoch": 0, "running": 1, "waiting": 1, "reason": None,
+        "since": engine.core.control.since, "in_flight": 0, "steps": 1,
+    }  # fmt: skip
 
 
 @DEPTHS

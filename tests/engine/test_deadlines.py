@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.engine.scripted import Engine
-from tokserve.messages import Finish
+from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.request import Limits, Request
+from tokserve.messages import Add, Finish, pack_ids
+from tokserve.params import SamplingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -65,3 +70,20 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
         engine.add(f"r{number}", [3], max_tokens=1, deadline_ms=10**9)
         engine.run()
     assert len(engine.core._deadlines) < 100
+
+
+def test_forgetting_keeps_what_still_counts_in_order() -> None:
+    rng, deadlines, live = random.Random(0), Deadlines(), []
+    for number in range(300):
+        add = Add(f"r{number}", pack_ids([1]), SamplingParams(), 0, deadline_ms=rng.randrange(1, 1000))
+        request = Request(add, b"A", number, 0.0, Limits(64, 20, (1,), "raw"))
+        deadlines.add(request, add)
+        if rng.random() < 0.8:
+            request.end("abort", "abort_user", 0.0)
+        else:
+            request.admitted = 0.0
+            live.append((add.deadline_ms, number))
+    deadlines.tidy(len(live))
+    assert len(deadlines) == len(live)
+    late = [(request.number, which) for request, which in deadlines.passed(1.0)]
+    assert late == [(number, "deadline") for _, number in sorted(live)]

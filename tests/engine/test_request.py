@@ -300,6 +300,6 @@ def test_new_row_has_all_tokens() -> None:
     request.slot = 5
     row = request.new_row()
     assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
-    assert (row.slot, row.rid, row.prompt_len, row.seed, row.stop_ids) == (5, "r", 2, 7, (1, 2))
+    assert (row.slot, row.rid, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
     request.append(22, None, 0, "v", 1.0)
     assert len(row.tokens) == 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.scripted import Engine
+from tokserve.engine import scheduler
 from tokserve.plan import StepPlan, StepResult
 
 
@@ -382,3 +383,13 @@ def test_an_answer_to_another_step_is_refused() -> None:
 
 def test_nothing_to_do_is_no_plan() -> None:
     assert Engine().core.scheduler.schedule(0.0) is None
+
+
+def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "EPOCHS_KEPT", 2)
+    made = Engine().core.scheduler
+    for epoch in (1, 2, 3, 4):
+        made.use_weights(f"w{epoch}", epoch)
+    assert made._epochs == {"w3": 3, "w4": 4}
+    made.use_weights("w3", 5)
+    assert list(made._epochs.items()) == [("w4", 4), ("w3", 5)]

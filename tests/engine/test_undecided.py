@@ -84,8 +84,9 @@ def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
     engine.run()
     engine.check_complete("a")
     assert verdicts(engine) == [Verdict(7)] and "g" not in engine.received
-    assert not engine.step(), "nothing is to be done before the grammar is there"
+    assert not engine.step() and not engine.wakes, "nothing is to be done before the grammar is there"
     grammars.finish()
+    assert engine.wakes
     engine.run()
     assert verdicts(engine) == [Verdict(7), Verdict(9)]
     first, second, *_ = engine.tokens("g")
@@ -93,9 +94,21 @@ def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
     engine.check_empty()
 
 
+def test_the_verdict_waits_for_all_grammars_of_a_submission() -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    grammars.futures[0].set_result(compiled(Machine()))
+    engine.run()
+    assert not verdicts(engine) and not engine.received
+    grammars.finish()
+    engine.run()
+    assert verdicts(engine) == [Verdict(9)] and engine.tokens("g") and engine.tokens("h")
+    engine.check_empty()
+
+
 @DEPTHS
 def test_outputs_follow_their_grammars_beside_others(depth: int) -> None:
-    engine, grammars = made(depth=depth)
+    engine, grammars = made(depth=depth, max_num_batched_tokens=8)  # prompts are cut
     rids = [f"g{i}" for i in range(6)]
     for i, rid in enumerate(rids):
         send(engine, rid, seed=i, call_id=20 + i)
