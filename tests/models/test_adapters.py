@@ -71,6 +71,11 @@ def test_some_layers_ranks_and_scales_of_their_own(base: Path, tmp_path: Path) -
     assert found["model.layers.2.self_attn.q_proj"].scale == pytest.approx(8 / math.sqrt(4))
 
 
+def test_patterns_may_be_null(base: Path, tmp_path: Path) -> None:
+    found = read(write_adapter(tmp_path, base, rank=4, alpha=8, rank_pattern=None, alpha_pattern=None))
+    assert {each.scale for each in found.values()} == {2.0}
+
+
 def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path, tmp_path: Path) -> None:
     down, up = torch.ones(4, HIDDEN), torch.ones(INNER, 4)
     changes = {f"{KEY}.lora_A.weight": None, f"{KEY}.lora_B.weight": None}
@@ -96,6 +101,8 @@ def test_names_of_a_state_dict_and_of_a_model_without_head_are_known(base: Path,
         ({"r": 0}, "r"),
         ({"r": "many"}, "r"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": math.inf}, "lora_alpha must be finite"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "lora_alpha must be finite"),
         ({"r": 17}, "--max-lora-rank 16"),
         ({"r": 8}, "expected [8, 64], found [4, 64]"),
     ],

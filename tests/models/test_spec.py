@@ -147,6 +147,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
     ("qwen3", {"layer_types": ["full_attention", "conv", "mamba"]}, "unsupported kinds: conv, mamba"),
     ("qwen3", {"layer_types": "full_attention"}, "layer_types must be a list of strings"),
+    ("llama", {"hidden_size": 64.5}, "hidden_size must be an integer"),
+    ("llama", {"hidden_act": 5}, "hidden_act must be a string, found 5"),
+    ("llama", {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "4 or more with dynamic"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+        "rope_theta must not be 1 with yarn",
+    ),
     ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, found 0"),
 ]
 

@@ -307,6 +307,13 @@ def test_logprobs_of_equal_and_forbidden_ids(call: Any) -> None:
 
 
 @every("logprobs")
+def test_alternatives_are_in_order_however_near_they_are(call: Any) -> None:
+    logits = torch.tensor([[1e-9, 3e-9, -2e-9, 2e-9, -1e-9]])
+    _, ranks, ids, _ = call(logits, torch.tensor([0]), 5, None, None)
+    assert ids.tolist() == [[1, 3, 0, 4, 2]] and ranks.tolist() == [3]
+
+
+@every("logprobs")
 def test_a_logprob_does_not_depend_on_what_else_is_asked(call: Any) -> None:
     logits = random_logits(3, 1, 5003)
     ids = torch.tensor([77])

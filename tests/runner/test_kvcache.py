@@ -24,6 +24,11 @@ def test_default_is_what_full_contexts_need() -> None:
     assert blocks() == 4 * 7
 
 
+def test_blocks_are_of_the_size_that_was_asked_for() -> None:
+    found = kvcache.layout(SPECS, CacheConfig(block_size=8), max_num_seqs=4, max_model_len=100, free_bytes=GIB)
+    assert (found.block_size, found.num_blocks) == (8, 4 * 13)
+
+
 def test_default_is_bounded_by_4_gib_and_by_the_share_of_free_memory() -> None:
     assert blocks(seqs=4096, length=10_000, free=100 * GIB) == 4 * GIB // BLOCK_BYTES
     assert blocks(seqs=4096, length=10_000, free=GIB, gpu_memory_utilization=0.5) == GIB // 2 // BLOCK_BYTES

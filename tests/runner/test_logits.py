@@ -12,7 +12,7 @@ import torch
 from tokserve import ops
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.plan import Masks, NewRow
-from tokserve.runner.logits import Pipeline, Rows
+from tokserve.runner.logits import Pipeline, Rows, extreme
 from tokserve.runner.slots import Slots
 
 VOCAB, LENGTH = 12, 40
@@ -230,6 +230,35 @@ def test_no_parameters_leave_nothing_to_draw() -> None:
         if "allowed_token_ids" in options:
             assert set((after[row] > NEVER).nonzero()[:, 0].tolist()) <= {1, 2, 3}
     assert torch.equal(after[count], before[count]) and torch.equal(after[count + 1], before[count + 1] / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("edge", "beyond"),
+    [
+        ({"logit_bias": {1: 256.0, 2: -256.0}}, {"logit_bias": {1: 0.0, 2: -257.0}}),
+        ({"repetition_penalty": 16.0}, {"repetition_penalty": 16.1}),
+        ({"repetition_penalty": 1 / 16}, {"repetition_penalty": 0.06}),
+        ({"temperature": 2.0**-7}, {"temperature": 0.0078}),
+        ({"temperature": 0.0}, {"temperature": 1e-9}),
+    ],
+)
+def test_which_parameters_make_a_row_extreme(edge: dict[str, Any], beyond: dict[str, Any]) -> None:
+    assert not extreme(SamplingParams(**edge)) and extreme(SamplingParams(**beyond))
+
+
+def test_which_rows_look_back_at_the_tokens() -> None:
+    asked: list[dict[str, Any]] = [
+        {}, {"logit_bias": {1: 1.0}, "bad_token_ids": [4], "bad_token_sequences": [[4]]}, {"top_k": 2, "top_p": 0.5},
+        {"min_tokens": 2, "stop_ids": (3,), "temperature": 0.5}, {"structured_outputs": StructuredOutputs(regex="x")},
+        {"temperature": 1e-3}, {"bad_token_sequences": [[4, 5]]}, {"presence_penalty": 0.5}, {"repetition_penalty": 2},
+    ]  # fmt: skip
+    made, _ = pipeline(*asked)
+    one = [made.looks_back(np.array([slot], np.int32)) for slot in range(len(asked))]
+    assert one == [False] * 6 + [True] * 3
+    assert made.looks_back(np.array([0, 3, 7], np.int32))
+    for slot in range(6, 9):
+        made.leave(slot)
+    assert not made.looks_back(np.arange(9, dtype=np.int32))
 
 
 def test_extreme_rows_are_the_same_bits_alone() -> None:

@@ -11,7 +11,7 @@ from scipy import stats
 
 from tests.runner.drive import row
 from tokserve import ops
-from tokserve.params import SamplingParams
+from tokserve.params import LOGPROBS_MODES, SamplingParams
 from tokserve.plan import LogprobRows, NewRow
 from tokserve.runner.logits import Rows
 from tokserve.runner.sampler import Drawn, Sampler
@@ -158,10 +158,11 @@ def test_a_draw_is_keyed_by_the_seed_and_the_index_of_the_new_token() -> None:
     )
 
 
+@pytest.mark.parametrize("named", [[], [4, 0]], ids=str)
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
 @pytest.mark.parametrize("name", ["plain", "temperature", "filters", "penalties", "all"])
-def test_logprobs_are_those_of_their_kind(name: str, mode: Any) -> None:
-    params = SamplingParams(**DISTRIBUTIONS[name], logprobs=-1, logprobs_mode=mode, logprob_token_ids=[4, 0])
+def test_logprobs_are_those_of_their_kind(name: str, mode: Any, named: list[int]) -> None:
+    params = SamplingParams(**DISTRIBUTIONS[name], logprobs=-1, logprobs_mode=mode, logprob_token_ids=named or None)
     logits = model_logits()
     plain = {
         "raw": SamplingParams(),
@@ -172,7 +173,7 @@ def test_logprobs_are_those_of_their_kind(name: str, mode: Any) -> None:
         expected = np.log(exact(plain[mode], logits))
     made, _ = sampler([params])
     drawn = made.draw(logits.clone(), rows_of([0]))
-    check_logprobs(drawn, expected, named=[4, 0])
+    check_logprobs(drawn, expected, named)
 
 
 def check_logprobs(drawn: Drawn, expected: np.ndarray[Any, Any], named: list[int]) -> None:
@@ -226,7 +227,7 @@ def varied(count: int, seed: int) -> list[SamplingParams]:
         if rng.random() < 0.3:
             options |= {"allowed_token_ids": rng.integers(0, VOCAB, 9).tolist(), "min_tokens": int(rng.integers(8))}
         if i % 3:
-            options |= {"logprobs": int(rng.integers(-1, 4)), "logprobs_mode": str(rng.choice(["raw", "temperature"]))}
+            options |= {"logprobs": int(rng.integers(-1, 4)), "logprobs_mode": str(rng.choice(LOGPROBS_MODES))}
         if i % 4 == 1:
             options |= {"logprob_token_ids": [3, i % VOCAB], "logprobs_mode": "processed"}
         made.append(SamplingParams(**options))

@@ -146,7 +146,7 @@ class Trainer:
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": backend,
             **more,
         }  # fmt: skip
-        runner.background("init_weight_transfer", {"options": options})
+        assert runner.background("init_weight_transfer", {"options": options})["backend"] == backend
         self._thread.join()
 
     def _join(self, backend: str, port: int) -> None:
@@ -176,7 +176,11 @@ def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int =
     runner.background("receive_update", {"source": source})
     sending.join()
     trainer.die()
-    runner.background("shutdown_weight_transfer", {})
+    group = runner._sync._group
+    assert runner.background("shutdown_weight_transfer", {}) == {"message": "Weight transfer shut down"}
+    assert group is not None
+    with pytest.raises(TransferFailed, match="is broken"):
+        broadcast.send(group, list(tensors.values()), packed=False)
 
 
 def by_packed_gloo(runner: Runner, tensors: Tensors) -> None:
@@ -199,7 +203,9 @@ def test_a_commit_serves_what_a_start_with_the_new_weights_serves(
     assert runner.background("checksums", {}) == before
     runner.call("commit_update", {})
     assert outcome(runner, facts) == bench.want_new
+    assert runner._sync._old is not None
     runner.background("forget_weights", {})
+    assert runner._sync._old is None
     after, (other, _) = runner.background("checksums", {}), start(bench.new)
     assert after != before and after == other.background("checksums", {})
 
@@ -252,7 +258,7 @@ def test_a_truncated_or_overlong_body_is_refused(bench: Bench) -> None:
         runner.background("begin_update", {"have_weights": True})
         with pytest.raises(RequestError, match=message):
             feed(runner, body, **changes)
-        with pytest.raises(Conflict):
+        with pytest.raises(Conflict, match="no weight update is open"):
             runner.background("finish_update", {})
 
 
@@ -394,7 +400,8 @@ def test_directories_are_checked(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"segment": "absent-segment"}, {"segment": "../etc"}, {"segment": "a\0b"}, {"segment": "\ud800"},
-     {"offsets": [0, 0]}, {"offsets": [1]}, {"offsets": None}, {"shapes": []},
+     {"segment": ".."}, {"segment": ""},
+     {"offsets": [0, 0]}, {"offsets": [1]}, {"offsets": None}, {"shapes": []}, {"shapes": [[-64]]},
      {"dtype_names": ["int4"]}, {"surprise": 1}, {"names": [1]}, {"ipc_handles": []},
      {"is_checkpoint_format": False}],
     ids=str,
@@ -423,6 +430,45 @@ def test_a_meeting_that_cannot_come_about_is_refused(bench: Bench, options: dict
     with pytest.raises(RequestError) as caught:
         runner.background("init_weight_transfer", {"options": options})
     assert caught.value.field == ("init_info" if field is None else f"init_info.{field}")
+
+
+def test_a_trainer_that_has_no_address_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    runner, _ = start(bench.old)
+    options = {"backend": "gloo", "master_address": "trainer.invalid", "master_port": 1, "rank_offset": 1}
+    with pytest.raises(RequestError, match="service not known") as caught:
+        runner.background("init_weight_transfer", {"options": options | {"world_size": 2}})
+    assert caught.value.field == "init_info.master_address"
+
+
+def test_who_meets_nobody_is_ready_at_once(bench: Bench) -> None:
+    runner, _ = start(bench.old)
+    assert runner.background("init_weight_transfer", {"options": {}})["backend"] == "disk"
+    runner.background("begin_update", {"have_weights": True})
+    with pytest.raises(Conflict, match="call init_weight_transfer_engine first"):
+        runner.background("receive_update", {"source": announcement(bench.tensors)})
+    for source in ({"weight_dir": 5}, {"weight_dir": str(bench.new), "names": []}):
+        runner.background("begin_update", {"have_weights": True})
+        with pytest.raises(RequestError, match="stand alone") as caught:
+            runner.background("receive_update", {"source": source})
+        assert caught.value.field == "weight_dir"
+
+
+def test_bodies_come_one_after_the_other_and_whole(bench: Bench) -> None:
+    runner, facts = start(bench.old)
+    packed = save(bench.tensors)
+    runner.background("begin_update", {"have_weights": True})
+    feed(runner, packed[:100])
+    with pytest.raises(Conflict, match="of another request"):
+        feed(runner, packed, stream="t", last=True)
+    with pytest.raises(Conflict, match="still coming"):
+        runner.background("finish_update", {})
+    with pytest.raises(Conflict, match="no weight update is open"):
+        feed(runner, packed[100:], last=True)
+    assert outcome(runner, facts) == bench.want_old
 
 
 def test_the_packing_may_be_agreed_on_at_the_meeting(bench: Bench) -> None:

@@ -1,0 +1,81 @@
+"""Code of the operator's own beside the model: what is found by name, what may be called, what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runner.drive import make_runner
+from tokserve.errors import Forbidden, NotFound, RequestError, StartError
+from tokserve.models.dummy import tiny_config
+from tokserve.runner import extension
+
+HERE = __name__
+
+
+class Extension:
+    """As an operator would write one."""
+
+    kind = "mine"
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    def add(self, one: int, *, two: int = 0) -> tuple[int, int]:
+        return one, two
+
+    def _hidden(self) -> None:
+        raise AssertionError("this is private")
+
+
+def width(model: Any) -> int:
+    width: int = model.spec.hidden
+    return width
+
+
+@pytest.mark.parametrize("name", ["math:pi", "math.pi"])
+def test_a_name_in_either_spelling(name: str) -> None:
+    assert extension.named(name) == math.pi
+    assert extension.named("collections:OrderedDict.fromkeys") == OrderedDict.fromkeys
+
+
+@pytest.mark.parametrize("name", ["no.such:thing", "math:tau.of.it", "math", "", "math:"])
+def test_what_cannot_be_imported_is_the_callers_fault(name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be imported"):
+        extension.named(name)
+
+
+def test_an_extension_is_made_around_the_runner_or_stops_the_start() -> None:
+    assert extension.make(None, 5) is None
+    assert extension.make(f"{HERE}:Extension", 5).runner == 5
+    for name in (f"{HERE}:Nothing", "math:pi"):
+        with pytest.raises(StartError, match="option worker_extension_cls"):
+            extension.make(name, 5)
+
+
+def test_public_methods_are_called_with_plain_values() -> None:
+    made = Extension(None)
+    assert extension.call(made, "add", [1], {"two": 2}) == [1, 2]
+    for name in ("_hidden", "kind", "absent"):
+        with pytest.raises(NotFound) as caught:
+            extension.call(made, name, [], {})
+        assert caught.value.field == "method"
+    with pytest.raises(Forbidden, match="--worker-extension-cls"):
+        extension.call(None, "add", [], {})
+
+
+def test_what_cannot_be_sent_becomes_text() -> None:
+    assert extension.plain({"a": (1, None, b"x")}) == {"a": [1, None, b"x"]}
+    assert extension.plain(Path("/x")) == "/x"
+    assert extension.plain("\ud800") == "'\\ud800'"
+
+
+def test_both_are_asked_of_the_runner(tmp_path: Path) -> None:
+    hf = tiny_config("llama")
+    runner, _ = make_runner(tmp_path, hf, worker_extension_cls=f"{HERE}:Extension")
+    assert runner.call("collective_rpc", {"method": "add", "args": [3], "kwargs": {}}) == [3, 0]
+    assert runner.call("apply_model", {"function": f"{HERE}:width"}) == hf["hidden_size"]
