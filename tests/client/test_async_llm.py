@@ -26,6 +26,7 @@ from tokserve.errors import (
     RequestError,
     RequestFailed,
     StartError,
+    Unavailable,
 )
 from tokserve.messages import Abort, Add, Call, Dead, Finish, StepStats, Submit, Verdict, pack_ids, unpack_ids
 from tokserve.params import SamplingParams
@@ -101,6 +102,22 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
         await stream.aclose()
         await settled(llm)
         assert not [m for m in engine.received if isinstance(m, Abort)]
+
+    play(scene)
+
+
+def test_deltas_can_be_taken_by_who_must_not_wait(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream, news = llm.stream([5], PLAIN, request_id="r"), asyncio.Event()
+        stream.listen(news.set)
+        assert stream.num_choices == 1 and not list(stream.take()) and not stream.ended
+        await waited(engine, Add)
+        engine.step(tokens("r#0", [11]))
+        await news.wait()
+        assert [delta.token_ids for delta in stream.take()] == [[11]] and not stream.ended
+        engine.step(tokens("r#0", [12], stop()))
+        await settled(llm)
+        assert [delta.token_ids for delta in stream.take()] == [[12]] and stream.ended
 
     play(scene)
 
@@ -365,6 +382,7 @@ def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
         ("duplicate_id", 409, Conflict),
         ("queue_full", 429, QueueFull),
         ("draining", 503, Overloaded),
+        ("quarantined", 503, Unavailable),
         ("invalid", 400, RequestError),
         ("internal", 500, RequestFailed),
     ],
@@ -551,6 +569,21 @@ def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
 def test_before_the_start_it_says_what_to_do(model: Path) -> None:
     with pytest.raises(EngineDead, match="await start"):
         AsyncLLM.from_config(config(model)).stream([1], PLAIN)
+
+
+def test_abort_group(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        asked: dict[str, Any] = {}
+
+        async def call(method: str, /, **args: Any) -> dict[str, str]:
+            asked[method] = args
+            return {"a": "aborted"}
+
+        llm.call = call  # type: ignore[method-assign]
+        assert await llm.abort_group("g", "shutdown") == {"a": "aborted"}
+        assert asked == {"abort_group": {"group": "g", "reason": "shutdown"}}
+
+    play(scene)
 
 
 def test_abort_all(play: Callable[..., None]) -> None:

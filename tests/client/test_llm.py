@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ import pytest
 from tests.client.fake_engine import config, logprobs_for
 from tests.text.checkpoints import write_chatml
 from tokserve.client import launch
+from tokserve.client.inputs import LoRARequest
 from tokserve.client.llm import LLM
 from tokserve.client.results import Logprob, TokenLogprobs
 from tokserve.errors import EngineDead, RequestError, StartError
+from tokserve.messages import LoadedAdapter, Status
 from tokserve.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +175,98 @@ def test_the_progress_bar_counts_requests(fake: LLM, capsys: pytest.CaptureFixtu
     assert "2/2" in capsys.readouterr().err
     fake.generate([[4], [5]], use_tqdm=False)
     assert not capsys.readouterr().err
+
+
+def test_alternatives_that_were_asked_for_by_name_have_no_rank(fake: LLM) -> None:
+    [output] = fake.generate([4], SamplingParams(logprobs=1, logprob_token_ids=[6]), use_tqdm=False)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None and (logprobs[0][5].rank, logprobs[0][6].rank) == (1, 0)
+
+
+def test_requests_are_started_first_and_waited_for_later(fake: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    first = fake.enqueue(["one and two", [4, 5]], SamplingParams(max_tokens=2))
+    second = fake.enqueue([6])
+    done = fake.wait_for_completion()
+    assert [output.request_id for output in done] == first + second and "3/3" in capsys.readouterr().err
+    assert [output.outputs[0].token_ids for output in done[1:]] == [[4, 5], [6]]
+    assert [output.prompt for output in done] == ["one and two", None, None]
+    assert fake.wait_for_completion() == []
+
+
+def test_control_methods_are_verbs_of_the_engine(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def call(method: str, /, **args: Any) -> Any:
+        calls.append((method, args))
+        return [args]
+
+    monkeypatch.setattr(fake._llm, "call", call)
+    update = {"names": []}
+    for method, args, verb, sent in (
+        ("pause_generation", {}, "pause", {"mode": "abort", "clear_cache": True}),
+        ("pause_generation", {"mode": "keep", "clear_cache": False}, "pause", {"mode": "keep", "clear_cache": False}),
+        ("pause_generation", {"wait_for_inflight_requests": True}, "pause", {"mode": "wait", "clear_cache": True}),
+        ("resume_generation", {}, "resume", {}),
+        ("sleep", {}, "sleep", {"level": 1, "mode": "abort"}),
+        ("sleep", {"level": 2, "mode": "keep"}, "sleep", {"level": 2, "mode": "keep"}),
+        ("wake_up", {}, "wake_up", {"tags": None}),
+        ("wake_up", {"tags": ("weights",)}, "wake_up", {"tags": ["weights"]}),
+        ("release_kv_cache_memory", {}, "release_kv_cache_memory", {}),
+        ("reset_prefix_cache", {}, "reset_prefix_cache", {}),
+        ("init_weight_transfer_engine", {"request": {"init_info": {"a": 1}}}, "init_weight_transfer_engine",
+         {"options": {"a": 1}}),
+        ("shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
+        ("start_weight_update", {}, "start_weight_update", {"is_checkpoint_format": True}),
+        ("update_weights", {"request": {"update_info": update}}, "update_weights", {"update": update}),
+        ("update_weights", {"request": SimpleNamespace(update_info=[update])}, "update_weights", {"update": update}),
+        ("update_weights", {"request": {"weight_dir": "/w"}}, "update_weights_from_dir",
+         {"weight_dir": "/w", "weight_version": None}),
+        ("finish_weight_update", {"weight_version": "7"}, "finish_weight_update", {"weight_version": "7"}),
+        ("abort_weight_update", {}, "abort_weight_update", {}),
+        ("update_weight_version", {"new_version": "8"}, "update_weight_version", {"new_version": "8"}),
+        ("load_lora_adapter", {"lora_name": "a", "lora_path": Path("/a")}, "load_lora_adapter",
+         {"lora_name": "a", "lora_path": "/a", "load_inplace": None}),
+        ("unload_lora_adapter", {"lora_name": "a"}, "unload_lora_adapter", {"lora_name": "a"}),
+        ("collective_rpc", {"method": "f", "args": (1,), "kwargs": {"b": 2}}, "collective_rpc",
+         {"method": "f", "args": [1], "kwargs": {"b": 2}}),
+        ("apply_model", {"func": write_chatml}, "apply_model",
+         {"function": "tests.text.checkpoints:write_chatml"}),
+    ):  # fmt: skip
+        calls.clear()
+        answer = getattr(fake, method)(**args)
+        assert calls == [(verb, sent)], method
+        assert answer in (None, True, [sent]), method
+    with pytest.raises(RequestError, match="can import") as caught:
+        fake.apply_model(lambda model: model)
+    assert caught.value.field == "func"
+
+
+def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fake.get_metrics()["steps"] == fake.stats.steps
+    assert not fake.is_paused() and not fake.is_sleeping() and fake.list_loras() == {}
+    adapters = [LoadedAdapter("a", "/a", 1)]
+    said = Status(weight_version="v9", paused=True, sleeping=True, adapters=adapters)
+    monkeypatch.setattr(fake._llm._connection, "status", said)
+    assert fake.is_paused() and fake.is_sleeping()
+    assert fake.get_weight_version() == "v9" and fake.list_loras() == {"a": "/a"}
+
+
+def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    async def call(method: str, /, **args: Any) -> Any:
+        loaded.extend(args.values() if method == "load_lora_adapter" else ())
+
+    monkeypatch.setattr(fake._llm, "call", call)
+    monkeypatch.setattr(fake._llm._connection, "status", Status(adapters=[LoadedAdapter("a", "/a", 1)]))
+    asked = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), "c", None, LoRARequest("b", 2, "/b")]
+    assert fake._adapters(asked, 5) == ["a", "b", "c", "", "b"]
+    assert loaded == ["b", "/b", None]
+    assert fake._adapters(LoRARequest("a", 1, "/other"), 2) == ["a", "a"] and loaded[3:] == ["a", "/other", None]
+    assert fake._adapters(LoRARequest("a", 1, "/a", load_inplace=True), 1) == ["a"] and len(loaded) == 9
+    with pytest.raises(RequestError, match="2 prompts and 1 lora requests") as caught:
+        fake.generate([[4], [5]], lora_request=["a"])
+    assert caught.value.field == "lora_request"
 
 
 def test_ctrl_c_stops_the_work_and_the_engine_lives(model: Path) -> None:

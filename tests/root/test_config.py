@@ -101,6 +101,12 @@ def test_asking_for_more_context_than_the_checkpoint_has(checkpoint: Path) -> No
     assert resolve(overridden).model.max_model_len == 1024
 
 
+def test_a_checkpoint_that_does_not_say_how_long_or_of_which_type(tmp_path: Path) -> None:
+    write(tmp_path)
+    found = resolve(Config.make(model=str(tmp_path), max_model_len=700)).model
+    assert (found.max_model_len, found.dtype, found.eos_token_ids) == (700, "float32", [])
+
+
 def test_api_key_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKSERVE_API_KEY", "from-env")
     assert resolve(Config.make(model=str(checkpoint), api_key=["a"])).server.api_key == ["a", "from-env"]
@@ -151,6 +157,15 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"max_model_len": 1}, "max_model_len: must be at least 2"),
         ({"served_model_name": ["a", ""]}, "served_model_name: must not be empty"),
         ({"ssl_ca_certs": "x"}, "ssl_ca_certs needs ssl_certfile"),
+        ({"ssl_keyfile": "/no/key", "ssl_certfile": "/no/cert"}, "ssl_keyfile: no file '/no/key'"),
+        ({"api_key": ["a", ""]}, "api_key: must not be empty"),
+        ({"admin_api_key": [""]}, "admin_api_key: must not be empty"),
+        ({"weight_transfer_config": {"backend": "smoke"}}, "weight_transfer_config: expected"),
+        ({"weight_transfer_config": {"back": "gloo"}}, "weight_transfer_config: expected"),
+        ({"allowed_weight_dirs": ["/", "/no/place"]}, "allowed_weight_dirs: no directory '/no/place'"),
+        ({"otlp_traces_endpoint": "collector:4318"}, "otlp_traces_endpoint: expected an http URL"),
+        ({"hf_overrides": {"torch_dtype": "float64"}}, "dtype is 'float64'; choose one with --dtype: float32, bfloat"),
+        ({"hf_overrides": {"max_position_embeddings": None}}, "give --max-model-len"),
     ],
 )
 def test_options_that_would_serve_nobody_or_not_as_meant(checkpoint: Path, option: Any, text: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 
 from tests.text.checkpoints import KINDS
 from tokserve.text.detokenizer import Detokenizer, StopHit
@@ -176,3 +177,18 @@ def test_any_bytes_read_as_a_full_decode(raw: bytes, step: int) -> None:
     ids = [OF_BYTE[byte] for byte in raw]
     deltas, _ = run(Detokenizer(BYTES), [ids[i : i + step] for i in range(0, len(ids), step)])
     assert "".join(deltas) == BYTES.decode(ids) == raw.decode("utf-8", "replace")
+
+
+def test_a_decoder_of_unknown_kind_waits_for_the_end_of_a_character() -> None:
+    """It decodes bytes, but not only that; what never becomes a character is not waited for without end."""
+    backend = Backend.from_str(KINDS["byte_level"]())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("quick", "slow")])
+    tokenizer = Tokenizer(backend)
+    assert not tokenizer.is_byte_level and not tokenizer.byte_ids
+    text = "the 漢🙂 quick 🚀"
+    deltas, _ = run(Detokenizer(tokenizer), [[token] for token in tokenizer.encode(text)])
+    assert "".join(deltas) == text.replace("quick", "slow") and not any("\ufffd" in delta for delta in deltas)
+    endless = Detokenizer(tokenizer)
+    deltas = [endless.push([OF_BYTE[0xFF]])[0] for _ in range(40)]
+    assert "" in deltas and len("".join(deltas)) >= 17
+    assert "".join(deltas) + endless.flush()[0] == "\ufffd" * 40

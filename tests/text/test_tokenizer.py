@@ -68,7 +68,15 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
     text = "a<extra>b<plain>c<pad>"
     assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False)
     assert first in ours.special_ids and first + 1 not in ours.special_ids
-    assert ours.id_of("<pad>") == first + 2 == theirs.pad_token_id
+    assert ours.id_of("<pad>") == first + 2 == theirs.pad_token_id and first + 2 in ours.special_ids
+    assert ours.class_name == "PreTrainedTokenizerFast"
+
+
+def test_additional_special_tokens_may_be_texts_or_descriptions(tmp_path: Path) -> None:
+    directory = write_chatml(tmp_path, additional_special_tokens=["<one>", {"content": "<two>"}])
+    ours = Tokenizer.load(directory)
+    for text in ("<one>", "<two>"):
+        assert ours.id_of(text) in ours.special_ids and ours.decode([ours.id_of(text) or 0], True) == ""
 
 
 def test_special_tokens_map_of_older_checkpoints_is_read(tmp_path: Path) -> None:
@@ -89,6 +97,9 @@ def test_templates_come_from_files_before_the_config(tmp_path: Path) -> None:
     assert Tokenizer.load(directory).chat_template == {"default": "from the file", "tool_use": "with tools"}
     listed = write_chatml(tmp_path / "listed", chat_template=[{"name": "a", "template": "A"}])
     assert Tokenizer.load(listed).chat_template == {"a": "A"}
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(StartError, match=r"chat template of .* cannot be read"):
+        Tokenizer.load(directory)
 
 
 def test_no_tokenizer_says_what_to_do(tmp_path: Path) -> None:
@@ -130,6 +141,9 @@ def test_bytes_of_tokens_sentence_piece() -> None:
     assert tokenizer.id_of("a") not in tokenizer.byte_ids
     ids = tokenizer.encode("the win 🙂 é", False)
     assert b"".join(map(tokenizer.token_bytes, ids)) == " the win 🙂 é".encode()
+    metaspace, words = TOKENIZERS["metaspace"], TOKENIZERS["word_piece"]
+    assert metaspace.token(metaspace.id_of("▁the") or 0) == " the"
+    assert words.token(words.id_of("hello") or 0) == "hello"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
