@@ -190,6 +190,7 @@ def test_wrong_keys(value: str) -> None:
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
     error = answer.json()["error"]
     assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+    assert ("an API key is required" if not value else "the API key is wrong") in error["message"]
 
 
 @pytest.mark.parametrize("value", ["Bearer k1", "bearer k2", "Bearer  k1 "])

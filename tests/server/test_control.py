@@ -130,12 +130,26 @@ def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
 
 
+@pytest.mark.parametrize(("path", "code"), [("/health?deep=1", "engine_hung"), ("/liveness", "engine_dead")])
+def test_an_engine_that_does_not_answer_in_time_is_told(path: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = site()
+
+    async def call(method: str, /, **args: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(s.llm, "call", call)
+    answer = s.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+    assert "has not answered for" in answer.json()["error"]["message"]
+
+
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     shown = site().get("/server_info?config_format=json").json()["vllm_config"]
     assert shown["model_config"]["dtype"].startswith("torch.")
     assert shown["parallel_config"]["tensor_parallel_size"] == 1 and shown["parallel_config"]["data_parallel_size"] == 1
     assert shown["cache_config"]["num_gpu_blocks"] > 0 and shown["scheduler_config"]["max_num_seqs"] > 0
     assert isinstance(site().get("/server_info?config_format=text").json()["vllm_config"], str)
+    assert site().get("/server_info?config_format=yaml").json()["error"]["param"] == "config_format"
 
 
 def test_refusals_of_the_engine_keep_their_status() -> None:
@@ -218,10 +232,14 @@ def test_init_broadcaster_is_not_there() -> None:
 
 
 def status(s: Site, client: tuple[str, int] | None, path: str = "/resume", **headers: str) -> int:
-    async def ask() -> int:
+    return asked_by(s, client, path, **headers).status_code
+
+
+def asked_by(s: Site, client: tuple[str, int] | None, path: str = "/resume", **headers: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(s.app, client=client)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            return (await http.post(path, headers=headers)).status_code
+            return await http.post(path, headers=headers)
 
     return asyncio.run(ask())
 
@@ -234,6 +252,8 @@ def test_without_keys_control_is_for_this_machine() -> None:
     assert [status(s, who) for who in (HERE, MAPPED, SIX, None, ("", 0))] == [200] * 5
     assert [status(s, who) for who in (AWAY, ("fe80::1%eth0", 1), ("somewhere", 1))] == [403] * 3
     assert status(s, HERE, Origin="http://evil.example") == 403
+    for answer in (asked_by(s, AWAY), asked_by(s, HERE, Origin="http://evil.example")):
+        assert answer.json()["error"]["code"] == "remote_control"
     assert status(s, AWAY, "/resume/") == 403
     assert status(s, AWAY, "/abort_requests") == 400  # not a control route
     assert status(site(allow_remote_control=True), AWAY) == 200

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
+from tokserve.params import MAX_CHOICES
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -185,7 +186,18 @@ def test_a_reply_that_says_little() -> None:
     assert ended["choices"][0]["message"]["content"] == "ab"
     cut = derendered(reply(ids("abcab"), finish_reason="stop", stop_reason="ab"))
     assert cut["choices"][0]["message"]["content"] == "abc"
-    assert derendered(reply([], finish_reason="abort"))["choices"][0]["message"]["content"] == ""
+    for reason in ("abort", "stop"):
+        assert derendered(reply([], finish_reason=reason))["choices"][0]["message"]["content"] == ""
+    used = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    for details, cached in (({"prompt_tokens_details": {"cached_tokens": 2}}, 2), ({}, 0)):
+        usage = derendered(reply(ids("abc"), finish_reason="length") | {"usage": used | details})["usage"]
+        assert usage["prompt_tokens"] == 4 and usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+def test_a_prompt_that_only_the_reply_says_is_repeated() -> None:
+    made = reply(ids("ab"), finish_reason="length") | {"prompt_token_ids": ids("xy")}
+    body = {"generate_responses": [made], "completion_request": {"echo": True}}
+    assert good(site().post(COMPLETIONS + "/derender", body))["choices"][0]["text"] == "xyab"
 
 
 def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
@@ -199,6 +211,9 @@ def test_logprobs_without_the_request_are_what_the_reply_has() -> None:
 
 WHOLE = {"token_id": 5, "logprob": -1.0, "rank": 1}
 WANTED = {"logprobs": True}
+SCORE = {"logprob": -1.0}
+NARROW = {"token_logprobs": [-1.0], "ranks": [1], "top_token_ids": [[]], "top_logprobs": [[]]}
+WIDE = {"token_logprobs": [-1.0] * 2, "ranks": [1] * 2, "top_token_ids": [[1]] * 2, "top_logprobs": [[-1.0]] * 2}
 EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": "", "top_logprobs": ""}
 
 
@@ -244,12 +259,38 @@ EMPTY = {"shape": [1, 0], "token_logprobs": "", "ranks": "", "top_token_ids": ""
         ),
         ({"generate_response": reply([5], logprobs=7), "chat_request": WANTED},
          "generate_response.choices[0].logprobs"),
+        ({"generate_response": reply([5], logprobs=NARROW | {"top_token_ids": [[1]]}), "chat_request": WANTED},
+         "generate_response.choices[0].logprobs"),
+        ({"generate_response": reply([5, 6], logprobs=NARROW), "chat_request": WANTED},
+         "generate_response.choices[0].logprobs"),
+        ({"generate_response": reply([5], logprobs=NARROW), "chat_request": {"logprobs": True, "top_logprobs": 3}},
+         "generate_response.choices[0].logprobs"),
+        ({"generate_response": reply([5], logprobs={"content": [WHOLE]}),
+          "chat_request": WANTED | {"logprob_token_ids": [9]}}, "generate_response.choices[0].logprobs.content[0]"),
+        ({"generate_response": {"choices": [{"index": i, "token_ids": []} for i in range(MAX_CHOICES + 1)]}},
+         "generate_response.choices"),
+        ({"generate_response": reply([5]) | {"prompt_token_ids": [6]}, "prompt_token_ids": [7]}, "prompt_token_ids"),
+        *(({"generate_response": reply([5]) | {"prompt_logprobs": scores}, "prompt_token_ids": [6, 7, 8],
+            "chat_request": {"prompt_logprobs": 0}}, f"generate_response.prompt_logprobs{place}")
+          for scores, place in (
+              (None, ""), ([None, {"7": SCORE}], ""), ([None, None, {"8": SCORE}], ""), (NARROW, ""),
+              (WIDE, ""), ([None, {"7": SCORE}, {"9": SCORE}], "[2]"), ([None, {"7": SCORE}, {"8": 5}], "[2][...]"),
+          )),
     ],
 )  # fmt: skip
 def test_derender_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
     answer = site().post(CHAT + "/derender", body)
     error = answer.json()["error"]
     assert answer.status_code == (404 if param == "model" else 400) and error["param"] == param, answer.text
+
+
+def test_packed_ids_are_whole_ids() -> None:
+    body = {"generate_response": {"choices": [{"index": 0, "token_ids": b"\5\0\0"}]}}
+    kind = "application/msgpack"
+    answer = site().post(CHAT + "/derender", content=msgspec.msgpack.encode(body), headers={"Content-Type": kind})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "generate_response.choices[0].token_ids")
+    assert "4 bytes each" in error["message"]
 
 
 def test_completions_derender_refusals() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Caller, Site, endless, ids, says, site
+from tokserve.client.outputs import Completion
+from tokserve.server.tokens import last_version
 
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 8]
@@ -95,8 +97,10 @@ def test_return_token_ids_echoes_the_prompt() -> None:
 
 
 def test_output_mode_text_adds_text() -> None:
-    choice = generate(site(says("hello")), fields={"output_mode": "text"}, max_tokens=9)["choices"][0]
+    s, fields = site(says("hello")), {"output_mode": "text"}
+    choice = generate(s, fields=fields, max_tokens=9, logprobs=1)["choices"][0]
     assert choice["text"] == "hello" and choice["token_ids"] == [*ids("hello"), 0]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]][:5] == list("hello")
 
 
 def test_cached_tokens_are_told() -> None:
@@ -207,6 +211,10 @@ def test_prompt_logprobs_arrays() -> None:
     fields = {"logprobs_format": "arrays"}
     scores = generate(site(), [5, 6, 9, 10], fields, prompt_logprobs=1, prompt_logprobs_start=2)["prompt_logprobs"]
     assert scores["start"] == 2 and len(scores["token_logprobs"]) == 2 and scores["ranks"] == [3, 1]
+    fields["logprobs_format"] = "base64"
+    packed = generate(site(), [5, 6, 9, 10], fields, prompt_logprobs=1, prompt_logprobs_start=2)["prompt_logprobs"]
+    assert packed["start"] == 2 and packed["shape"] == [2, 1]
+    assert np.frombuffer(base64.b64decode(packed["ranks"]), "<i4").tolist() == [3, 1]
 
 
 # packed ids and msgpack
@@ -231,7 +239,8 @@ def test_msgpack_request(prompt: Any) -> None:
 
 def test_base64_is_base64_in_msgpack_too() -> None:
     s = site()
-    for text, status in ((base64.b64encode(np.array(PROMPT, "<i4").tobytes()).decode(), 200), ("%%%", 400)):
+    good = base64.b64encode(np.array(PROMPT, "<i4").tobytes()).decode()
+    for text, status in ((good, 200), (good[:4] + "%" + good[4:], 400), ("%%%", 400)):
         raw = msgspec.msgpack.encode({"token_ids_b64": text, "sampling_params": {"max_tokens": 2}})
         answer = s.post(GENERATE, content=raw, headers={"Content-Type": MSGPACK})
         assert answer.status_code == status
@@ -248,6 +257,20 @@ def test_msgpack_reply_has_byte_strings_for_ids_and_arrays() -> None:
     assert np.frombuffer(reply["prompt_token_ids"], "<i4").tolist() == PROMPT
     assert np.frombuffer(choice["logprobs"]["token_logprobs"], "<f4").shape == (4,)
     assert choice["logprobs"]["shape"] == [4, 1] and reply["prompt_logprobs"]["shape"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("accept", "packed"),
+    [
+        (MSGPACK, True), ("application/x-msgpack", True), (f"application/json, {MSGPACK}", True),
+        (f"text/html;q=0.9, {MSGPACK};q=0.8", True), (f"application/json;q=0.9, {MSGPACK};q=0.8", False),
+        (f"application/json;q=0.8;x=1, {MSGPACK}; q=0.9", True), (f"{MSGPACK};q=0", False), ("application/json", False),
+        ("*/*", False), (f"{MSGPACK};q=much", True),
+    ],
+)  # fmt: skip
+def test_what_the_client_accepts_decides(accept: str, packed: bool) -> None:
+    answer = site().post(GENERATE, body(), headers={"Accept": accept})
+    assert answer.headers["content-type"] == (MSGPACK if packed else "application/json")
 
 
 def test_msgpack_reply_with_objects_equals_json() -> None:
@@ -405,3 +428,8 @@ def test_tokens_only_serves_tokens() -> None:
     s = site(tokens_only=True)
     assert s.llm.tokenizer is None and generate(s, logprobs=1, prompt_logprobs=1)["choices"][0]["token_ids"]
     assert TOKENIZER is not None
+
+
+def test_the_last_version_is_that_of_the_last_choice_that_has_tokens() -> None:
+    made = Completion(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
+    assert last_version([made, Completion(1, [])]) == "2" and last_version([Completion(0, [])]) is None

@@ -209,6 +209,7 @@ def test_required_forces_a_list_of_calls() -> None:
     assert schema["minItems"] == 1 and "maxItems" not in schema
     names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
     assert names == ["weather", "ping"]
+    assert all(call["required"] == ["name", "parameters"] for call in schema["items"]["anyOf"])
     assert forced(tool_choice="required", parallel_tool_calls=False)["json"]["maxItems"] == 1
     text = '[{"name": "ping", "parameters": {}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
     found = message(text, tool_choice="required")
@@ -429,11 +430,15 @@ def test_parameters_that_are_nested_too_deeply() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
-    with pytest.raises(RequestError, match="nested"):
+    with pytest.raises(RequestError, match="nested") as caught:
         tools.plan(
             [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
             parallel=True, shape=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
         )  # fmt: skip
+    assert caught.value.field == "tools"
+    with pytest.raises(RequestError) as caught:
+        tools.check_shape([{"type": "function", "function": {"name": ""}}])
+    assert caught.value.field == "tools[0].function.name"
 
 
 def special_tokenizer() -> Tokenizer:
