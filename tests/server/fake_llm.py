@@ -237,7 +237,7 @@ class _Choice:
         if place == 0 and p.prompt_logprobs is not None and len(prompt) > 1 and self.end != "abort":
             first = max(1, p.prompt_logprobs_start)
             delta.prompt_logprobs = columns(prompt[first:], _width(p.prompt_logprobs), [])
-        delta.cached_tokens = self.stream.llm.cached if place == 0 else 0
+        delta.cached_tokens = max(0, self.stream.llm.cached - self.index) if place == 0 else 0  # each a token less
         if detail:
             delta.finish_reason, delta.stop_detail, delta.stop_reason = self.end, detail, self.stop_reason
             delta.weight_versions = [("0", 0, place + len(tokens))]

@@ -28,11 +28,11 @@ def test_a_line_at_the_start_and_one_at_the_end(caplog: pytest.LogCaptureFixture
     accepted, ended = lines(caplog)
     assert accepted == {"event": "request_accepted", "prompts": 1, "prompt_tokens": 3, "n": 2, "max_tokens": 9}
     assert ended == {
-        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 8,
+        "event": "request_ended", "reasons": {"eos": 2}, "prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 8,
         "queued": 0.001, "first_token": 0.25, "total": 1.25,
     }  # fmt: skip
     assert caplog.messages[-1] == (
-        "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=2 output_tokens=8 queued=0.001 first_token=0.25 "
+        "request ended: reasons=eos:2 prompt_tokens=3 cached_tokens=1 output_tokens=8 queued=0.001 first_token=0.25 "
         "total=1.25"
     )
 

@@ -107,6 +107,7 @@ def test_cached_tokens_are_told() -> None:
     s = site()
     s.llm.cached = 2
     assert generate(s)["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert generate(s, n=2)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}  # the prompt is read once
 
 
 def test_scheduling_fields_reach_the_engine() -> None:
