@@ -130,19 +130,6 @@ def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")
 
 
-@pytest.mark.parametrize(("path", "code"), [("/health?deep=1", "engine_hung"), ("/liveness", "engine_dead")])
-def test_an_engine_that_does_not_answer_in_time_is_told(path: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = site()
-
-    async def call(method: str, /, **args: Any) -> Any:
-        raise TimeoutError
-
-    monkeypatch.setattr(s.llm, "call", call)
-    answer = s.get(path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
-    assert "has not answered for" in answer.json()["error"]["message"]
-
-
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     shown = site().get("/server_info?config_format=json").json()["vllm_config"]
     assert shown["model_config"]["dtype"].startswith("torch.")

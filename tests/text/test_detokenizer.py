@@ -191,4 +191,4 @@ def test_a_decoder_of_unknown_kind_waits_for_the_end_of_a_character() -> None:
     endless = Detokenizer(tokenizer)
     deltas = [endless.push([OF_BYTE[0xFF]])[0] for _ in range(40)]
     assert "" in deltas and len("".join(deltas)) >= 17
-    assert "".join(deltas) + endless.flush()[0] == "\ufffd" * 40
+    assert "".join(deltas) + endless.push((), final=True)[0] == "\ufffd" * 40
