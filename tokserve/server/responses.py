@@ -126,7 +126,7 @@ async def create(serving: Serving, request: Request) -> Response:
         return sse.EventStream(
             flight, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
         )
-    return body.reply(request, render.reply(*await sse.collect(flight, request)), headers)
+    return await sse.answer(flight, request, render.reply, headers)
 
 
 async def stored(serving: Serving, request: Request) -> Response:
@@ -261,9 +261,10 @@ class Render:
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def reply(self, completion: Completion) -> Reply:
+    def reply(self, done: list[Completion]) -> Reply:
         """The whole answer."""
-        self._push(completion)
+        for completion in done:  # there is one
+            self._push(completion)
         return self._ended()
 
     def opening(self) -> bytes:
