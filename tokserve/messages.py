@@ -236,9 +236,12 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Told to every front end when it changes, and before the reply of the call that changed it.
 
     state: running | pausing | paused | updating | sleeping | quarantined.  `quarantine`: why nothing can be served
-    until a weight update succeeds.  `failure`: why the last update failed.  `source`: the directory that the weights
-    came from since the start, if it was one, and `stamp` the state of its files.  `adapters`: in the order of their
-    names.
+    until a weight update succeeds.  `failure`: why the last update failed.  `adapters`: in the order of their names.
+
+    The rest is for an engine that takes the place of this one (`Control.take_over`).  `source`: the directory that the
+    weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
+    that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
+    `control.TAGS`; `dropped`: and it has cost the weights.
     """
 
     state: str = "running"
@@ -248,9 +251,13 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     sleeping: bool = False
     quarantine: str | None = None
     failure: str | None = None
+    adapters: list[LoadedAdapter] = []
     source: str | None = None
     stamp: str | None = None
-    adapters: list[LoadedAdapter] = []
+    pushed: bool = False
+    lost: bool = False
+    asleep: list[str] = []
+    dropped: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -101,6 +101,7 @@ class FakeEngine:
         self.closed = threading.Event()
         self.verdict: Callable[[Submit], Verdict | None] = lambda submit: Verdict(submit.call_id)
         self.deaf = False  # to pings
+        self.heritage: Callable[[Call], list[FromEngine]] = lambda call: [Reply(call.call_id, {})]
         self._ready = ready
         self._script = script
         self._news = threading.Condition()
@@ -200,6 +201,8 @@ class FakeEngine:
             return [self._ready] if self._ready else []
         if call.method == "stats":
             return [Step(StepStats(steps=77)), Reply(call.call_id, {})]
+        if call.method == "take_over":
+            return self.heritage(call)
         if call.method == "ping":
             return [] if self.deaf else [Reply(call.call_id, {})]
         keys = list(dict.fromkeys(rid.rpartition("#")[0] for rid in self.live))

@@ -8,9 +8,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from tests.client.fake_engine import READY, FakeEngine, echo
-from tokserve.messages import Dead
+from tokserve.messages import Call, Dead, FromEngine, Reply
+
+
+HERITAGE: dict[str, Callable[[Call], list[FromEngine]]] = {
+    "heirless": lambda call: [],
+    "refuses_heritage": lambda call: [Reply(call.call_id, error="KeyError in the engine; its log says more")],
+}
 
 
 def main(mode: str) -> None:
@@ -27,6 +34,8 @@ def main(mode: str) -> None:
     }.get(mode, READY)
     engine = FakeEngine(address, ready, None if mode in ("hang", "deaf") else echo)
     engine.deaf = mode == "deaf"
+    if mode in HERITAGE:
+        engine.heritage = HERITAGE[mode]
 
     def parent_gone() -> None:
         sys.stdin.read()

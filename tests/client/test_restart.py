@@ -155,6 +155,81 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
     asyncio.run(scene())
 
 
+def test_who_cannot_join_the_next_engine_does_not_wait_for_it_for_ever(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no descriptor left, say.  Whoever keeps it puts another in its place."""
+    mode("serve")
+
+    def exhausted(pid: int, then: Callable[[], object]) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scene() -> None:
+        first, second, other = make(0), make(0), make(1)
+        await first.start()
+        await second.start()
+        await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
+        monkeypatch.setattr(connection, "watch", exhausted)
+        other.rejoin(*second.engine)
+        await asyncio.wait_for(other.restored(), 30)
+        assert other.dead is not None and other.dead.code == "engine_dead"
+        assert "cannot be watched: Too many open files" in other.dead.private
+        with pytest.raises(EngineDead):
+            other.stream([1], PLAIN)
+        other.rejoin(*second.engine)  # too late
+        assert other.dead is not None
+        await other.shutdown()
+        await first.shutdown()
+        await second.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_who_is_told_of_an_engine_that_has_ended_already_waits_for_the_next(mode: Any) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        first, gone_already, third, other = make(0), make(0), make(0), make(1)
+        await first.start()
+        await gone_already.start()
+        await third.start()
+        await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
+        ended = gone_already.engine
+        await gone_already.shutdown()
+        other.rejoin(*ended)
+        joining = other._connection._restarting
+        assert joining is not None
+        await asyncio.wait([joining], timeout=30)
+        assert joining.done() and other.dead is None and other.down is not None and other.down.code == "engine_restarting"
+        other.rejoin(*third.engine)
+        await asyncio.wait_for(other.restored(), 30)
+        assert (await collect(other.stream([8], PLAIN)))[0].token_ids == [8]
+        await other.shutdown()
+        await first.shutdown()
+        await third.shutdown()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("name", ["heirless", "refuses_heritage"])
+def test_an_engine_that_cannot_be_what_the_last_one_was_does_not_serve(mode: Any, name: str) -> None:
+    mode("serve")
+
+    async def scene() -> None:
+        llm = make(1)
+        told = asyncio.Event()
+        llm.on_replaced = told.set
+        await llm.start()
+        mode(name)
+        llm._connection._config = config(tokens_only=True, start_timeout=2.0, runtime={"restart_engine": 1})
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await asyncio.wait_for(told.wait(), 60)
+        assert llm.dead is not None
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
 def test_a_hung_engine_is_killed_and_replaced(mode: Any) -> None:
     mode("deaf")
 

@@ -42,8 +42,8 @@ def status(server: Server) -> str:
 
 
 def replaced(server: Server) -> int:
-    """How often another engine has begun to serve."""
-    return sum("another engine serves" in line for line in server.log)
+    """How often another engine has taken the place of one."""
+    return sum("another engine serves" in line or "another engine is there" in line for line in server.log)
 
 
 async def lost(url: str, strike: Callable[[], object]) -> tuple[httpx.Response, str]:
@@ -106,6 +106,52 @@ def test_an_engine_that_is_killed_or_hangs_is_replaced_with_its_last_weights_and
         server.process.wait()
         third.wait(30)
         assert left and not [each for each in left if each.exists()]
+
+
+def push(client: httpx.Client, weights: Path, version: str) -> int:
+    """A whole update by HTTP; the epoch."""
+    assert client.post("/start_weight_update").status_code == 200
+    body, kind = (weights / "model.safetensors").read_bytes(), {"Content-Type": "application/octet-stream"}
+    assert client.post("/update_weights", content=body, headers=kind).status_code == 200
+    done = client.post("/finish_weight_update", json={"weight_version": version})
+    assert done.status_code == 200, done.text
+    return int(done.json()["epoch"])
+
+
+@pytest.mark.parametrize("apis", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: Path, apis: int) -> None:
+    flags = ("--kv-cache-memory-bytes", "256M", "--restart-engine", "2", "--api-server-count", str(apis))
+    fixed = {"token_ids": [5, 20, 31], "sampling_params": {"max_tokens": 9, "seed": 3, "logprobs": 1}}
+    pushed = variant(tmp_path, 1)
+    with Server("demo", "--tokens-only", *flags) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+
+        def kill(state: str) -> None:
+            before = replaced(server)
+            server.engine().kill()
+            until(lambda: replaced(server) > before, server.log)
+            until(lambda: status(server) == state, server.log)
+
+        assert client.post("/sleep?level=1").status_code == 200
+        kill("sleeping")
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        waiting = client.build_request("POST", GENERATE, json=fixed | {"queue_timeout_ms": 50})
+        assert client.send(waiting).json()["choices"][0]["finish_reason"] == "deadline"
+        assert push(client, pushed, "step-119") == 1
+        assert client.post("/wake_up").status_code == 200 and status(server) == "ready"
+        assert push(client, pushed, "step-120") == 2
+        wanted = client.post(GENERATE, json=fixed).json()["choices"]
+        assert wanted[0]["weight_versions"][0]["version"] == "step-120"
+        kill("quarantined")
+        refused = client.post(GENERATE, json=fixed)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "quarantined"
+        assert "step-120" in refused.json()["error"]["message"]
+        state = client.get("/inference/v1/state").json()
+        assert (state["state"], state["weight_version"], state["epoch"]) == ("quarantined", "0", 3)
+        assert "step-120" in state["reason"] and client.get("/health").status_code == 200
+        assert client.get("/server_info").json()["engine"]["epoch"] == 3
+        assert push(client, pushed, "step-120") == 4
+        assert client.post(GENERATE, json=fixed).json()["choices"] == wanted
+        assert client.get("/server_info").json()["engine"]["weight_version"] == "step-120"
 
 
 @pytest.mark.slow

@@ -48,6 +48,11 @@ def state(engine: Engine) -> str:
     return engine.core.control.state
 
 
+def status_of(engine: Engine) -> tuple[str, str]:
+    status = engine.core.control.status()
+    return status.state, status.weight_version
+
+
 def update(engine: Engine, weights: str, version: str | None = None, **changes: Any) -> Reply:
     """A whole update; the reply of the call that ended it."""
     started = ask(engine, "start_weight_update", call_id=60)
@@ -319,28 +324,83 @@ def test_a_body_is_for_the_update_that_was_open_when_it_began() -> None:
     engine.check_complete("r0")
 
 
+def test_what_is_asked_again_while_a_commit_is_on_its_way_does_not_touch_it() -> None:
+    engine = busy()
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"weights": "w2"})
+    ask(engine, "begin_weight_stream", stream="body")
+    engine.executor.slow = deque()
+    engine.call("finish_weight_update", call_id=9, weight_version="two")
+    late: list[tuple[str, dict[str, Any]]] = [
+        ("finish_weight_update", {"weight_version": "two"}), ("update_weights", {"update": {"weights": "w3"}}),
+        ("feed_weights", {"stream": "body", "chunk": b"w3"}), ("begin_weight_stream", {"stream": "other"}),
+        ("start_weight_update", {}), ("init_weight_transfer_engine", {"options": {}}),
+    ]  # fmt: skip
+    for method, args in late:
+        assert ask(engine, method, **args).status == 409, method
+    while not answers(engine, 9):
+        engine.executor.settle()
+        engine.step()
+    assert answers(engine, 9)[0].result["weight_version"] == "two" and engine.executor.weights == "w2"
+    assert "of version two serve already" in str(ask(engine, "finish_weight_update", weight_version="two").error)
+    engine.weights_of["two"] = "w2"
+    engine.run()
+    engine.check_complete("r0")
+
+
+def test_an_abort_overtakes_a_commit_that_waits_for_its_tensors() -> None:
+    engine = busy()
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"weights": "w2"})
+    engine.executor.slow = deque()
+    engine.call("finish_weight_update", call_id=9)
+    engine.call("abort_weight_update", call_id=10)
+    engine.call("abort_weight_update", call_id=11)
+    while not answers(engine, 9) or not answers(engine, 10):
+        engine.executor.settle()
+        engine.step()
+    assert answers(engine, 9)[0].status == answers(engine, 11)[0].status == 409 and answers(engine, 10)[0].error is None
+    assert engine.executor.weights == "" and status_of(engine) == ("running", "v1")
+    engine.run()
+    engine.check_complete("r0")
+
+
+REPEATED: list[tuple[str, dict[str, Any], str]] = [
+    ("pause", {"mode": "abort"}, "paused"), ("pause", {"mode": "keep"}, "paused"),
+    ("pause", {"mode": "wait"}, "paused"), ("resume", {}, "running"), ("sleep", {"level": 0}, "sleeping"), ("sleep", {"level": 1}, "sleeping"),
+    ("sleep", {"level": 2}, "sleeping"), ("sleep", {"level": 1, "mode": "wait"}, "sleeping"),
+    ("wake_up", {}, "running"),
+    ("release_kv_cache_memory", {}, "sleeping"), ("shutdown_weight_transfer_engine", {}, "running"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "args", "holds"), REPEATED)
+def test_a_verb_that_is_sent_again_does_what_one_does(method: str, args: dict[str, Any], holds: str) -> None:
+    """As after a timeout at its sender: the first may be under way still, or done."""
+    engine = busy()
+    for call_id in (1, 2):
+        engine.call(method, call_id=call_id, **args)
+    engine.run()
+    assert ask(engine, method, call_id=3, **args).error is None
+    replies = [answers(engine, call_id) for call_id in (1, 2, 3)]
+    assert all(len(reply) == 1 and reply[0] == Reply(n, replies[0][0].result) for n, reply in enumerate(replies, 1))
+    assert state(engine) == holds
+    ask(engine, "resume")
+    if state(engine) == "sleeping" and args.get("level") == 2:
+        ask(engine, "wake_up", tags=["weights"])
+        update(engine, "w2")
+    ask(engine, "wake_up")
+    assert state(engine) == "running"
+    engine.add("after", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.run()
+    engine.check_complete("after")
+    engine.check_empty()
+
+
 def test_the_one_call_form_is_start_stage_and_commit() -> None:
     engine = busy()
     reply = ask(engine, "update_weights_from_dir", weight_dir="/nowhere")
     assert reply.status == 400 and state(engine) == "running"
-
-
-def test_an_engine_that_goes_on_takes_only_the_files_that_were_read() -> None:
-    engine = busy()
-    engine.executor.directories["d"] = ("w2", "first")
-    assert ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="v").error is None
-    told = engine.core.control.status()
-    assert (told.source, told.stamp) == ("d", "first")
-    again = {"weight_dir": "d", "weight_version": "v", "epoch": 7, "stamp": "first"}
-    for files in ("second", "first"):
-        engine = busy()
-        engine.executor.directories["d"] = ("w2", files)
-        reply, status = ask(engine, "update_weights_from_dir", **again), engine.core.control.status()
-        if files == "first":
-            assert reply.error is None and (status.weight_version, status.epoch, status.stamp) == ("v", 7, "first")
-        else:
-            assert reply.status == 409 and "have changed since version v" in str(reply.error)
-            assert (status.weight_version, status.state, engine.executor.staged) == ("v1", "running", None)
 
 
 def test_a_label_is_a_new_epoch() -> None:

@@ -1,11 +1,12 @@
-"""Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep, wake, adapters, in any order.
+"""Random lives of a trainer: generate, abort, pause, resume, good and bad updates, sleep, wake, adapters, in any order,
+and engines that end suddenly and are replaced.
 
 Requests have one choice or several, groups, priorities, deadlines, prompts up to the context's end, and grammars whose
 compilation and masks come late; queues are short, slots and budgets few.
 
 The scripted executor checks every plan (no step without weights or memory, no prefix hit on KV of other weights); here
-it is checked that nothing is lost, hung or misattributed, and that what is made after a commit is what the new weights
-make.
+it is checked that nothing is lost, hung or misattributed, that what is made after a commit is what the new weights
+make, that what was told last is what holds, and that an engine in the place of another is what that was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
 from tests.engine.scripted import Engine
-from tokserve.messages import Abort, Step, Submit, Verdict
+from tokserve.messages import Abort, Status, Step, Submit, Verdict
 from tokserve.params import StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
@@ -34,7 +35,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         blocks, size = rng.choice([(40, 4), (14, 4), (10, 4), (100, 2), (CONTEXT, 1)])
-        self.engine = Engine(
+        self.options: dict[str, Any] = dict(
             num_blocks=blocks, block_size=size, context=CONTEXT, depth=rng.choice([1, 2]),
             max_num_seqs=rng.choice([1, 2, 8, 8]), max_num_batched_tokens=rng.choice([1, 5, 64]),
             max_chunk=rng.choice([None, None, 3]), enable_prefix_caching=rng.random() < 0.8,
@@ -42,18 +43,27 @@ class Life:
             reject_while_paused=rng.random() < 0.2, max_queued_requests=rng.choice([None, None, 0, 3]),
             max_queued_tokens=rng.choice([None, None, 60]),
         )  # fmt: skip
+        self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
+        self.num = self.kills = 0
+        self.begin({"v1": ""}, beside=rng.random() < 0.7)
+
+    def begin(self, weights_of: dict[str, str], beside: bool) -> None:
+        """An engine to which nothing has happened yet.  `weights_of`: what all versions so far stand for."""
+        rng = self.rng
+        self.engine = Engine(**self.options)
+        self.engine.weights_of = weights_of
+        self.engine.executor.directories = self.directories
         self.grammars, self.masks = LateGrammars(rng), LateMasks(rng)
         self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
         self.engine.core._following = cast(Any, self.masks)
         self.engine.executor.slow = deque()
-        self.engine.executor.beside = rng.random() < 0.7
+        self.engine.executor.beside = beside
         self.calls: dict[int, str] = {}
         self.commits: dict[int, str] = {}  # call id -> weights it would commit
         self.staged = ""
         self.submits: dict[int, Submit] = {}
-        self.num = 0
 
-    def call(self, method: str, **args: Any) -> int:
+    def call(self, method: str, /, **args: Any) -> int:
         self.num += 1
         self.calls[self.num] = method
         self.engine.call(method, call_id=self.num, **args)
@@ -65,6 +75,7 @@ class Life:
             self.add, self.add, self.add, self.abort, self.abort_group, self.disconnect, self.pause, self.resume,
             self.resume, self.start, self.stage, self.stage, self.finish, self.one_call, self.cancel, self.sleep,
             self.wake, self.wake, self.label, self.release, self.reset, self.leave, self.load, self.load, self.unload,
+            self.rewrite, self.rpc, *([self.kill] if rng.random() < 0.5 else []),
         ]  # fmt: skip
         rng.choice(choices)()
         for _ in range(rng.choice([0, 1, 1, 3, 9])):
@@ -76,9 +87,10 @@ class Life:
 
     def learn(self) -> None:
         """Which versions have come to be, and what they stand for."""
-        weights = self.engine.executor.weights
-        version = self.engine.core.control.status().weight_version
-        if weights is not None:
+        weights, holds = self.engine.executor.weights, self.engine.core._state_now()
+        version = holds.weight_version
+        assert self.told() == holds or not self.engine.messages
+        if weights is not None and (holds.quarantine is None or holds.lost):
             assert self.engine.weights_of.setdefault(version, weights) == weights, version
 
     def add(self) -> None:
@@ -133,7 +145,52 @@ class Life:
         self.call("finish_weight_update", weight_version=None if self.rng.random() < 0.5 else f"v-{self.num}")
 
     def one_call(self) -> None:
-        self.call("update_weights_from_dir", weight_dir=f"d{self.num}")  # the scripted executor has no directories
+        name = f"d{self.num}"
+        if self.rng.random() < 0.8:
+            self.directories[name] = f"of {name}", "first"
+        self.call("update_weights_from_dir", weight_dir=name)
+
+    def rewrite(self) -> None:
+        if self.directories:
+            self.directories[self.rng.choice(list(self.directories))] = f"rewritten {self.num}", f"{self.num}"
+
+    def rpc(self) -> None:
+        self.call("collective_rpc", method="look")
+
+    def told(self) -> Status:
+        """What the front end was told last."""
+        told = [message for _, message in self.engine.messages if isinstance(message, Status)]
+        return told[-1] if told else Status(weight_version="v1")
+
+    def kill(self) -> None:
+        """The engine ends in the middle of whatever it does; another takes its place."""
+        was, old = self.told(), self.engine
+        self.check_ended()
+        self.kills += 1
+        self.begin(old.weights_of, old.executor.beside)
+        self.call("take_over", last=was)
+        self.rest()
+        now, executor = self.told(), self.engine.executor
+        assert not self.engine.replies[0].error, self.engine.replies[0]
+        assert (now.paused, now.asleep, now.dropped) == (was.paused, was.asleep, was.dropped)
+        assert now.sleeping == was.sleeping and executor.has_kv is ("kv_cache" not in was.asleep)
+        if now.lost:
+            assert now.quarantine and now.epoch == was.epoch + (not was.lost)
+            assert was.lost or was.pushed or self.directories.get(str(was.source), ("", None))[1] != was.stamp
+        else:
+            assert (now.weight_version, now.epoch, now.quarantine) == (was.weight_version, was.epoch, None)
+            assert executor.weights == (None if was.dropped else old.weights_of[now.weight_version])
+
+    def check_ended(self) -> None:
+        """What an engine has said before its sudden end: no call or request twice, and nothing untrue."""
+        engine = self.engine
+        assert len({reply.call_id for reply in engine.replies}) == len(engine.replies)
+        assert {reply.call_id for reply in engine.replies} <= set(self.calls)
+        verdicts = {verdict.call_id for verdict in engine.verdicts}
+        assert len(verdicts) == len(engine.verdicts) and verdicts <= self.submits.keys()
+        for rid, received in engine.received.items():
+            if received.finish is not None:
+                self.check_request(rid)
 
     def cancel(self) -> None:
         self.call("abort_weight_update")
@@ -249,10 +306,12 @@ def live(seed: int) -> Life:
 
 @pytest.mark.parametrize("part", range(4))
 def test_any_order_of_verbs(part: int) -> None:
-    commits = 0
+    commits = kills = 0
     for seed in range(50 * part, 50 * (part + 1)):
-        commits += live(seed).engine.core.control.status().epoch
-    assert commits > 100  # else this tests nothing
+        life = live(seed)
+        commits += life.told().epoch
+        kills += life.kills
+    assert commits > 100 and kills > 10  # else this tests nothing
 
 
 @pytest.mark.slow

@@ -70,6 +70,8 @@ def test_ready_says_what_is_in_the_way() -> None:
     for state in ("paused", "sleeping", "quarantined"):
         s.llm.status = Status(state)
         assert status() == (503, state)
+    s.llm.status = Status("updating", quarantine="there are no weights")
+    assert status() == (503, "quarantined")  # until the update is there
     s.app.state.draining = True  # each that follows hides those before
     assert status() == (503, "draining")
     s.llm.hung = True

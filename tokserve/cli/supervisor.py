@@ -111,7 +111,10 @@ class Supervisor:
         name = f"api-{index}-{self._num_started}"
         place = Place(index, self._created, self._counters)
         opening = Opening(self._config, name, address, pid, self._sockets[index].fileno(), place)
-        self._processes[index] = ApiProcess(opening)
+        try:
+            self._processes[index] = ApiProcess(opening)
+        except OSError as error:  # no descriptor or no process is left
+            raise StartError(f"API process {index} could not be started: {error.strerror}") from None
 
     async def _all_ready(self) -> None:
         for process in self._processes.values():
@@ -163,11 +166,18 @@ class Supervisor:
                 if tries > TRIES:
                     raise StartError(f"API process {index} cannot be replaced: {error}")
                 joined = self.llm.engine
-                self._launch(index)
-                error = await self._processes[index].ready
+                error = await self._started(index)
                 if error is not None:
                     logger.error("API process %d has not started: %s", index, error)
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
+
+    async def _started(self, index: int) -> str | None:
+        """Start an API process; why it cannot serve, if so."""
+        try:
+            self._launch(index)
+        except StartError as error:
+            return str(error)
+        return await self._processes[index].ready
 
     async def _drop(self, name: str) -> int:
         """Have the engine drop the requests of a process that has ended, and say how many those were."""

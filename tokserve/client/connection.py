@@ -31,6 +31,10 @@ PULSE = -1  # the call of the pings
 UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError)  # raised for what JSON and Python can say, and no message
 
 
+class EngineGone(StartError):
+    """The engine that was to be joined has ended meanwhile."""
+
+
 class Listener(Protocol):
     """Whom the engine's messages are for."""
 
@@ -113,7 +117,7 @@ class Connection:
             try:
                 watch(pid, lambda: self._on_end(link, "the engine process ended"))
             except ProcessLookupError:
-                raise StartError("the engine process has ended") from None
+                raise EngineGone("the engine process has ended") from None
             except OSError as error:  # no descriptor left, say
                 raise StartError(f"the engine process cannot be watched: {error.strerror}") from None
         link.send(Call(0, "hello"))
@@ -124,7 +128,7 @@ class Connection:
             raise StartError(f"the engine was not ready after {timeout:g} s (start_timeout)") from None
         if link is not self._link:
             reason = self.down.private if self.down else "it ended at once"
-            raise StartError(f"the engine failed to start: {reason}; its log says more")
+            raise EngineGone(f"the engine failed to start: {reason}; its log says more")
         self._start_seconds = self._loop.time() - began
         return ready
 
@@ -266,7 +270,7 @@ class Connection:
             return
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(
-                StartError(reason if expected else f"the engine failed to start: {reason}; its log says more")
+                EngineGone(reason if expected else f"the engine failed to start: {reason}; its log says more")
             )
         serving = self.ready is not None
         if serving and self._may_restart():
@@ -301,33 +305,30 @@ class Connection:
             try:
                 self._engine = engine = self._process()
                 ready = await self._join(engine.address)
-                await self._reload(last)
-                if last.paused:  # until `resume`, whatever happens
-                    await self._ask("pause", {"mode": "keep", "clear_cache": False})
+                await self._hand_over(last)
                 self._serve(ready)
-                logger.info("another engine serves, with weights of version %s", self.status.weight_version)
+                self._log_successor()
                 break
-            except (StartError, EngineDead) as error:
+            except (StartError, RequestError) as error:
                 logger.error("the engine cannot be restarted: %s", error)
                 if not self._may_restart():
                     self.dead = self.down = EngineDead(private=str(error))
         self._listener.on_replaced()
 
-    async def _reload(self, last: Status) -> None:
-        """Give a new engine the weights that the old one had, if they can be read again.  Raises EngineDead."""
-        if last.source is None:
-            if last.epoch:
-                logger.error("the weights of version %s came from no directory and are lost", last.weight_version)
-            return
-        asked = {
-            "weight_dir": last.source, "weight_version": last.weight_version, "epoch": last.epoch, "stamp": last.stamp
-        }  # fmt: skip
+    def _log_successor(self) -> None:
+        status = self.status
+        if status.quarantine is None:
+            logger.info("another engine serves, with weights of version %s", status.weight_version)
+        else:
+            logger.error("another engine is there, and serves nothing: %s", status.quarantine)
+
+    async def _hand_over(self, last: Status) -> None:
+        """Have a new engine be what the old one was, before anybody is served.  Raises RequestError, StartError."""
+        timeout = self._config.runtime.start_timeout
         try:
-            await self._ask("update_weights_from_dir", asked)
-        except EngineDead:
-            raise
-        except RequestError as error:
-            logger.error("the weights of version %s cannot be read again: %s", last.weight_version, error)
+            await asyncio.wait_for(self._ask("take_over", {"last": last}), timeout)
+        except TimeoutError:
+            raise StartError(f"the engine was not what the last one was after {timeout:g} s (start_timeout)") from None
 
     def rejoin(self, address: str, pid: int) -> None:
         """Another engine has taken the place of the one that was joined: serve with that, when it is ready."""
@@ -340,8 +341,11 @@ class Connection:
     async def _rejoin(self, address: str, pid: int) -> None:
         try:
             self._serve(await self._join(address, pid))
-        except StartError as error:  # whoever owns the engine says what comes next
+        except EngineGone as error:  # whoever owns it says what comes next
             logger.error("the new engine cannot be joined: %s", error)
+        except StartError as error:  # for want of descriptors, say: another process in this one's place can
+            self.dead = self.down = EngineDead(private=f"the new engine cannot be joined: {error}")
+            self._abandon(self.dead)
 
     def give_up(self) -> None:
         """No other engine will take the place of the one that was joined."""

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from tokserve.engine.cache import Cache
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
@@ -31,14 +33,25 @@ LEVELS = (("scheduling",), TAGS, TAGS)  # what each sleep level puts to sleep
 MAX_VERSION = 256
 
 
+@dataclass(slots=True, frozen=True)
+class Origin:
+    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: in a way that
+    cannot be gone again, over a wire or by a worker call; none of these: the checkpoint of the start."""
+
+    source: str | None = None
+    stamp: str | None = None
+    pushed: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Update:
     """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
-    `source`: the directory that its tensors come from, if they come from one, and `stamp` the state of its files.
-    `streams`: the safetensors bodies that belong to it, by name; one that began before it, or beside another update,
-    does not."""
+    `committing`: all tensors are said to be there.  `source`: the directory that they come from, if they come from one,
+    and `stamp` the state of its files.  `streams`: the safetensors bodies that belong to it, by name; one that began
+    before it, or beside another update, does not."""
 
     in_place: bool = False
+    committing: bool = False
     source: str | None = None
     stamp: str | None = None
     streams: set[str] = field(default_factory=set)
@@ -80,14 +93,16 @@ class Control:
         self._dropping = 0  # sleeps that are about to drop the weights
         self._update: Update | None = None
         self._quarantine: str | None = None
+        self._lost = False  # it is only that other weights should be here
         self._failure: str | None = None  # of the last update
-        self._source: str | None = None  # directory of the weights, if they have come from one since the start
-        self._stamp: str | None = None  # of its files
+        self._origin = Origin()  # of the weights that have the version
+        self._touched = False  # a worker call may have changed the weights since they came
         self.since = time.time()  # of the state
         self._last_state = "running"
         self.verbs: dict[str, Callable[..., Verb]] = {
             "pause": self.pause,
             "resume": self.resume,
+            "take_over": self.take_over,
             "sleep": self.sleep,
             "wake_up": self.wake_up,
             "release_kv_cache_memory": self.release_kv_cache_memory,
@@ -123,7 +138,7 @@ class Control:
     def _dropped(self) -> bool:
         """A sleep has cost the weights, and no others have come."""
         in_place = self._update is not None and self._update.in_place
-        return not (self._has_weights or in_place or self._quarantine is not None)
+        return not (self._has_weights or in_place or (self._quarantine is not None and not self._lost))
 
     @property
     def idle_is_fine(self) -> bool:
@@ -150,10 +165,59 @@ class Control:
         state = self.state
         if state != self._last_state:
             self._last_state, self.since = state, time.time()
+        origin = self._origin
         return Status(
             state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
-            self._quarantine, self._failure, self._source, self._stamp,
+            self._quarantine, self._failure, source=origin.source, stamp=origin.stamp, pushed=origin.pushed,
+            lost=self._lost, asleep=sorted(self._asleep), dropped=self._dropped,
         )  # fmt: skip
+
+    # --- in another engine's place ---
+
+    def take_over(self, last: Any) -> Verb:
+        """Be what an engine was that has ended, by the `Status` that it told last: paused and asleep as it was, with
+        its weights and its epoch.  Weights that cannot be had again are not replaced by others: nothing is served then.
+        Nobody else may have called anything yet."""
+        was = msgspec.convert(last, Status)
+        yield STEP_BOUNDARY
+        self._paused = was.paused
+        self._asleep.update(was.asleep)
+        memory = [*(tag for tag in was.asleep if tag == "kv_cache"), *(["weights"] if was.dropped else [])]
+        if memory:
+            self._release(memory)
+        gone = ""
+        if not was.dropped:
+            gone = "they came in no files" if was.pushed else (yield from self._read_again(was))
+        if gone:
+            self._quarantine = (
+                f"the engine was replaced, and the weights of version {was.weight_version} could not be had again "
+                f"({gone}): push weights"
+            )
+            self._lost = True
+            self._renew(self._version, Origin(), was.epoch + 1)
+        elif self._epoch != was.epoch:
+            self._renew(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
+        if was.lost:
+            self._quarantine, self._lost = was.quarantine, True
+        self._failure = "the engine ended while it was open" if was.state == "updating" else was.failure
+        return {}
+
+    def _read_again(self, was: Status) -> Generator[Wait, None, str]:
+        """Load the weights of a directory, if they came from one; why that cannot be, or ""."""
+        if was.source is None:
+            return ""
+        try:
+            update = yield from self._open()
+            update.source = was.source
+            update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": was.source})
+            if update.stamp != was.stamp:
+                self._fail(update, f"the files in {was.source} have changed since they were read")
+                yield from self._background("abort_update")
+                return self._failure or ""
+            yield from self._commit(update, was.weight_version, was.epoch)
+        except RequestError as error:
+            return error.message
+        return ""
 
     # --- pause ---
 
@@ -291,47 +355,41 @@ class Control:
 
     def update_weights(self, update: dict[str, Any]) -> Verb:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
-        opened = self._opened()
+        opened = self._filling()
         opened.source = update.get("weight_dir", update.get("path"))
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
     def begin_weight_stream(self, stream: str) -> Verb:
         """What comes under this name belongs to the update that is open now, and to no later one."""
-        self._opened().streams.add(stream)
+        self._filling().streams.add(stream)
         yield from ()
         return {}
 
     def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
-        opened = self._opened()
+        opened = self._filling()
         if stream not in opened.streams:
             raise Conflict("the weight update that this body belongs to has ended")
         opened.source = None
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(
-        self, weight_dir: str, weight_version: str | None = None, epoch: int | None = None, stamp: str | None = None
-    ) -> Verb:
-        """A whole update from a checkpoint directory.  `epoch`, `stamp`: for an engine that goes on where another has
-        ended; the files must still be those that the other one read, or the version would name other weights."""
+    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
+        """A whole update from a checkpoint directory."""
         self._check_version(weight_version)
         update = yield from self._open()
         update.source = weight_dir
         update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
-        if stamp is not None and update.stamp != stamp:
-            self._fail(update, f"the files in {weight_dir} have changed since version {weight_version} was read")
-            yield from self._background("abort_update")
-            raise Conflict(self._failure or "")
-        return (yield from self._commit(update, weight_version, epoch))
+        return (yield from self._commit(update, weight_version))
 
     def finish_weight_update(self, weight_version: str | None = None) -> Verb:
         """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
         self._check_version(weight_version)
-        return (yield from self._commit(self._opened(), weight_version))
+        return (yield from self._commit(self._filling(weight_version), weight_version))
 
     def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
+        update.committing = True
         yield from self._staged(update, "finish_update")
         yield STEP_BOUNDARY
         self._check_open(update)
@@ -347,17 +405,16 @@ class Control:
         self._update = None
         self._has_weights = True
         self._quarantine = self._failure = None
-        self._renew(weight_version, update.source, update.stamp, epoch)
+        self._lost = self._touched = False
+        self._renew(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         done = {"message": "Weight update finished", "weight_version": self._version, "epoch": self._epoch}
         yield from self._background("forget_weights")
         return done
 
-    def _renew(
-        self, weight_version: str | None, source: str | None = None, stamp: str | None = None, epoch: int | None = None
-    ) -> None:
+    def _renew(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
         """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
         self._epoch = self._epoch + 1 if epoch is None else epoch
-        self._source, self._stamp = source, stamp
+        self._origin = origin
         self._version = str(self._epoch) if weight_version is None else weight_version
         self._cache.renew(self._epoch)
         self._scheduler.use_weights(self._version, self._epoch)
@@ -371,12 +428,15 @@ class Control:
         return {"message": "Weight update aborted"}
 
     def update_weight_version(self, new_version: str) -> Verb:
-        """Name the weights that serve.  A new epoch too: they may have been changed behind our back."""
+        """Name the weights that serve.  A new epoch too: they may have been changed behind our back.  After `take_over`
+        it says that those that are there are the right ones."""
         self._check_version(new_version, "new_version")
         if self._update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
-        self._renew(new_version)
+        self._renew(new_version, Origin(pushed=True) if self._touched else self._origin)
+        if self._lost and self._has_weights:
+            self._quarantine, self._lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self._epoch}
 
     def weight_checksums(self) -> Verb:
@@ -389,11 +449,21 @@ class Control:
         if version is not None and not 0 < len(version) <= MAX_VERSION:
             raise RequestError(f"a weight version must have 1 to {MAX_VERSION} characters", field=field)
 
-    def _opened(self) -> Update:
+    def _opened(self, weight_version: str | None = None) -> Update:
+        """`weight_version`: what it is to make."""
         if self._update is None:
             last = f"; the last one failed: {self._failure}" if self._failure else ""
+            if weight_version is not None and weight_version == self._version:
+                last = f"; weights of version {weight_version} serve already"
             raise Conflict(f"no weight update is open: start one first{last}")
         return self._update
+
+    def _filling(self, weight_version: str | None = None) -> Update:
+        """The open update, unless all its tensors are said to be there: what comes later does not touch it."""
+        opened = self._opened(weight_version)
+        if opened.committing:
+            raise Conflict("the weight update is being committed")
+        return opened
 
     def _check_open(self, update: Update) -> None:
         if self._update is not update:
@@ -431,9 +501,11 @@ class Control:
         """Call a method of the worker extension between two steps; a result per worker."""
         yield STEP_BOUNDARY
         asked = {"method": method, "args": args or [], "kwargs": kwargs or {}}
+        self._touched = True
         return [self._executor.call("collective_rpc", asked)]
 
     def apply_model(self, function: str) -> Verb:
         """Call the function `module:name` with the model between two steps; a result per worker."""
         yield STEP_BOUNDARY
+        self._touched = True
         return [self._executor.call("apply_model", {"function": function})]

@@ -19,7 +19,7 @@ from tokserve.server.serving import Serving
 
 DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 counts as hung
 FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known state is shown
-ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids", "weight_version")
+ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
 
 
 class Model(msgspec.Struct):
@@ -47,6 +47,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("restarting", lambda serving: serving.llm.down is not None),
     ("hung", lambda serving: serving.llm.hung),
     ("draining", lambda serving: bool(serving.state.draining)),
+    ("quarantined", lambda serving: serving.llm.status.quarantine is not None),
 )
 
 
@@ -132,7 +133,7 @@ async def about(serving: Serving, request: Request) -> Response:
     wanted = request.query_params.get("config_format")
     if wanted not in (None, "json", "text"):
         raise RequestError("config_format must be json or text", field="config_format")
-    config = _shown(serving.config)
+    config, status = _shown(serving.config), serving.llm.status
     theirs = {} if wanted is None else {"vllm_config": _as_vllm(serving, config, wanted)}
     return body.reply(
         request,
@@ -141,8 +142,9 @@ async def about(serving: Serving, request: Request) -> Response:
             **theirs,
             "api_server": serving.place.index,
             "facts": serving.llm.ready.facts,
-            "adapters": {adapter.name: adapter.generation for adapter in serving.llm.status.adapters},
-            "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS},
+            "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
+            "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
+            | {"weight_version": status.weight_version, "epoch": status.epoch},
             "versions": {
                 "tokserve": tokserve.__version__, "python": platform.python_version(),
                 "fastapi": fastapi.__version__, "msgspec": msgspec.__version__, "pydantic": pydantic.VERSION,

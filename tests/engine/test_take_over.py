@@ -1,0 +1,211 @@
+"""An engine in the place of one that has ended is what that was, or says loudly that it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tests.engine.test_control import PROMPT, ask, busy, state, update
+from tokserve.messages import Call, Status, decode_to_engine, encode
+
+
+def successor(engine: Engine, **directories: tuple[str, str]) -> Engine:
+    """Another engine after the sudden end of this one, from the same checkpoint."""
+    other = Engine(context=80, num_blocks=100)
+    other.executor.directories |= directories
+    message = decode_to_engine(encode(Call(50, "take_over", {"last": engine.core.control.status()})))
+    assert isinstance(message, Call)
+    assert ask(other, message.method, **message.args).error is None
+    return other
+
+
+def status(engine: Engine) -> Status:
+    return engine.core.control.status()
+
+
+def serves(engine: Engine) -> str:
+    """The version that a request's tokens are said to be of."""
+    add = engine.make("probe", PROMPT, max_tokens=3, ignore_eos=True)
+    assert not engine.submit("probe", add).refusal
+    engine.run()
+    engine.check_complete("probe")
+    ((version, _, _),) = engine.received["probe"].outputs[-1].spans
+    return version
+
+
+def refuses(engine: Engine) -> str:
+    """Why a request is refused."""
+    verdict = engine.submit("refused", engine.make("refused", PROMPT, max_tokens=3))
+    assert verdict.refusal == "quarantined"
+    return verdict.message
+
+
+def test_nothing_special_is_nothing_special() -> None:
+    other = successor(busy())
+    assert status(other) == Status(weight_version="v1") and serves(other) == "v1"
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_goes_on(mode: str) -> None:
+    engine = busy()
+    ask(engine, "pause", mode=mode)
+    other = successor(engine)
+    assert state(other) == "paused" and status(other).paused
+    ask(other, "resume")
+    assert serves(other) == "v1"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_sleep_goes_on(level: int) -> None:
+    engine = busy()
+    ask(engine, "sleep", level=level)
+    other = successor(engine)
+    assert state(other) == "sleeping" and status(other) == status(engine)
+    assert other.executor.has_kv is (level == 0)
+    assert not any(plan.slots.size for plan in other.executor.plans)
+    ask(other, "wake_up")
+    assert state(other) == "running" and serves(other) == "v1"
+
+
+def test_a_deep_sleep_goes_on_without_weights() -> None:
+    engine = busy()
+    update(engine, "w1", "step-1")
+    ask(engine, "sleep", level=2)
+    other = successor(engine)
+    assert status(other) == status(engine) and other.executor.weights is None and not other.executor.has_kv
+    assert ask(other, "wake_up").status == 409
+    ask(other, "wake_up", tags=["weights"])
+    assert update(other, "w2").result["epoch"] == 2
+    ask(other, "wake_up")
+    assert serves(other) == "2"
+
+
+def test_released_kv_memory_and_a_pause_beneath_a_sleep_are_kept() -> None:
+    engine = busy()
+    ask(engine, "pause", mode="keep")
+    ask(engine, "release_kv_cache_memory")
+    other = successor(engine)
+    assert status(other) == status(engine) and not other.executor.has_kv
+    ask(other, "wake_up", tags=["kv_cache"])
+    assert state(other) == "paused"
+
+
+def test_weights_of_a_directory_are_read_again_also_asleep() -> None:
+    engine = busy()
+    engine.executor.directories["d"] = ("w2", "first")
+    assert ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="v").error is None
+    ask(engine, "update_weight_version", new_version="renamed")
+    ask(engine, "sleep", level=1)
+    other = successor(engine, d=("w2", "first"))
+    assert status(other) == status(engine) and status(other).epoch == 2
+    ask(other, "wake_up")
+    other.weights_of["renamed"] = "w2"
+    assert serves(other) == "renamed"
+
+
+@pytest.mark.parametrize("found", [{}, {"d": ("w3", "second")}])
+def test_without_the_files_that_were_read_nothing_is_served(found: Any) -> None:
+    engine = busy()
+    engine.executor.directories["d"] = ("w2", "first")
+    ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="step-7")
+    other = successor(engine, **found)
+    assert state(other) == "quarantined" and other.executor.staged is None
+    assert "step-7" in refuses(other) and ("have changed" in refuses(other) or not found)
+
+
+def test_pushed_weights_are_missed_until_they_are_pushed_again() -> None:
+    engine = busy()
+    update(engine, "w1")
+    update(engine, "w2", "step-120")
+    other = successor(engine)
+    assert state(other) == "quarantined" and "step-120" in refuses(other)
+    assert (status(other).weight_version, status(other).epoch) == ("v1", 3)  # what is in memory, and no epoch twice
+    third = successor(other)
+    assert status(third) == status(other) and "step-120" in refuses(third)
+    done = update(third, "w2", "step-120")
+    assert done.result["epoch"] == 4 and serves(third) == "step-120"
+
+
+def test_without_room_for_two_sets_lost_weights_can_be_pushed_again() -> None:
+    engine = busy()
+    engine.executor.directories["d"] = ("w2", "first")
+    ask(engine, "update_weights_from_dir", weight_dir="d", weight_version="step-1")
+    other = Engine(context=80)
+    other.executor.beside = False
+    ask(other, "take_over", last=status(engine))
+    assert state(other) == "quarantined" and "step-1" in refuses(other) and other.executor.weights is None
+    ask(other, "update_weight_version", new_version="mine")
+    assert state(other) == "quarantined"  # a name makes no weights
+    update(other, "w2", "step-2")
+    assert serves(other) == "step-2"
+
+
+def test_a_name_says_that_what_is_there_may_serve() -> None:
+    """The way of trainers whose weights come by worker calls, and of people who want the checkpoint's."""
+    engine = busy()
+    update(engine, "w1", "step-1")
+    other = successor(engine)
+    assert ask(other, "update_weight_version", new_version="base").result["epoch"] == 3
+    other.weights_of["base"] = ""
+    assert serves(other) == "base"
+    assert state(successor(other)) == "running"
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_what_a_worker_call_may_have_changed_and_was_named_is_lost(call: bool) -> None:
+    engine = busy()
+    if call:
+        ask(engine, "collective_rpc", method="load")
+    ask(engine, "update_weight_version", new_version="mine")
+    other = successor(engine)
+    other.weights_of["mine"] = ""
+    if call:
+        assert "mine" in refuses(other)
+    else:
+        assert status(other) == status(engine) and serves(other) == "mine"
+
+
+def test_lost_weights_and_a_deep_sleep() -> None:
+    engine = busy()
+    update(engine, "w1", "step-1")
+    other = successor(engine)
+    ask(other, "sleep", level=2)
+    assert other.executor.weights is None and state(other) == "quarantined" and status(other).sleeping
+    third = successor(other)
+    assert third.executor.weights is None and not third.executor.has_kv and status(third) == status(other)
+    assert ask(third, "wake_up").status == 409
+    update(third, "w2", "step-2")
+    ask(third, "wake_up")
+    assert serves(third) == "step-2"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_open_update_has_failed(beside: bool) -> None:
+    engine = busy()
+    engine.executor.beside = beside
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"weights": "w1"})
+    assert state(engine) == "updating"
+    other = successor(engine)
+    assert state(other) == "running" and status(other).failure == "the engine ended while it was open"
+    late = ask(other, "finish_weight_update")
+    assert late.status == 409 and "the engine ended" in str(late.error)
+    assert serves(other) == "v1"
+
+
+def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:
+    engine = busy()
+    engine.executor.beside = False
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"fault": "the trainer has gone"})
+    assert state(engine) == "quarantined"
+    other = successor(engine)
+    assert state(other) == "running" and "has gone" in str(status(other).failure) and serves(other) == "v1"
+    engine = busy()
+    update(engine, "w1", "step-1")
+    engine.executor.beside = False
+    ask(engine, "start_weight_update")
+    ask(engine, "update_weights", update={"fault": "the trainer has gone"})
+    assert "step-1" in refuses(successor(engine))
