@@ -13,7 +13,6 @@ from collections.abc import Callable
 from tests.client.fake_engine import READY, FakeEngine, echo
 from tokserve.messages import Call, Dead, FromEngine, Reply
 
-
 HERITAGE: dict[str, Callable[[Call], list[FromEngine]]] = {
     "heirless": lambda call: [],
     "refuses_heritage": lambda call: [Reply(call.call_id, error="KeyError in the engine; its log says more")],

@@ -269,3 +269,17 @@ def test_a_temporary_directory_with_a_long_name(monkeypatch: pytest.MonkeyPatch,
     assert path.startswith("/tmp/") and len(path) < 80
     os.rmdir(path)
     assert not list(long.iterdir())
+
+
+def test_a_temporary_directory_that_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    path = launch._private_directory()
+    assert path.startswith("/tmp/")
+    os.rmdir(path)
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(StartError, match="No space left on device"):
+        launch._private_directory()

@@ -90,8 +90,11 @@ def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["exit", "refuse", "crash"])
-def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(mode: Any, name: str) -> None:
+def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
+    mode: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mode("serve")
+    monkeypatch.setattr(connection, "RETRY", (0.01, 0.01))
 
     async def scene() -> None:
         llm = make(2)
@@ -103,6 +106,32 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(mode: Any, name: s
         await asyncio.wait_for(told.wait(), 60)
         assert llm.dead is not None and llm.dead.code == "engine_dead"
         await llm.restored()  # does not wait
+        await llm.shutdown()
+
+    asyncio.run(scene())
+
+
+def test_what_a_start_lacks_may_be_there_a_little_later(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode("serve")
+    monkeypatch.setattr(connection, "RETRY", (0.01, 0.02))
+
+    async def scene() -> None:
+        llm = make(3)
+        await llm.start()
+        start, failed = llm._connection._process, []
+
+        def lacking() -> Any:
+            if len(failed) < 2:
+                failed.append("No space left on device")
+                raise StartError(failed[-1])
+            return start()
+
+        monkeypatch.setattr(llm._connection, "_process", lacking)
+        os.kill(pid_of(llm), signal.SIGKILL)
+        await until(lambda: llm.down is not None)
+        await llm.restored()
+        assert len(failed) == 2 and llm.dead is None and llm.down is None
+        assert (await collect(llm.stream([1, 2], PLAIN)))[0].token_ids == [1, 2]
         await llm.shutdown()
 
     asyncio.run(scene())
@@ -200,7 +229,8 @@ def test_who_is_told_of_an_engine_that_has_ended_already_waits_for_the_next(mode
         joining = other._connection._restarting
         assert joining is not None
         await asyncio.wait([joining], timeout=30)
-        assert joining.done() and other.dead is None and other.down is not None and other.down.code == "engine_restarting"
+        assert joining.done() and other.dead is None
+        assert other.down is not None and other.down.code == "engine_restarting"
         other.rejoin(*third.engine)
         await asyncio.wait_for(other.restored(), 30)
         assert (await collect(other.stream([8], PLAIN)))[0].token_ids == [8]

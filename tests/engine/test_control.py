@@ -367,9 +367,9 @@ def test_an_abort_overtakes_a_commit_that_waits_for_its_tensors() -> None:
 
 REPEATED: list[tuple[str, dict[str, Any], str]] = [
     ("pause", {"mode": "abort"}, "paused"), ("pause", {"mode": "keep"}, "paused"),
-    ("pause", {"mode": "wait"}, "paused"), ("resume", {}, "running"), ("sleep", {"level": 0}, "sleeping"), ("sleep", {"level": 1}, "sleeping"),
-    ("sleep", {"level": 2}, "sleeping"), ("sleep", {"level": 1, "mode": "wait"}, "sleeping"),
-    ("wake_up", {}, "running"),
+    ("pause", {"mode": "wait"}, "paused"), ("resume", {}, "running"), ("sleep", {"level": 0}, "sleeping"),
+    ("sleep", {"level": 1}, "sleeping"), ("sleep", {"level": 2}, "sleeping"),
+    ("sleep", {"level": 1, "mode": "wait"}, "sleeping"), ("wake_up", {}, "running"),
     ("release_kv_cache_memory", {}, "sleeping"), ("shutdown_weight_transfer_engine", {}, "running"),
 ]  # fmt: skip
 

@@ -195,6 +195,27 @@ def test_an_open_update_has_failed(beside: bool) -> None:
     assert serves(other) == "v1"
 
 
+def test_adapters_are_those_of_the_start_that_were_not_replaced_since() -> None:
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "lora_modules": ["a=/a", "b=/b", "c=/c"]}
+    engine = Engine(**options)
+    ask(engine, "load_lora_adapter", lora_name="b", lora_path="/newer")
+    ask(engine, "unload_lora_adapter", lora_name="c")
+    ask(engine, "load_lora_adapter", lora_name="late", lora_path="/late")
+    ask(engine, "unload_lora_adapter", lora_name="late")
+    last = engine.core._state_now()
+    other = Engine(**options)
+    ask(other, "take_over", last=last)
+    assert [(each.name, each.generation) for each in other.core.adapters.listed()] == [("a", 1)]
+    assert other.core._state_now().num_loads == 5
+    for name in ("b", "d"):
+        assert ask(other, "load_lora_adapter", lora_name=name, lora_path="/x").error is None
+    add = other.make("r", PROMPT, adapter="b", max_tokens=3, ignore_eos=True)
+    assert not other.submit("r", add).refusal
+    other.run()
+    assert other.received["r"].outputs[-1].spans == [("v1+b@6", 0, 3)]
+    other.check_complete("r")
+
+
 def test_a_quarantine_ends_where_the_last_weights_can_be_had_again() -> None:
     engine = busy()
     engine.executor.beside = False

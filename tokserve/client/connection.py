@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS = 0.3  # seconds between the process's end and giving up on a message from it
 SHUTDOWN_PATIENCE = 5.0  # seconds the engine may take to end by itself
+RETRY = (1.0, 30.0)  # seconds between two starts that fail: at first, and at most after doubling
 RESTART_WINDOW = 600.0  # seconds in which an engine is replaced at most `restart_engine` times
 PULSE = -1  # the call of the pings
 UNSENDABLE = (OverflowError, TypeError, UnicodeEncodeError)  # raised for what JSON and Python can say, and no message
@@ -298,6 +299,7 @@ class Connection:
         """Put another engine in the place of one that is gone, and of that again, as often as may be."""
         assert self._loop is not None and self.down is not None
         last = self.status
+        pause, longest = RETRY
         while self.dead is None:
             logger.error("the engine died: %s; starting another", self.down.private)
             self._restarts.append(self._loop.time())
@@ -313,6 +315,9 @@ class Connection:
                 logger.error("the engine cannot be restarted: %s", error)
                 if not self._may_restart():
                     self.dead = self.down = EngineDead(private=str(error))
+                    break
+                await asyncio.sleep(pause)  # what it lacked (memory, a descriptor) somebody may give back
+                pause = min(2 * pause, longest)
         self._listener.on_replaced()
 
     def _log_successor(self) -> None:

@@ -125,12 +125,16 @@ def describe_exit(code: int, who: str = "the engine process") -> str:
 
 def _private_directory() -> str:
     """A new directory of mode 700 with a path short enough for a socket."""
+    failed: OSError | None = None
     for parent in (None, "/tmp"):
         try:
             path = tempfile.mkdtemp(prefix="tokserve-", dir=parent)
-        except OSError as error:
-            raise StartError(f"cannot make a temporary directory for the engine's socket: {error}") from error
+        except OSError as error:  # it is full, or was removed
+            failed = failed or error
+            continue
         if len(os.fsencode(f"{path}/{SOCKET}")) <= MAX_SOCKET_PATH:
             return path
         os.rmdir(path)
+    if failed is not None:
+        raise StartError(f"cannot make a temporary directory for the engine's socket: {failed}")
     raise StartError("the temporary directory's path is too long for a socket; set TMPDIR to a shorter one")

@@ -7,7 +7,7 @@ unload lets the adapter's requests end first.  Knows no weights: the executor pu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,7 +40,7 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._free = list(range(config.max_loras - 1, -1, -1))  # slots, a stack
         self._loading = False
-        self._generation = 0
+        self.num_loads = 0
         self.verbs: dict[str, Callable[..., Verb]] = {
             "load_lora_adapter": self.load,
             "unload_lora_adapter": self.unload,
@@ -54,6 +54,14 @@ class Adapters:
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
         return [LoadedAdapter(each.name, each.path, each.generation) for _, each in sorted(self._by_name.items())]
+
+    def take_over(self, listed: Collection[LoadedAdapter], num_loads: int) -> None:
+        """Forget what was loaded at the start unless the engine before had it unchanged, and number loads as it would
+        have.  There must be no requests."""
+        for adapter in self.listed():
+            if adapter not in listed:
+                self._free.append(self._by_name.pop(adapter.name).slot)
+        self.num_loads = max(self.num_loads, num_loads)
 
     def _load_at_start(self) -> None:
         """Load the configured ones, from wherever they are."""
@@ -95,12 +103,12 @@ class Adapters:
         slot = self._slot(name)
         self._executor.call("place_adapter", {"slot": slot})
         adapter = self._by_name.get(name)
-        self._generation += 1
+        self.num_loads += 1
         if adapter is None:
             self._free.remove(slot)
-            adapter = self._by_name[name] = Adapter(name, path, slot, self._generation)
+            adapter = self._by_name[name] = Adapter(name, path, slot, self.num_loads)
         else:
-            adapter.path, adapter.generation = path, self._generation
+            adapter.path, adapter.generation = path, self.num_loads
             self._cache.replaced(adapter)
         return {"lora_name": name, "lora_path": path, "generation": adapter.generation}
 

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
 from tokserve.engine.cache import Cache
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
@@ -102,7 +100,6 @@ class Control:
         self.verbs: dict[str, Callable[..., Verb]] = {
             "pause": self.pause,
             "resume": self.resume,
-            "take_over": self.take_over,
             "sleep": self.sleep,
             "wake_up": self.wake_up,
             "release_kv_cache_memory": self.release_kv_cache_memory,
@@ -174,11 +171,9 @@ class Control:
 
     # --- in another engine's place ---
 
-    def take_over(self, last: Any) -> Verb:
-        """Be what an engine was that has ended, by the `Status` that it told last: paused and asleep as it was, with
-        its weights and its epoch.  Weights that cannot be had again are not replaced by others: nothing is served then.
-        Nobody else may have called anything yet."""
-        was = msgspec.convert(last, Status)
+    def take_over(self, was: Status) -> Verb:
+        """Be paused and asleep as an engine was that has ended, with its weights and its epoch.  Weights that cannot be
+        had again are not replaced by others: nothing is served then."""
         yield STEP_BOUNDARY
         self._paused = was.paused
         self._asleep.update(was.asleep)

@@ -122,6 +122,7 @@ class EngineCore:
         self._tasks: list[_Task] = []
         self._status = self._state_now()
         self._acknowledgements: deque[_Acknowledgement] = deque()
+        self._begins = self.control.verbs | self.adapters.verbs | {"take_over": self._take_over}
         self._verbs: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "ping": self._ping,
@@ -328,7 +329,7 @@ class EngineCore:
     # --- verbs: called with (identity, call id) and the caller's arguments, each answers by itself ---
 
     def _call(self, identity: bytes, call: Call) -> None:
-        begin = self.control.verbs.get(call.method) or self.adapters.verbs.get(call.method)
+        begin = self._begins.get(call.method)
         verb = self._verbs.get(call.method)
         if verb is None and begin is None:
             return self._emit(identity, Reply(call.call_id, error=f"the engine has no verb {call.method!r}"))
@@ -374,13 +375,20 @@ class EngineCore:
         self._tell_status()
         return resumed
 
+    def _take_over(self, last: Any) -> Verb:
+        """Be what an engine was that has ended, by the `Status` that it told last.  Nobody else may have called yet."""
+        was = msgspec.convert(last, Status)
+        self.adapters.take_over(was.adapters, was.num_loads)
+        return (yield from self.control.take_over(was))
+
     def _is_due(self, wait: Wait) -> bool:
         if wait is STEP_BOUNDARY:
             return not self._flights
         return wait.done() if isinstance(wait, Future) else wait()
 
     def _state_now(self) -> Status:
-        return msgspec.structs.replace(self.control.status(), adapters=self.adapters.listed())
+        adapters = self.adapters
+        return msgspec.structs.replace(self.control.status(), adapters=adapters.listed(), num_loads=adapters.num_loads)
 
     def _tell_status(self) -> None:
         status = self._state_now()
