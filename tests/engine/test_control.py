@@ -348,6 +348,24 @@ def test_what_is_asked_again_while_a_commit_is_on_its_way_does_not_touch_it() ->
     engine.check_complete("r0")
 
 
+@pytest.mark.parametrize("method", ["init_weight_transfer_engine", "shutdown_weight_transfer_engine"])
+def test_a_trainer_that_did_not_come_is_not_waited_for_when_another_is_announced(method: str) -> None:
+    engine = busy()
+    engine.executor.slow = deque()
+    engine.call("init_weight_transfer_engine", call_id=9, options={})
+    engine.steps(2)
+    assert not answers(engine, 9) and engine.executor.interrupted == 0
+    args = {"options": {}} if method.startswith("init") else {}
+    engine.call(method, call_id=10, **args)
+    assert engine.executor.interrupted == 1
+    while not answers(engine, 9) or not answers(engine, 10):
+        engine.executor.settle()
+        engine.step()
+    engine.executor.slow = None
+    assert ask(engine, "shutdown_weight_transfer_engine", call_id=11).error is None
+    assert engine.executor.interrupted == 1  # nobody waits
+
+
 def test_an_abort_overtakes_a_commit_that_waits_for_its_tensors() -> None:
     engine = busy()
     ask(engine, "start_weight_update")

@@ -348,6 +348,29 @@ def test_an_interrupt_ends_a_transfer_whose_sender_is_silent(bench: Bench) -> No
     trainer.die()
 
 
+def test_an_interrupt_ends_the_wait_for_a_trainer_that_does_not_come(bench: Bench) -> None:
+    runner, facts = start(bench.old)
+    options = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    failures: list[RequestError] = []
+
+    def meet() -> None:
+        try:
+            runner.background("init_weight_transfer", {"options": options | {"backend": "gloo"}})
+        except TransferFailed as error:
+            failures.append(error)
+
+    meeting = threading.Thread(target=meet, daemon=True)
+    meeting.start()
+    for _ in range(2000):
+        runner.interrupt()  # it may not have begun to wait
+        meeting.join(0.01)
+    assert [str(error) for error in failures] == ["the transfer was interrupted"]
+    runner.background("begin_update", {"have_weights": True})
+    by_gloo(runner, bench.tensors)  # another trainer is met
+    runner.background("abort_update", {})
+    assert outcome(runner, facts) == bench.want_old
+
+
 def test_a_directory_that_is_written_again_has_another_stamp(bench: Bench, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "latest", tiny_config("llama"), seed=3)
     file = directory / "model.safetensors"

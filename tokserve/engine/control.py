@@ -90,6 +90,7 @@ class Control:
         self._has_weights = True
         self._dropping = 0  # sleeps that are about to drop the weights
         self._update: Update | None = None
+        self._meeting = 0  # verbs that wait for a trainer
         self._quarantine: str | None = None
         self._lost = False  # it is only that other weights should be here
         self._failure: str | None = None  # of the last update
@@ -319,12 +320,23 @@ class Control:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
         if self._update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
-        return (yield from self._background("init_weight_transfer", options=options))
+        self._give_up_meeting()
+        self._meeting += 1
+        try:
+            return (yield from self._background("init_weight_transfer", options=options))
+        finally:
+            self._meeting -= 1
+
+    def _give_up_meeting(self) -> None:
+        """A trainer that is still waited for will not come any more."""
+        if self._meeting:
+            self._executor.interrupt()
 
     def shutdown_weight_transfer_engine(self) -> Verb:
         """Let go of the backend; an open update is rolled back."""
         if self._update is not None:
             yield from self.abort_weight_update()
+        self._give_up_meeting()
         return (yield from self._background("shutdown_weight_transfer"))
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> Verb:

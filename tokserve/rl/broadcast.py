@@ -8,7 +8,9 @@ and nothing is ever unpickled.  Must not know models or engines.
 from __future__ import annotations
 
 import math
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from tokserve.errors import RequestError, TransferFailed
 
 PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
+PROBE = 5.0  # seconds for a connection
 PREFIX = "tokserve_weights"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -43,13 +46,17 @@ BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "
 
 
 class Group:
-    """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined.
+    """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined;
+    `interrupted`, set from another thread, ends the wait for rank 0.
 
     Raises RequestError for an unknown backend or one that this build of torch lacks, TransferFailed if the others do
     not join.
     """
 
-    def __init__(self, backend: str, address: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, backend: str, address: str, port: int, rank: int, size: int, timeout: float,
+        interrupted: threading.Event | None = None,
+    ) -> None:  # fmt: skip
         if backend not in BACKENDS:
             raise RequestError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}", field="backend")
         make, device = BACKENDS[backend]
@@ -57,9 +64,11 @@ class Group:
             raise RequestError(f"this build of torch has no {backend}", field="backend")
         self.device = torch.device(device)
         self._backend = backend
-        self._interrupted = threading.Event()
+        self._interrupted = interrupted or threading.Event()
         self._broken = False
         patience = timedelta(seconds=timeout)
+        if rank:
+            self._await_listener(address, port, timeout)
         try:
             store = TCPStore(address, port, size, rank == 0, patience)
             self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
@@ -68,6 +77,21 @@ class Group:
             raise TransferFailed(
                 f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
             ) from None
+
+    def _await_listener(self, address: str, port: int, timeout: float) -> None:
+        """Wait until rank 0 listens: the store would wait for it too, but could not be interrupted."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                socket.create_connection((address, port), PROBE).close()
+                return
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise TransferFailed(
+                        f"the {self._backend} group at {address}:{port} could not be formed: {error.strerror or error}"
+                    ) from None
+            if self._interrupted.wait(0.05):
+                raise TransferFailed("the transfer was interrupted")
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send (rank 0) or receive `tensor`.  Raises TransferFailed; the group is unusable afterwards.

@@ -8,6 +8,7 @@ set takes effect is the engine's affair.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class WeightSync:
         self._complete: Decoder | None = None
         self._old: Decoder | None = None  # replaced, not yet given back
         self._group: Group | None = None
+        self._meeting = threading.Event()  # set: the trainer is not waited for
         self._stream: tuple[str, sources.SafetensorsStream] | None = None
 
     # --- the backend ---
@@ -93,9 +95,10 @@ class WeightSync:
             address = socket.gethostbyname(asked.master_address)
         except OSError as error:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
+        self._meeting = threading.Event()
         self._group = Group(
             backend, address, asked.master_port, asked.rank_offset, asked.world_size,
-            self._config.weight_transfer_timeout,
+            self._config.weight_transfer_timeout, self._meeting,
         )  # fmt: skip
         given = {name: value for name in PACKING if (value := getattr(asked, name)) is not None}
         self._packing = self._chosen_packing | given
@@ -109,7 +112,8 @@ class WeightSync:
         return {"message": "Weight transfer shut down"}
 
     def interrupt(self) -> None:
-        """From another thread: make a transfer that waits for its sender fail."""
+        """From another thread: make what waits for a trainer fail, a meeting or a transfer."""
+        self._meeting.set()
         if self._group is not None:
             self._group.interrupt()
 
