@@ -241,7 +241,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     The rest is for an engine that takes the place of this one (`Control.take_over`).  `source`: the directory that the
     weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
     that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
-    `control.TAGS`; `dropped`: and it has cost the weights.  `num_loads`: of adapters, so far.
+    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.
     """
 
     state: str = "running"

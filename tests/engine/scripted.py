@@ -288,6 +288,7 @@ class ScriptedExecutor:
             self.staged = ""
             return self.beside or self.weights is None
         if method == "receive_update" and args["source"].get("weight_dir") in self.directories:
+            demand(self.staged is not None, "no update is open")
             self.staged, stamp = self.directories[args["source"]["weight_dir"]]
             return stamp
         if method == "receive_update":

@@ -421,6 +421,22 @@ def test_the_one_call_form_is_start_stage_and_commit() -> None:
     assert reply.status == 400 and state(engine) == "running"
 
 
+def test_nobody_else_has_a_part_in_a_whole_update() -> None:
+    engine = busy()
+    engine.executor.directories["d"] = ("w2", "first")
+    engine.executor.slow = deque()
+    engine.call("update_weights_from_dir", call_id=9, weight_dir="d", weight_version="two")
+    for method, args in (("update_weights", {"update": {"weights": "w3"}}), ("finish_weight_update", {})):
+        for _ in range(2):  # while it opens, and while it is read
+            assert ask(engine, method, **args).status == 409
+            engine.executor.settle(1)
+            engine.steps(1)
+    while not answers(engine, 9):
+        engine.executor.settle()
+        engine.step()
+    assert answers(engine, 9)[0].result["weight_version"] == "two" and engine.executor.weights == "w2"
+
+
 def test_a_label_is_a_new_epoch() -> None:
     engine = Engine()
     engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)
@@ -527,6 +543,14 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     assert ask(engine, "release_kv_cache_memory").error is None
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(3)
+    ask(engine, "start_weight_update")
+    assert engine.core.control.status().sleeping
+    ask(engine, "abort_weight_update")
+    ask(engine, "wake_up", tags=["kv_cache", "scheduling"])
+    ask(engine, "start_weight_update")
+    assert state(engine) == "updating" and engine.core.control.status().sleeping  # until its weights are back
+    ask(engine, "abort_weight_update")
+    ask(engine, "release_kv_cache_memory")
     assert update(engine, "w2").error is None
     engine.steps(3)
     assert "late" not in engine.received

@@ -44,12 +44,12 @@ class Origin:
 @dataclass(slots=True, eq=False)
 class Update:
     """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
-    `committing`: all tensors are said to be there.  `source`: the directory that they come from, if they come from one,
-    and `stamp` the state of its files.  `streams`: the safetensors bodies that belong to it, by name; one that began
-    before it, or beside another update, does not."""
+    `closed`: nothing more may come, or it is the whole one of a single call.  `source`: the directory that its tensors
+    come from, if they come from one, and `stamp` the state of its files.  `streams`: the safetensors bodies that belong
+    to it, by name; one that began before it, or beside another update, does not."""
 
     in_place: bool = False
-    committing: bool = False
+    closed: bool = False
     source: str | None = None
     stamp: str | None = None
     streams: set[str] = field(default_factory=set)
@@ -134,7 +134,7 @@ class Control:
 
     @property
     def _dropped(self) -> bool:
-        """A sleep has cost the weights, and no others have come."""
+        """There are no weights: a sleep has cost them, or could not be read again, and no others have come."""
         in_place = self._update is not None and self._update.in_place
         return not (self._has_weights or in_place or (self._quarantine is not None and not self._lost))
 
@@ -164,8 +164,9 @@ class Control:
         if state != self._last_state:
             self._last_state, self.since = state, time.time()
         origin = self._origin
+        sleeping = bool(self._asleep) or (self._dropped and self._quarantine is None)
         return Status(
-            state, self._version, self._epoch, self._paused, bool(self._asleep) or state == "sleeping",
+            state, self._version, self._epoch, self._paused, sleeping,
             self._quarantine, self._failure, source=origin.source, stamp=origin.stamp, pushed=origin.pushed,
             lost=self._lost, asleep=sorted(self._asleep), dropped=self._dropped,
         )  # fmt: skip
@@ -203,7 +204,7 @@ class Control:
         if was.source is None:
             return ""
         try:
-            update = yield from self._open()
+            update = yield from self._open(closed=True)
             update.source = was.source
             update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": was.source})
             if update.stamp != was.stamp:
@@ -304,7 +305,7 @@ class Control:
         if unknown:
             raise RequestError(f"tags must be among {', '.join(TAGS)}, got {min(unknown)!r}", field="tags")
         if not tags and self._dropped:
-            raise Conflict("the weights were dropped (sleep level 2): update them first; tags=weights allows that")
+            raise Conflict("there are no weights (sleep level 2 drops them): push some; tags=weights allows that")
         yield STEP_BOUNDARY
         if "kv_cache" in wanted & self._asleep:
             self._executor.call("restore", {"tags": ["kv_cache"]})
@@ -346,11 +347,11 @@ class Control:
         yield from self._open()
         return {"message": "Weight update started"}
 
-    def _open(self) -> Generator[Wait, None, Update]:
+    def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
         yield lambda: self._update is not None or not self._dropping  # what it stages beside is settled then
         if self._update is not None:
             raise Conflict("a weight update is open already: finish or abort it first")
-        self._update = update = Update()
+        self._update = update = Update(closed=closed)
         beside = yield from self._staged(update, "begin_update", have_weights=self._has_weights)
         if not beside:
             yield STEP_BOUNDARY
@@ -385,7 +386,7 @@ class Control:
     def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
         """A whole update from a checkpoint directory."""
         self._check_version(weight_version)
-        update = yield from self._open()
+        update = yield from self._open(closed=True)
         update.source = weight_dir
         update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
         return (yield from self._commit(update, weight_version))
@@ -396,7 +397,7 @@ class Control:
         return (yield from self._commit(self._filling(weight_version), weight_version))
 
     def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
-        update.committing = True
+        update.closed = True
         yield from self._staged(update, "finish_update")
         yield STEP_BOUNDARY
         self._check_open(update)
@@ -466,10 +467,10 @@ class Control:
         return self._update
 
     def _filling(self, weight_version: str | None = None) -> Update:
-        """The open update, unless all its tensors are said to be there: what comes later does not touch it."""
+        """The open update, unless nothing more may come: what does so all the same does not touch it."""
         opened = self._opened(weight_version)
-        if opened.committing:
-            raise Conflict("the weight update is being committed")
+        if opened.closed:
+            raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
         return opened
 
     def _check_open(self, update: Update) -> None:
