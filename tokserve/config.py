@@ -172,8 +172,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 600.0  # fmt: skip
     restart_engine: Annotated[
         NotNegative,
-        about("How often within ten minutes an engine that crashes or hangs is replaced by a new one in the same state, with "
-              "its last weights if they were loaded from a directory; 0: the server ends with its engine."),
+        about("How often within ten minutes an engine that crashes or hangs is replaced by a new one in the same "
+              "state, with its last weights if they were loaded from a directory; 0: the server ends with its engine."),
     ] = 0  # fmt: skip
 
 
