@@ -36,7 +36,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 ONLY_IN = {
     ("client", "engine"): {"client/launch.py"},
     ("executor", "runner"): {"executor/inline.py", "executor/worker.py"},
-    ("engine", "executor"): {"engine/adapters.py", "engine/control.py", "engine/core.py", "engine/process.py"},
+    ("engine", "executor"): {
+        "engine/adapters.py",
+        "engine/control.py",
+        "engine/core.py",
+        "engine/process.py",
+        "engine/weights.py",
+    },
     ("ops", "_C"): {"ops/cpu.py"},
 }
 LAZY_IMPORTS = {

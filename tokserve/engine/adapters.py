@@ -14,7 +14,7 @@ from typing import Any
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.cache import Cache
-from tokserve.engine.control import STEP_BOUNDARY, Requests, Verb, Wait
+from tokserve.engine.verb import STEP_BOUNDARY, Requests, Verb, Wait
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
 from tokserve.messages import LoadedAdapter

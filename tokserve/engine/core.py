@@ -23,7 +23,7 @@ from tokserve.engine import listing
 from tokserve.engine.adapters import Adapters
 from tokserve.engine.admission import Admission
 from tokserve.engine.cache import Cache
-from tokserve.engine.control import STEP_BOUNDARY, Control, Verb, Wait
+from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.following import Following
 from tokserve.engine.front_ends import Emit, FrontEnds
@@ -31,6 +31,7 @@ from tokserve.engine.grammar import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.verb import STEP_BOUNDARY, Verb, Wait
 from tokserve.errors import RequestError, StartError, Unavailable
 from tokserve.executor.base import Executor
 from tokserve.messages import Abort, Call, Ready, Reply, Status, Submit, ToEngine
