@@ -1,6 +1,7 @@
 """The OpenAI SDK, unmodified, against the demo model; chat equals template + generate + decode, token for token."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +15,9 @@ QUESTION = [{"role": "user", "content": "What is 47 + 38?"}]
 
 
 @pytest.fixture
-def client(demo: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0)
+def client(demo: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 def ask(client: openai.OpenAI, **kwargs: Any) -> Any:

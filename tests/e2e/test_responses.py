@@ -1,6 +1,7 @@
 """The OpenAI SDK's responses, unmodified, against the demo model: its types hold, and the answers are chat's."""
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -34,8 +35,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def client(demo: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0)
+def client(demo: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 @pytest.mark.parametrize("asked", OPTIONS, ids=range(len(OPTIONS)))
