@@ -34,13 +34,14 @@ RESPONSES_REFUSED: Mapping[str, tuple[Any, ...]] = {
     **REFUSED, "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
     "truncation": ("disabled",), "context_management": ([],), "moderation": (), "n": (1,), "messages": (),
     "max_tokens": (), "max_completion_tokens": (), "response_format": ({"type": "text"},), "logprobs": (False,),
-    "reasoning_effort": (),
+    "reasoning_effort": (), "prompt_logprobs": (False,), "tokens": (), "documents": ([],), "chat_template": (),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
 }  # fmt: skip
 # Why, or what to send instead.
 STATELESS = "nothing is stored, the whole conversation comes in input"
 REASONS: Mapping[str, str] = {
     "previous_response_id": STATELESS, "conversation": STATELESS, "prompt": "nothing is stored, send instructions",
-    "background": "nothing is stored, an answer has to be waited for", "messages": "use input",
+    "background": "nothing is stored, an answer has to be waited for", "messages": "use input", "tokens": "use input",
     "max_tokens": "use max_output_tokens", "max_completion_tokens": "use max_output_tokens",
     "response_format": "use text.format", "logprobs": "use include and top_logprobs",
     "reasoning_effort": "use reasoning.effort",
