@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -269,12 +270,22 @@ def test_a_bomb_goes_off_elsewhere(grammars: Grammars, monkeypatch: pytest.Monke
     assert grammars.compile(StructuredOutputs(regex="after")).result()
 
 
-def test_a_crash_happens_elsewhere(grammars: Grammars) -> None:
-    grammars.compile(StructuredOutputs(regex="one")).result()
-    grammars._trial.interrupt()
-    with pytest.raises(RequestError, match="compiling it takes more than"):
-        grammars.compile(StructuredOutputs(regex="two")).result()
+def test_a_crash_happens_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars._trial.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars._trial, "_command", [sys.executable, "-c", "print('[]', flush=True); input()"])
+        with pytest.raises(RequestError, match="compiling it takes more than"):
+            grammars.compile(StructuredOutputs(regex="two")).result()
     assert grammars.compile(StructuredOutputs(regex="two")).result()
+
+
+def test_a_process_that_was_killed_between_trials_is_no_clients_fault(grammars: Grammars) -> None:
+    grammars.compile(StructuredOutputs(regex="three")).result()
+    process = grammars._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert grammars.compile(StructuredOutputs(regex="four")).result()
 
 
 @pytest.mark.parametrize("width", [285, 288, 320])

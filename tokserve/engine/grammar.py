@@ -260,6 +260,8 @@ class Trial:
     def run(self, asked: StructuredOutputs) -> None:
         """Raises RequestError that names the field."""
         field = f"structured_outputs.{asked.kind}"
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it has ended between two trials: for want of memory elsewhere, say
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
