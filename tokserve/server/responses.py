@@ -149,8 +149,7 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
         raise _renamed(error, conversation.places) from None
-    others = {name: _here(theirs, ()) for name, theirs in call.fields.others.items()}
-    fields = Fields("input", others=others | {"logprobs": "top_logprobs"})
+    fields = Fields("input", others={name: _here(theirs, ()) for name, theirs in call.fields.others.items()})
     return asked, call._replace(ignored=ignored + [_here(name, ()) for name in call.ignored], fields=fields)
 
 
