@@ -425,6 +425,30 @@ def test_a_msgpack_body_and_reply() -> None:
     assert streaming.status_code == 400 and streaming.json()["error"]["param"] == "stream"
 
 
+EXTENSION = msgspec.msgpack.Ext(5, b"a")
+BYTES = {"type": "json_schema", "json_schema": {"schema": {"enum": [b"x"]}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        (RESPONSES, {"text": {"format": {"type": "text", "x": EXTENSION}}}, "text.format.x"),
+        (RESPONSES, {"tool_choice": "none", "tools": [TOOLS[0] | {"x": {(1,): 1}}]}, "tools[0].x"),
+        (RESPONSES, {"instructions": b"x"}, "instructions"),
+        (CHAT, {"response_format": BYTES, "tools": NESTED}, "response_format.json_schema.schema.enum[0]"),
+    ],
+)
+def test_what_json_cannot_say_is_refused(route: str, fields: dict[str, Any], param: str, stream: bool) -> None:
+    s = serve("hello")
+    asked = {"stream": stream} | ({"input": "hi"} if route == RESPONSES else {"messages": [HI]})
+    raw = msgspec.msgpack.encode(asked | fields)
+    answer = s.post(route, content=raw, headers={"Content-Type": "application/msgpack"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert not s.llm.streams
+
+
 # what goes wrong on the way
 
 

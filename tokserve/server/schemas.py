@@ -7,6 +7,7 @@ What the values mean is decided in `params` and by the routes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
 from tokserve.server import errors, structured, tools
-from tokserve.server.body import convert, load, unpack_ids
+from tokserve.server.body import convert, is_msgpack, load, unpack_ids
 from tokserve.server.serving import Serving
 
 # Fields that this server does not support, with the values that have no effect (null never has one).
@@ -59,6 +60,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"
           "logprob_token_ids", "prompt_logprobs_start", "logprobs_mode", "n", "include_stop_str_in_output",
           "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
 
+
+# Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.
+PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response", "generate_responses"})
+WITHIN = re.compile(r"^(chat|completion)_request\.")
 
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -220,6 +225,11 @@ class DetokenizeBody(RequestBody):
 async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
     """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
     value, size = await load(request, serving.max_body)
+    if is_msgpack(request):
+        try:
+            _check_json(value, "")
+        except RecursionError as error:
+            raise errors.malformed(error, "msgpack") from None
     asked, ignored = parse(kind, value, strict=serving.config.server.strict)
     await serving.find_model(asked.model)
     return asked, ignored, size
@@ -254,6 +264,24 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     if strict and ignored:
         raise errors.unknown_field(ignored[0], ignored[0].rpartition(".")[2], known)
     return body, ignored
+
+
+def _check_json(value: Any, field: str) -> None:
+    """Refuse what msgpack can say and JSON cannot: bytes, times, extensions, and keys that are no names."""
+    if WITHIN.sub("", field) in PACKED:
+        return
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str | int):
+                raise RequestError(f"{field or 'the body'}: keys must be strings", field=field or None)
+            _check_json(each, f"{field}.{key}" if field else str(key))
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            if type(each) is not int:
+                _check_json(each, f"{field}[{i}]")
+    elif not isinstance(value, str | int | float | None):
+        field = field[: errors.SHOWN]
+        raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
 
 
 def _as_in_json(value: Any) -> Any:
