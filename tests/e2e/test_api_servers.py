@@ -231,7 +231,7 @@ def test_sigterm_drains_all_processes() -> None:
         asked = [(index, body(f"r{index}", n=16, max_tokens=1000)) for index in (0, 1)]
         with via(server, 0) as first, via(server, 1) as second, in_flight(server, *asked) as running:
             server.process.send_signal(signal.SIGTERM)
-            until(lambda: sum("up to 60 s for running" in line for line in server.log) == 2)
+            until(lambda: sum("may still run for 60 s" in line for line in server.log) == 2)
             refused = [client.post(GENERATE, json=body("late")) for client in (first, second)]
             assert [answer.status_code for answer in refused] == [503, 503]
             assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
@@ -248,7 +248,7 @@ def test_a_second_signal_aborts_what_runs() -> None:
     with Server("demo", *FLAGS, "--shutdown-timeout", "600") as server:
         with in_flight(server, (0, body("a")), (1, body("b", n=100))) as running:
             server.process.send_signal(signal.SIGINT)
-            until(lambda: sum("up to 600 s for running" in line for line in server.log) == 2)
+            until(lambda: sum("may still run for 600 s" in line for line in server.log) == 2)
             server.process.send_signal(signal.SIGINT)
             assert [reasons(future.result(PATIENCE)) for future in running] == [{"abort"}] * 2
             assert server.process.wait(PATIENCE) == 0

@@ -206,10 +206,11 @@ def test_a_server_whose_engine_hangs_can_be_stopped(signals: int) -> None:
     with Server("demo", *FLAGS, "--shutdown-timeout", "1") as server:
         engine = server.engine()
         with httpx.stream("POST", server.url + GENERATE, json=LONG | {"stream": True}, timeout=PATIENCE) as stream:
-            assert next(stream.iter_lines()).startswith("data:")
+            lines = stream.iter_lines()  # without a name it would be collected, which ends the stream
+            assert next(lines).startswith("data:")
             engine.suspend()
             for _ in range(signals):
                 server.process.send_signal(signal.SIGTERM)
-                until(lambda: any("stopping:" in line for line in server.log), server.log)
+                until(lambda: any("serve: stopping" in line for line in server.log), server.log)
             assert server.process.wait(PATIENCE) == 0
         assert not engine.is_running()
