@@ -129,8 +129,8 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
 
     async def drain(seconds: float, hang_up: float) -> None:
         app.state.draining = True
-        logger.info("stopping%s", f": {llm.num_inflight} requests may still run for {seconds:g} s; another signal ends "
-                    "them now" if llm.num_inflight and seconds else "")  # fmt: skip
+        logger.info("stopping%s", f": requests in flight ({llm.num_inflight}) may still run for {seconds:g} s; another "
+                    "signal ends them now" if llm.num_inflight and seconds else "")  # fmt: skip
         end = loop.time() + seconds
         while llm.num_inflight and loop.time() < end:
             await asyncio.sleep(0.05)
