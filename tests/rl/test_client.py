@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
@@ -108,6 +109,12 @@ def test_prompts_are_lists_of_ids_or_nothing_is_sent(prompts: Any) -> None:
 def test_a_backend_that_there_is_not_is_told_before_anybody_is_met() -> None:
     with pytest.raises(RequestError, match="backend must be one of gloo, nccl, got 'mpi'"):
         Group("mpi", "127.0.0.1", 1, 0, 2, 1.0)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2**31], [-(2**31) - 1], np.array([2**32 + 5])])
+def test_ids_that_no_message_can_hold_are_refused_here(prompt: Any) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\] .* 32 bits"):
+        run({}, lambda client: client.generate([[1], prompt]))
 
 
 def test_a_rollout_that_fails_takes_the_others_along() -> None:

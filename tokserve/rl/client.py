@@ -29,6 +29,7 @@ from tokserve.rl import broadcast
 from tokserve.rl.broadcast import Group
 
 MSGPACK = "application/msgpack"
+INT32 = np.iinfo(np.int32)
 PIECE = 1 << 20  # bytes of a weight body sent at a time
 WAIT = 0.1  # seconds between two attempts to reach a server
 SAFETENSORS = {
@@ -294,10 +295,12 @@ def _error(answer: httpx.Response) -> ServerError:
 
 
 def _prompt(number: int, prompt: Sequence[int]) -> NDArray[np.int32]:
-    """Its ids.  Raises ValueError for a text, for floats, and for an id of a list that was not put into another."""
+    """Its ids.  Raises ValueError for a text, floats, ids that do not fit, and a single id where a prompt must be."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"prompts[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
+    if ids.size and (ids.min() < INT32.min or ids.max() > INT32.max):
+        raise ValueError(f"prompts[{number}] holds an id that does not fit in 32 bits")
     return ids.astype("<i4")
 
 
