@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
     config = Config.make(
         model=str(directory), max_model_len=64, max_num_seqs=4, device="cpu", block_size=16, cpu_threads=1,
-        dtype="float32", weight_transfer_timeout=120, **options,
+        dtype="float32", **{"weight_transfer_timeout": 120, **options},
     )  # fmt: skip
     runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
     return runner, runner.load()
@@ -369,6 +369,19 @@ def test_an_interrupt_ends_the_wait_for_a_trainer_that_does_not_come(bench: Benc
     by_gloo(runner, bench.tensors)  # another trainer is met
     runner.background("abort_update", {})
     assert outcome(runner, facts) == bench.want_old
+
+
+def test_an_interrupt_counts_while_the_trainer_is_looked_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = start(bench.old, weight_transfer_timeout=20)
+
+    def look_up(name: str) -> str:
+        runner.interrupt()
+        return "127.0.0.1"
+
+    monkeypatch.setattr("tokserve.runner.weight_sync.socket.gethostbyname", look_up)
+    options = {"master_address": "trainer", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    with pytest.raises(TransferFailed, match="^the transfer was interrupted$"):
+        runner.background("init_weight_transfer", {"options": options | {"backend": "gloo"}})
 
 
 def test_a_directory_that_is_written_again_has_another_stamp(bench: Bench, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class WeightSync:
 
     def init(self, options: dict[str, Any]) -> dict[str, Any]:
         """Make the backend ready; with gloo and nccl that means to meet the trainer."""
+        self._meeting = threading.Event()  # from here on an interrupt is meant for this trainer
         backend = options.get("backend", self._backend)
         if backend not in BACKENDS:
             raise RequestError(f"backend must be one of {', '.join(BACKENDS)}", field="init_info.backend")
@@ -95,7 +96,6 @@ class WeightSync:
             address = socket.gethostbyname(asked.master_address)
         except OSError as error:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
-        self._meeting = threading.Event()
         self._group = Group(
             backend, address, asked.master_port, asked.rank_offset, asked.world_size,
             self._config.weight_transfer_timeout, self._meeting,
