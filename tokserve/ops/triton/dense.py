@@ -3,8 +3,8 @@
 The invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never split
 over programs; tiles over M and N, and how much of K is fetched at once, are chosen by M and N, which changes no
 output's chain.  cuBLAS picks its order of summation by the shape of the call, so a row's bits follow the size of the
-batch there.  Weights stay as checkpoints
-have them, so an embedding tied to the head is the same memory.  This file must not know what a weight is for.
+batch there.  Weights stay as checkpoints have them, so an embedding tied to the head is the same memory.  This file
+must not know what a weight is for.
 """
 
 from __future__ import annotations
