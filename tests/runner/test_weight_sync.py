@@ -380,7 +380,7 @@ def test_an_interrupt_counts_while_the_trainer_is_looked_up(bench: Bench, monkey
 
     monkeypatch.setattr("tokserve.runner.weight_sync.socket.gethostbyname", look_up)
     options = {"master_address": "trainer", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
-    with pytest.raises(TransferFailed, match="^the transfer was interrupted$"):
+    with pytest.raises(TransferFailed, match=r"^the transfer was interrupted$"):
         runner.background("init_weight_transfer", {"options": options | {"backend": "gloo"}})
 
 

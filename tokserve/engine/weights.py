@@ -249,8 +249,8 @@ class Weights:
         return {"message": "Weight update aborted"}
 
     def update_weight_version(self, new_version: str) -> Verb:
-        """Name the weights that serve.  A new epoch too: a worker call may have changed them.  After `take_over` it says
-        that those that are there are the right ones."""
+        """Name the weights that serve.  A new epoch too: a worker call may have changed them.  After `take_over` it
+        says that those that are there are the right ones."""
         self._check_version(new_version, "new_version")
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")

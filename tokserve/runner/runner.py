@@ -370,7 +370,7 @@ class Runner:
         return verbs[method](**args)
 
     def interrupt(self) -> None:
-        """From any thread: make a weight transfer that waits for its sender fail."""
+        """From any thread: make what waits for a trainer fail, a meeting or a transfer."""
         self._sync.interrupt()
 
     @property
