@@ -29,6 +29,7 @@ from tokserve.server.counters import Place, share
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16
 TRIES = 3  # starts of an API process, with one engine, before it counts as one that cannot start
+PAUSE = 1.0  # seconds between two of them: what the first one lacked, a descriptor say, may be there again
 
 
 class ApiProcess(ChildProcess):
@@ -169,6 +170,7 @@ class Supervisor:
                 error = await self._started(index)
                 if error is not None:
                     logger.error("API process %d has not started: %s", index, error)
+                    await asyncio.sleep(PAUSE)
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
 
     async def _started(self, index: int) -> str | None:
