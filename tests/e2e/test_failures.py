@@ -49,16 +49,15 @@ def test_kill_9_of_the_engine() -> None:
         assert left and not [f for f in left if f.exists()]
 
 
-def test_deep_health_does_not_wait_for_a_stopped_engine() -> None:
-    with Server("demo") as server:
-        engine = server.engine()
-        engine.suspend()
-        try:
-            answer = server.get("/health?deep=1")
-        finally:
-            engine.resume()
-        assert answer.status_code == 503 and "has not answered" in answer.json()["error"]["message"]
-        assert server.get("/health?deep=1").status_code == 200
+def test_deep_health_does_not_wait_for_a_stopped_engine(demo: Server) -> None:
+    engine = demo.engine()
+    engine.suspend()
+    try:
+        answer = demo.get("/health?deep=1")
+    finally:
+        engine.resume()
+    assert answer.status_code == 503 and "has not answered" in answer.json()["error"]["message"]
+    assert demo.get("/health?deep=1").status_code == 200
 
 
 def test_kill_9_of_the_server_takes_the_engine_along(tmp_path: Path) -> None:

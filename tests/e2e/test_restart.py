@@ -118,7 +118,8 @@ def push(client: httpx.Client, weights: Path, version: str) -> int:
     return int(done.json()["epoch"])
 
 
-@pytest.mark.parametrize("apis", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("apis", [1, 2])
 def test_an_engine_that_slept_sleeps_on_and_pushed_weights_are_missed(tmp_path: Path, apis: int) -> None:
     flags = ("--kv-cache-memory-bytes", "256M", "--restart-engine", "2", "--api-server-count", str(apis))
     fixed = {"token_ids": [5, 20, 31], "sampling_params": {"max_tokens": 9, "seed": 3, "logprobs": 1}}
