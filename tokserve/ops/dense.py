@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import no_samples, op
+from tokserve.ops.registry import PRODUCTS, no_samples, op
 
 TILE = 16  # rows of one product
 ALIGN = 16  # weight sides: one cache line of float32
@@ -50,17 +50,7 @@ def _aligned(size: int) -> int:
 
 def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Weights come unpacked: the test packs them with the `pack_linear` of the implementation."""
-    shapes = (
-        (1, 64, 64),
-        (3, 192, 576),
-        (17, 512, 192),
-        (70, 96, 40),
-        (2, 33, 17),
-        (1, 1, 1),
-        (5, 1000, 3),
-        (4, 7, 130),
-    )
-    for tokens, columns, rows in shapes:
+    for tokens, columns, rows in PRODUCTS:
         generator = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, columns, generator=generator).to(dtype)
         weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
@@ -114,10 +104,7 @@ def pack_gated(weight: Tensor) -> PackedWeight:
 
 
 def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for number, (x, weight, bias, out_dtype) in enumerate(_linear_samples(dtype)):
-        if out_dtype is None and len(weight) % 2 == 0:
-            yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
-            yield x, weight, bias, None
+    return elementwise.gated_samples(_linear_samples(dtype))
 
 
 @op(samples=_gated_samples, tolerance=TOLERANCE)

@@ -8,7 +8,7 @@ sigmoid do depend on it).  This file must not know layers, models or where a ten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +106,14 @@ def gelu_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, -1)  # [T,I] each
     inner = (gate + gate * gate * gate * GELU_CUBIC) * GELU_SCALE
     return (gate * 0.5 * (1.0 + torch.tanh(inner)) * up).to(x.dtype)
+
+
+def gated_samples(products: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Samples of a gated product, of those (x, weight, bias, out_dtype) of the plain one that can be gated."""
+    for number, (x, weight, bias, out_dtype) in enumerate(products):
+        if out_dtype is None and len(weight) % 2 == 0:
+            yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
+            yield x, weight, bias, None
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:

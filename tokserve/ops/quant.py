@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import no_samples, normal, op
+from tokserve.ops.registry import PRODUCTS, no_samples, normal, op
 
 LEVELS = 127.0
 LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
@@ -71,17 +71,7 @@ def pack_linear_int8(weight: Tensor) -> PackedInt8:
 
 def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Weights come unpacked: the test packs them with the `pack_linear_int8` of the implementation."""
-    shapes = (
-        (1, 64, 64),
-        (3, 192, 576),
-        (17, 512, 192),
-        (70, 96, 40),
-        (2, 33, 17),
-        (1, 1, 1),
-        (5, 1030, 3),
-        (4, 7, 130),
-    )
-    for tokens, columns, rows in shapes:
+    for tokens, columns, rows in PRODUCTS:
         x, weight, bias = (
             normal(dtype, tokens, tokens, columns) * 3,
             normal(dtype, 1, rows, columns) / columns**0.5,
@@ -121,10 +111,7 @@ def pack_gated_int8(weight: Tensor) -> PackedInt8:
 
 
 def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for number, (x, weight, bias, out_dtype) in enumerate(_linear_samples(dtype)):
-        if out_dtype is None and len(weight) % 2 == 0:
-            yield x, weight, bias, "gelu_tanh" if number % 2 else "silu"
-            yield x, weight, bias, None
+    return elementwise.gated_samples(_linear_samples(dtype))
 
 
 @op(samples=_gated_samples, tolerance=elementwise.TOLERANCE)

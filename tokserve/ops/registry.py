@@ -84,6 +84,11 @@ def no_samples(dtype: torch.dtype) -> Iterable[tuple[Any, ...]]:
     return ()
 
 
+PRODUCTS = (  # tokens, inputs and outputs of a product, for samples
+    (1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (1, 1, 1), (5, 1030, 3), (4, 7, 130),
+)  # fmt: skip
+
+
 def normal(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
     """Normally distributed numbers, for samples."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
