@@ -297,7 +297,8 @@ def part_text(where: str, part: Any) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         code = "unsupported" if isinstance(kind, str) else None
-        raise RequestError(f"{where}.type must be 'text', got {kind!r}", field=f"{where}.type", code=code)
+        known = ", ".join(TEXT_PARTS)
+        raise RequestError(f"{where}.type must be text ({known}), got {kind!r}", field=f"{where}.type", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
