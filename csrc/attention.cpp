@@ -85,13 +85,16 @@ TOKSERVE_INLINE void score(const typename Format::Row* queries, int64_t stride, 
     for (int v = 0; v < VECTORS; v++) sum[r][v] = fzero();
   }
   for (int64_t i = 0; i < steps; i++) {
-    decltype(Format::load_weight(keys.at[0])) key[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-      key[v] = Format::load_weight(keys.at[run + v] + i * keys.step);
       if (next) __builtin_prefetch(next->at[run + v] + i * kLanes * Format::kDepth, 0, 2);
     }
-    for (int r = 0; r < ROWS; r++) {
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(queries + r * stride + i * Format::kDepth, key[v], sum[r][v]);
+    for (int part = 0; part < Format::kParts; part++) {
+      decltype(Format::load_weight(keys.at[0], part)) key[VECTORS];
+      for (int v = 0; v < VECTORS; v++) key[v] = Format::load_weight(keys.at[run + v] + i * keys.step, part);
+      for (int r = 0; r < ROWS; r++) {
+        const auto* query = queries + r * stride + i * Format::kDepth;
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(query, part, key[v], sum[r][v]);
+      }
     }
   }
   for (int r = 0; r < ROWS; r++) {
@@ -118,22 +121,25 @@ void score_up_to(int64_t rows, const typename Format::Row* queries, int64_t stri
   for (; run < stop; run++) score<Format, ROWS, 1>(queries, stride, keys, run, steps, scores, next);
 }
 
-// Sixteen words, or the first n of them and zeros.
+// One part of the values of a step of positions for sixteen elements of the head, or for the first n of them and zeros.
 template <class Format, bool WHOLE, class T>
-TOKSERVE_INLINE auto load_words(const T* p, int64_t n) {
-  if (WHOLE || n >= kLanes) return Format::load_weight(p);
+TOKSERVE_INLINE auto load_values(const T* p, int part, int64_t n) {
+  if (WHOLE || n >= kLanes) return Format::load_weight(p, part);
   T words[kLanes * Format::kDepth] = {};
   std::memcpy(words, p, n * Format::kDepth * sizeof(T));
-  return Format::load_weight(words);
+  return Format::load_weight(words, part);
 }
 
-// What lies in a pair of positions but outside [begin, end) may be anything, so that no weight makes it nothing.
-TOKSERVE_INLINE I seen_of(I pair, int64_t at, int64_t begin, int64_t end) {
+// Of a part of the values of positions [at, at + depth): those outside [begin, end) become zero.  They may hold anything,
+// so a weight of zero would not hide them.
+TOKSERVE_INLINE I visible(I pair, int, int64_t at, int64_t begin, int64_t end) {
   if (at < begin) pair = pair & iset(0xffff0000);
   if (at + 1 >= end) pair = pair & iset(0x0000ffff);
   return pair;
 }
-TOKSERVE_INLINE F seen_of(F values, int64_t, int64_t, int64_t) { return values; }
+TOKSERVE_INLINE F visible(F values, int part, int64_t at, int64_t begin, int64_t end) {
+  return at + part < begin || at + part >= end ? fzero() : values;
+}
 
 // sums [ROWS][width] += weights [ROWS][64] times values of positions [begin, end), for VECTORS vectors of the head from
 // `column` on.  Fetches as many keys of `next`, if there is one.
@@ -151,16 +157,20 @@ TOKSERVE_INLINE void add_values(const typename Format::Row* weights, const Runs<
     for (; at < stop; at += depth) {
       const int64_t row = at % kLanes / depth;
       const T* value = values.at[run] + row * values.step + column * depth;
-      decltype(Format::load_weight(value)) loaded[VECTORS];
+      const bool edge = depth > 1 && (at < begin || at + depth > end);
       for (int v = 0; v < VECTORS; v++) {
-        loaded[v] = load_words<Format, (VECTORS > 1)>(value + v * kLanes * depth, dim - column);
         if (next) __builtin_prefetch(next->at[run] + ((row * dim + column) / kLanes + v) * next->step, 0, 2);
       }
-      if (depth > 1 && (at < begin || at + depth > end)) {
-        for (int v = 0; v < VECTORS; v++) loaded[v] = seen_of(loaded[v], at, begin, end);
-      }
-      for (int r = 0; r < ROWS; r++) {
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(weights + r * kKeyBlock + at, loaded[v], sum[r][v]);
+      for (int part = 0; part < Format::kParts; part++) {
+        decltype(Format::load_weight(value, part)) loaded[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+          loaded[v] = load_values<Format, (VECTORS > 1)>(value + v * kLanes * depth, part, dim - column);
+          if (edge) loaded[v] = visible(loaded[v], part, at, begin, end);
+        }
+        for (int r = 0; r < ROWS; r++) {
+          const auto* weight = weights + r * kKeyBlock + at;
+          for (int v = 0; v < VECTORS; v++) sum[r][v] = Format::add(weight, part, loaded[v], sum[r][v]);
+        }
       }
     }
   }

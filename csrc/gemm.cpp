@@ -55,11 +55,12 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
   float* sums = reinterpret_cast<float*>(scratch);
   int64_t stride = a.x_stride;
   const T* x = static_cast<const T*>(a.x) + row0 * stride;
+  float* widened = sums + kRowBlock * kPanel;
   const typename Format::Row* ready =
-      rows_of(x, stride, rows, a.k, padded, reinterpret_cast<typename Format::Row*>(sums + kRowBlock * kPanel));
+      rows_of(x, stride, rows, a.k, padded, reinterpret_cast<typename Format::Row*>(widened + kStretch<Plain<float>>));
   for (int64_t panel = begin; panel < end; panel++) {
     const auto* w = static_cast<const typename Format::Weight*>(a.packed) + panel * padded * kPanel;
-    multiply_panel<Format>(ready, stride, rows, w, padded, sums);
+    multiply_panel<Format>(ready, stride, rows, w, padded, sums, widened);
     write_panel<T>(a, FloatSums{sums}, row0, rows, panel);
   }
 }
@@ -68,7 +69,7 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
 
 int64_t linear_scratch(const LinearArgs& a) {
   const int64_t rows = least(kRowBlock, a.m);
-  return (kRowBlock * kPanel + rows * rounded_up(a.k, 2)) * static_cast<int64_t>(sizeof(float));
+  return (kRowBlock * kPanel + kStretch<Plain<float>> + rows * rounded_up(a.k, 2)) * static_cast<int64_t>(sizeof(float));
 }
 
 void linear(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {

@@ -20,9 +20,10 @@ struct Quads {
   using Sum = I;
   using Element = uint32_t;
   static constexpr int64_t kDepth = 4;
+  static constexpr int kParts = 1;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
   using Row = int8_t;
-  TOKSERVE_INLINE static I load_weight(const uint8_t* w) {
+  TOKSERVE_INLINE static I load_weight(const uint8_t* w, int) {
     I words;
     std::memcpy(&words, w, sizeof words);
     return words;
@@ -33,7 +34,7 @@ struct Quads {
   struct Words {
     I even, odd;
   };
-  TOKSERVE_INLINE static Words load_weight(const uint8_t* w) {
+  TOKSERVE_INLINE static Words load_weight(const uint8_t* w, int) {
     I words;
     std::memcpy(&words, w, sizeof words);
     return {words & iset(0x00ff00ff), shr<8>(words) & iset(0x00ff00ff)};
@@ -42,7 +43,7 @@ struct Quads {
 #endif
 
   template <class Weights>
-  TOKSERVE_INLINE static I add(const Row* x, Weights w, I sum) {
+  TOKSERVE_INLINE static I add(const Row* x, int, Weights w, I sum) {
     int quad[sizeof(Row)];  // four values of int8, or two pairs of int16
     std::memcpy(quad, x, sizeof quad);
 #if defined(__AVX512VNNI__)
@@ -174,7 +175,7 @@ void linear_int8_typed(const Int8Args& a, int64_t row0, int64_t begin, int64_t e
   const int64_t count = least(kRowBlock, a.m - row0);
   const Quads::Row* x = rows.values + row0 * rows.stride;
   for (int64_t panel = begin; panel < end; panel++) {
-    multiply_panel<Quads>(x, rows.stride, count, a.packed + panel * rows.stride * kPanel, rows.stride, sums);
+    multiply_panel<Quads>(x, rows.stride, count, a.packed + panel * rows.stride * kPanel, rows.stride, sums, nullptr);
     write_panel<T>(a, ScaledSums{sums, rows.scales + row0, rows.offsets + row0, a.scales}, row0, count, panel);
   }
 }
