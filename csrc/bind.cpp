@@ -14,9 +14,9 @@ namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
 
-void choose(const std::string& name) {
+const Kernels& named(const std::string& name) {
   for (const Kernels* table : runnable_kernels()) {
-    if (name == table->name) return chosen.store(table);
+    if (name == table->name) return *table;
   }
   throw nb::value_error(("this machine does not run kernels named " + name).c_str());
 }
@@ -67,7 +67,9 @@ NB_MODULE(_C, m) {
         "Read tensors of this type through its DLPack exchange table; to be called before any op.");
   m.def("instruction_sets", names, "Names of the kernels this machine runs, best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); }, "Name of the kernels in use.");
-  m.def("select", choose, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
+  m.def("arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
+        "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
+  m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
   m.def("set_threads", set_threads, nb::arg("n"), "Compute with n threads, the calling one included.");
   m.def("threads", [] { return pool().threads(); });
   nb::class_<Record>(m, "Record", "Calls of ops in one thread, to be made again with the memory they had.")

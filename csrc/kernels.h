@@ -206,7 +206,8 @@ struct PenaltyArgs {
 };
 
 struct Kernels {
-  const char* name;
+  const char* name;        // of the instruction set
+  const char* arithmetic;  // of its products of bfloat16: kernels of one arithmetic give the same bits in every op
   // Each does rows [begin, end).
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);

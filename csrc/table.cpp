@@ -8,12 +8,17 @@ namespace tokserve {
 namespace TOKSERVE_ISA {
 
 #define TOKSERVE_COUNT(kernel) +1
-static_assert(sizeof(Kernels) == (1 TOKSERVE_KERNELS(TOKSERVE_COUNT)) * sizeof(void*), "a kernel is not in the list");
+static_assert(sizeof(Kernels) == (2 TOKSERVE_KERNELS(TOKSERVE_COUNT)) * sizeof(void*), "a kernel is not in the list");
 
 // constexpr: nothing of this set may run before the processor was asked whether it has it.
 constexpr Kernels table = [] {
   Kernels all{};
   all.name = TOKSERVE_TEXT(TOKSERVE_ISA);
+#if defined(__AVX512BF16__)
+  all.arithmetic = "pairs";
+#else
+  all.arithmetic = "fma";
+#endif
 #define TOKSERVE_ENTER(kernel) all.kernel = kernel;
   TOKSERVE_KERNELS(TOKSERVE_ENTER)
   return all;

@@ -73,6 +73,28 @@ def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
         _C.select("z80")
 
 
+FMA = [name for name in _C.instruction_sets() if _C.arithmetic(name) == "fma"]
+
+
+def test_the_last_kernels_run_anywhere_and_multiply_with_fma() -> None:
+    assert FMA[-1] == "portable" == _C.instruction_sets()[-1]
+    assert {_C.arithmetic(name) for name in _C.instruction_sets()} <= {"fma", "pairs", "amx"}
+
+
+@pytest.mark.parametrize("isa", FMA[:-1])
+@pytest.mark.parametrize("name", NAMES)
+def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: str) -> None:
+    op = OPS[name]
+    for dtype in op.tolerance:
+        for arguments in op.samples(dtype):
+            _C.select("portable")
+            expected = run(name, arguments)
+            _C.select(isa)
+            for result, reference in zip(run(name, arguments), expected, strict=True):
+                assert torch.equal(result.isnan(), reference.isnan())
+                assert torch.equal(result.nan_to_num(0), reference.nan_to_num(0))
+
+
 @pytest.mark.parametrize("isa", [isa for isa in _C.instruction_sets()[1:] if not isa.endswith("_vnni")])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
