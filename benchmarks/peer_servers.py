@@ -95,10 +95,12 @@ class HttpServer(Process):
             return False
 
 
-def tokserve(model: str, kv_gib: int, flags: Sequence[str], log: Path) -> HttpServer:
-    """The server of this repository, in this Python, on all cores."""
-    command = [sys.executable, "-m", "tokserve", "serve", model, "--max-model-len", str(MAX_MODEL_LEN)]
-    return HttpServer("tokserve", [*command, "--kv-cache-memory-bytes", f"{kv_gib}G", *flags], log, {})
+def tokserve(
+    model: str, kv_gib: int, flags: Sequence[str], log: Path, name: str = "tokserve", python: str = sys.executable
+) -> HttpServer:
+    """The server of this repository, or of another Python's environment, on all cores."""
+    command = [python, "-m", "tokserve", "serve", model, "--max-model-len", str(MAX_MODEL_LEN)]
+    return HttpServer(name, [*command, "--kv-cache-memory-bytes", f"{kv_gib}G", *flags], log, {})
 
 
 def vllm(python: str, model: str, kv_gib: int, flags: Sequence[str], log: Path) -> HttpServer:

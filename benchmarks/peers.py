@@ -168,6 +168,10 @@ def started(args: argparse.Namespace, model: str, table: Table, logs: Path) -> I
     starts: list[Callable[[], servers.Process]] = [
         partial(servers.tokserve, model, kv, shlex.split(args.tokserve_flags), logs / "tokserve.log")
     ]
+    for variant in args.variant:
+        name, _, command = variant.partition("=")
+        python, *flags = shlex.split(command)
+        starts.append(partial(servers.tokserve, model, kv, flags, logs / f"{name}.log", name=name, python=python))
     if args.vllm_python:
         flags = shlex.split(args.vllm_flags)
         starts.append(partial(servers.vllm, args.vllm_python, model, kv, flags, logs / "vllm.log"))
@@ -238,6 +242,8 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help="one turn")
     add("--kv-gib", type=int, default=2, metavar="N", help="KV cache of the servers in GiB. Default: 2.")
     add("--tokserve-flags", default="", metavar="'FLAGS'", help="more for `tokserve serve`")
+    add("--variant", metavar="'NAME=PYTHON FLAGS'", action="append", default=[],
+        help="another tokserve beside it: of another environment, or with other flags (repeatable)")  # fmt: skip
     add("--vllm-flags", default="", metavar="'FLAGS'", help="more for `vllm serve`")
     args = parser.parse_args()
     if bool(args.llama_python) != bool(args.gguf) or not (args.large or args.tiny):

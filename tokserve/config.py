@@ -158,6 +158,17 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
     ] = None
+    cpu_arithmetic: Annotated[
+        Literal["auto", "fma", "pairs", "amx"],
+        about("How a CPU multiplies bfloat16. fma: one chain of float32 multiply-adds, the same bits on every CPU; "
+              "pairs: the dot product of AVX512-BF16; amx: the tiles of Intel's AMX; auto: the fastest, measured at "
+              "the start."),
+    ] = "auto"  # fmt: skip
+    cpu_kernels: Annotated[
+        str | None,
+        about("Instruction set of the CPU kernels: amx, avx512_bf16, avx512_vnni, avx512f, avx2_vnni, avx2, neon or "
+              "portable; it implies the arithmetic. Default: the best one that has the arithmetic."),
+    ] = None  # fmt: skip
     ops: Annotated[
         dict[str, str] | None,
         about(

@@ -90,6 +90,10 @@ def _check(config: Config) -> None:
         raise StartError("quantize_lm_head and head_dtype exclude each other")
     if model.quantization == "int8" and config.runtime.device != "cpu":
         raise StartError("quantization int8 runs on a CPU only; give --device cpu, or --quantization fp8")
+    runtime = config.runtime
+    for name, given in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
+        if given and runtime.device != "cpu":
+            raise StartError(f"option {name} is for a CPU, and the device is {runtime.device}")
     if config.cache.kv_cache_dtype != "auto" and config.runtime.device == "cpu":
         raise StartError(f"kv_cache_dtype {config.cache.kv_cache_dtype} needs a GPU; on a CPU leave it at auto")
     if model.max_model_len is not None and model.max_model_len < 2:

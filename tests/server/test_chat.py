@@ -288,7 +288,10 @@ def test_the_fingerprint_changes_with_the_weights_and_options(route: str) -> Non
     s.llm.status = msgspec.structs.replace(s.llm.status, epoch=1)
     second = s.post(route, asked).json()["system_fingerprint"]
     other = site(says("ab"), dtype="float32").post(route, asked).json()["system_fingerprint"]
-    assert len({first, second, other}) == 3
+    pairs = site(says("ab"))
+    pairs.llm.ready.facts["arithmetic"] = "pairs"
+    third = pairs.post(route, asked).json()["system_fingerprint"]
+    assert len({first, second, other, third}) == 4
     made = s.post("/inference/v1/generate", {"token_ids": [5]}).json()
     assert s.post(CHAT + "/derender", {"generate_response": made}).json()["system_fingerprint"] is None
 

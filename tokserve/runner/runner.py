@@ -34,6 +34,7 @@ from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models import load
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
+from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
@@ -104,6 +105,7 @@ class Runner:
         if config.quantization == "fp8":
             self._device.require_float8("quantization")
         bound = ops.bind(runtime.device, runtime.ops, threads, exact=runtime.exact)
+        kernels = cpu_kernels(bound, runtime, config.dtype)
         if bound["linear"] != "torch":
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
         directory = checkpoint.locate(config.model, weights=config.load_format != "dummy")
@@ -131,6 +133,8 @@ class Runner:
         facts = {
             "ops": bound,
             "threads": threads,
+            "kernels": kernels.name if kernels else None,
+            "arithmetic": kernels.arithmetic if kernels else None,
             "dtype": config.dtype,
             "quantization": self._model.quantization,
             "exact": exact,
@@ -442,6 +446,17 @@ class Runner:
         weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in kept)
         found = {"weight_bytes": weights, "kv_bytes": self._layout.bytes()}
         return found if self._lora is None else found | {"lora_bytes": self._lora.num_bytes()}
+
+
+def cpu_kernels(bound: dict[str, str], runtime: RuntimeConfig, dtype: str) -> CpuKernels | None:
+    """The compiled kernels that serve, None if all ops are references.  Raises StartError."""
+    if "cpp" in bound.values():
+        kernels = choose_kernels(dtype, runtime.cpu_arithmetic, runtime.cpu_kernels)
+        logger.info("cpu kernels: %s", kernels)
+        return kernels
+    if runtime.cpu_arithmetic != "auto" or runtime.cpu_kernels is not None:
+        raise StartError("options cpu_arithmetic and cpu_kernels need the compiled kernels, which are not in use")
+    return None
 
 
 def _in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:

@@ -165,10 +165,11 @@ async def is_paused(serving: Serving, request: Request) -> Response:
 
 
 async def state(serving: Serving, request: Request) -> Response:
-    """GET /inference/v1/state: what the engine does, with which weights"""
-    found = await serving.llm.call("state")
+    """GET /inference/v1/state: what the engine does, with which weights and arithmetic"""
+    state = await serving.llm.call("state")
     names = ("state", "weight_version", "epoch", "running", "waiting", "since", "reason")
-    return body.reply(request, {name: found[name] for name in names})
+    arithmetic = serving.llm.ready.facts.get("arithmetic")
+    return body.reply(request, {name: state[name] for name in names} | {"arithmetic": arithmetic})
 
 
 async def liveness(serving: Serving, request: Request) -> Response:

@@ -153,16 +153,17 @@ class Serving:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what tokens depend on besides the request: the program, the model's options, the bound kernels,
-        and the weights that serve now."""
+        """A digest of what tokens depend on besides the request: the program, the model's options, the bound ops and
+        their arithmetic, and the weights that serve now."""
         status = self.llm.status
         parts = [self._options, status.weight_version, status.epoch]
         return f"tokserve-{__version__}-{hashlib.sha256(body.encode_json(parts)).hexdigest()[:8]}"
 
     @cached_property
     def _options(self) -> str:
-        ops = self.llm.ready.facts.get("ops")
-        return body.encode_json([self.config.model, self.config.cache.kv_cache_dtype, ops]).decode()
+        facts = self.llm.ready.facts
+        options = [self.config.model, self.config.cache.kv_cache_dtype, facts.get("ops"), facts.get("arithmetic")]
+        return body.encode_json(options).decode()
 
     async def probe(self, verb: str, seconds: float) -> None:
         """Call a verb of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""

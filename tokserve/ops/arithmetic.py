@@ -1,0 +1,129 @@
+"""Chooses the compiled CPU kernels: an instruction set, and with it the arithmetic of bfloat16 products.
+
+Kernels of one arithmetic give the same bits in every op on every processor.  `fma` widens bfloat16 to float32 and runs
+one chain of fused multiply-adds over K; every CPU has it.  `pairs` is the dot product of AVX512-BF16, `amx` the tiles
+of Intel's AMX.  Which is fastest is a property of the processor, so `auto` measures.  This file knows no model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tokserve.errors import StartError
+
+FMA = "fma"
+ARITHMETICS = (FMA, "pairs", "amx")
+CPUINFO = Path("/proc/cpuinfo")
+# Fastest first: the bfloat16 dot product runs at half the rate of float32 FMA on Intel, at twice the rate on AMD.
+PREFERENCES = {"GenuineIntel": ("amx", FMA, "pairs"), "AuthenticAMD": ("amx", "pairs", FMA)}
+DECISIVE = 1.25  # a measurement overrules the preference from this ratio on, so that restarts choose alike
+SHAPE = (48, 1024, 512)  # rows, inputs and outputs of the measured product: the weight fits a second-level cache
+ROUNDS = 5
+
+Measure = Callable[[ModuleType, Mapping[str, str]], dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuKernels:
+    """The kernels in use: the instruction set's name, how its bfloat16 products are summed, and GFLOP/s of a product by
+    arithmetic, empty if nothing was measured."""
+
+    name: str
+    arithmetic: str
+    rates: Mapping[str, float]
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in self.rates.items())
+        return f"{self.name}, arithmetic {self.arithmetic}" + (f" (GFLOP/s measured: {rates})" if rates else "")
+
+
+def choose_kernels(
+    dtype: str,
+    arithmetic: str = "auto",
+    kernels: str | None = None,
+    *,
+    extension: ModuleType | None = None,
+    measure: Measure | None = None,
+    vendor: str | None = None,
+) -> CpuKernels:
+    """Select kernels in the extension, by default `tokserve._C`, and return what was chosen.
+
+    `dtype` of the model: with any but bfloat16 all kernels multiply as `fma` does, so nothing is measured and the
+    arithmetic is `fma`.  `kernels` names an instruction set and implies its arithmetic.  Raises StartError if this
+    machine cannot run what is named, or if both are named and disagree.
+    """
+    extension = extension or importlib.import_module("tokserve._C")
+    best = best_kernels(extension)
+    rates: dict[str, float] = {}
+    if kernels is not None:
+        arithmetic = _arithmetic_of(extension, kernels, arithmetic)
+    elif arithmetic != "auto":
+        if arithmetic not in best:
+            runs = ", ".join(name for name in ARITHMETICS if name in best)
+            raise StartError(f"option cpu_arithmetic: this machine does not run {arithmetic!r}; it runs {runs}")
+    else:
+        if dtype == "bfloat16" and len(best) > 1:
+            rates = (measure or measured)(extension, best)
+        arithmetic = preferred(rates or dict.fromkeys(best, 0.0), _vendor() if vendor is None else vendor)
+    name = kernels or best[arithmetic]
+    extension.select(name)
+    return CpuKernels(name, arithmetic if dtype == "bfloat16" else FMA, rates)
+
+
+def best_kernels(extension: ModuleType) -> dict[str, str]:
+    """Arithmetic -> the best instruction set of this machine that has it."""
+    best: dict[str, str] = {}
+    for name in extension.instruction_sets():  # best first
+        best.setdefault(extension.arithmetic(name), name)
+    return best
+
+
+def measured(extension: ModuleType, kernels: Mapping[str, str]) -> dict[str, float]:
+    """GFLOP/s of one product with each of the kernels, the best of a few rounds; takes some milliseconds."""
+    rows, columns, outputs = SHAPE
+    x, weight = (torch.ones(n, columns, dtype=torch.bfloat16) for n in (rows, outputs))
+    packed = torch.empty(extension.packed_size(outputs, columns, True, False), dtype=torch.bfloat16)
+    extension.pack_linear(weight, packed, False)
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    seconds: dict[str, Any] = dict.fromkeys(kernels, float("inf"))
+    for _ in range(ROUNDS):
+        for arithmetic, name in kernels.items():  # in turn: a busy moment slows all of them
+            extension.select(name)
+            began = time.perf_counter()
+            extension.linear(x, packed, None, out)
+            seconds[arithmetic] = min(seconds[arithmetic], time.perf_counter() - began)
+    return {arithmetic: 2e-9 * rows * columns * outputs / took for arithmetic, took in seconds.items()}
+
+
+def preferred(rates: Mapping[str, float], vendor: str) -> str:
+    """The arithmetic that is known to be the fastest on this vendor's processors, unless another is decisively faster.
+
+    On other processors `fma`, which all machines share, is preferred in the same way.
+    """
+    known = next(name for name in PREFERENCES.get(vendor, (FMA,)) if name in rates)
+    fastest = max(rates, key=lambda name: rates[name])
+    return fastest if rates[fastest] > DECISIVE * rates[known] else known
+
+
+def _arithmetic_of(extension: ModuleType, kernels: str, wanted: str) -> str:
+    try:
+        arithmetic: str = extension.arithmetic(kernels)
+    except ValueError:
+        names = ", ".join(extension.instruction_sets())
+        raise StartError(f"option cpu_kernels: this machine does not run {kernels!r}; it runs {names}") from None
+    if wanted not in ("auto", arithmetic):
+        raise StartError(f"option cpu_kernels: {kernels!r} has the arithmetic {arithmetic!r}, not {wanted!r}")
+    return arithmetic
+
+
+def _vendor() -> str:
+    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
