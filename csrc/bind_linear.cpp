@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bind.h"
+#include "cpu.h"
 
 namespace nb = nanobind;
 
@@ -148,7 +149,7 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   const int64_t size = packed_size(p.panels, p.k, p.dtype == DType::bf16);
   require(packed, x.kind(), {size}, op, "the weight was packed for another shape or dtype");
   const LinearArgs a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
-                     out.data<void>(), p.m, p.n, p.k, x.stride(0)};
+                     out.data<void>(), p.m, p.n, p.k, x.stride(0), has_cheap_widening()};
   if (p.m == 0 || p.n == 0) return;
   perform([=] { multiply(a, p.panels, p.sums); });
 }

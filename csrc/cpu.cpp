@@ -40,4 +40,13 @@ const std::vector<const Kernels*>& runnable_kernels() {
   return found;
 }
 
+bool has_cheap_widening() {
+#if defined(TOKSERVE_HAS_avx2)
+  static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return amd;
+#else
+  return false;
+#endif
+}
+
 }  // namespace tokserve

@@ -56,11 +56,12 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
   int64_t stride = a.x_stride;
   const T* x = static_cast<const T*>(a.x) + row0 * stride;
   float* widened = sums + kRowBlock * kPanel;
+  const bool shares = kTileVectors == 1 || !a.cheap_widening;  // with few registers, sharing saves spills as well
   const typename Format::Row* ready =
       rows_of(x, stride, rows, a.k, padded, reinterpret_cast<typename Format::Row*>(widened + kStretch<Plain<float>>));
   for (int64_t panel = begin; panel < end; panel++) {
     const auto* w = static_cast<const typename Format::Weight*>(a.packed) + panel * padded * kPanel;
-    multiply_panel<Format>(ready, stride, rows, w, padded, sums, widened);
+    multiply_panel<Format>(ready, stride, rows, w, padded, sums, shares ? widened : nullptr);
     write_panel<T>(a, FloatSums{sums}, row0, rows, panel);
   }
 }

@@ -90,6 +90,7 @@ struct LinearArgs {
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
+  bool cheap_widening;  // the processor widens 16-bit weights beside its multiply-adds, at no cost to them
 };
 
 // What adapters add to a projection: out += scale * (x down^T) up, for each row by the adapter in its slot and for each

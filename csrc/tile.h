@@ -147,9 +147,8 @@ TOKSERVE_INLINE void multiply_up_to(int64_t rows, const typename Format::Row* x,
   if constexpr (ROWS > 1) multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
 }
 
-// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`: scratch of kStretch
-// floats for formats that widen.  Widening takes the ports of the multiply-adds on many processors, so it is done once a
-// stretch where several row tiles share it.
+// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that widen:
+// scratch of kStretch<Plain<float>> floats, to widen a stretch once where several row tiles share it, or null.
 template <class Format>
 void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows, const typename Format::Weight* panel,
                     int64_t padded, typename Format::Element* sums, [[maybe_unused]] float* widened) {
@@ -171,7 +170,7 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
       const char* next = ahead + fetched * 64;
       row += count;
       if constexpr (kWidens<Format>) {
-        if (tiles >= kWidenTiles) {
+        if (widened && tiles >= kWidenTiles) {
           if (tile == 0) multiply_up_to<Format, kShared, true>(count, from, stride, now, steps, to, k == 0, next, widened);
           else if (fetched < lines) multiply_up_to<Plain<float>, 1>(count, from, stride, widened, depth, to, k == 0, next);
           else multiply_up_to<Plain<float>, 0>(count, from, stride, widened, depth, to, k == 0, next);
