@@ -464,3 +464,29 @@ def test_what_is_forced_is_json_that_the_parser_reads_back() -> None:
         "tool_calls"
     ]
     assert json.loads(call["function"]["arguments"]) == {"city": "ß"}
+
+
+CONCATENATES = (  # a template that shows calls and adds contents up as text
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n' if m.content or not loop.first }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% endfor %}{{ tools | length if tools }}"
+)
+
+
+def test_a_forced_call_can_be_sent_back() -> None:
+    s = serve('{"city": "Rome"}', CONCATENATES)
+    message = ask(s, tool_choice=NAMED)["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    ask(s, messages=[*MESSAGES, message, result], tool_choice=NAMED)
+    turn = f"<user>hi<assistant><tool_call>\n{ROME}\n</tool_call><tool>sunny"
+    assert TOKENIZER.decode(s.llm.calls[-1].prompt, False).startswith(turn)
+    function = message["tool_calls"][0]["function"]
+    items = [
+        *MESSAGES, {"type": "function_call", "call_id": "c1", **function},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]  # fmt: skip
+    answer = s.post("/v1/responses", {"input": items})
+    assert answer.status_code == 200, answer.text
+    assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == turn

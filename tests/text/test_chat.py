@@ -309,6 +309,38 @@ def test_override_is_a_file_or_a_template(chatml: Pair, tmp_path: Path) -> None:
             ChatTemplate(chatml.tokenizer, bad)
 
 
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [{"id": "sample001", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+}
+NO_CONTENT = (  # template, what it makes of a call without content
+    ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}", "<assistant>"),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<assistant>"),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}", "<assistant>"),
+    ("{% for m in messages %}<{{ m.role }}>{% if m.content is none %}calls{% else %}{{ m['content'] + '.' }}"
+     "{% endif %}{% endfor %}", "<assistant>calls"),
+    ("{% for m in messages %}<{{ m.role }}>{% if 'content' in m %}{{ m['content'] + '.' }}{% else %}calls{% endif %}"
+     "{% endfor %}", "<assistant>calls"),
+    ("{% for m in messages %}<{{ m.role }}>{% if not m.content %}{{ m.tool_calls[0].function.name }}"
+     "{% else %}{{ m.content }}{% endif %}{% endfor %}", "<assistant>f"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["absent", "null"])
+@pytest.mark.parametrize(("source", "shown"), NO_CONTENT)
+def test_calls_without_content_are_rendered_by_every_template(
+    chatml: Pair, source: str, shown: str, content: dict[str, Any]
+) -> None:
+    text = chatml.ours.text([TALK[1], CALLED | content], template=source)
+    assert text.endswith(shown) and "None" not in text
+
+
+def test_a_message_without_content_or_calls_has_an_empty_one(chatml: Pair) -> None:
+    source = NO_CONTENT[0][0]
+    for role in ("assistant", "user", "tool"):
+        assert chatml.ours.text([{"role": role, "content": None}], template=source) == f"<{role}>"
+
+
 @pytest.mark.skipif(not (DEMO / "tokenizer.json").is_file(), reason="the demo model is not built yet")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_demo_model_equals_transformers(count: int) -> None:

@@ -29,6 +29,7 @@ Message = Mapping[str, Any]
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
 DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
 # what the code of a template may raise
 FAULTS = (
@@ -159,7 +160,8 @@ class ChatTemplate:
         checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
         False: a template that does not show `tools` is as good as one that does.  To a template that has no role
         `developer`, its messages are the system's; one that does not walk through parts of a content has them joined
-        by newlines.
+        by newlines.  A message without content has an empty one, unless the template has a case of its own for an
+        assistant's without.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -175,15 +177,23 @@ class ChatTemplate:
             not continue_final_message if add_generation_prompt is None else add_generation_prompt
         )
         source = self._source(template, variables["tools"] is not None)
+        mark = ""
+        if continue_final_message:
+            mark = f"END{secrets.token_hex(16)} "
+            if chat[-1].get("content") is None:
+                field = f"messages[{len(chat) - 1}].content"
+                raise RequestError("continue_final_message needs a final message with content", field=field)
         if not DEVELOPER.search(source):
             chat = _developer_as_system(chat)
         special = tuple(self._tokenizer.special_tokens.items())
         for message in chat:
+            if "content" not in message:
+                assistant = message["role"] == "assistant"
+                calls = bool(message.get("tool_calls"))
+                message |= _without_content(source, calls, special) if assistant else {"content": ""}
             if isinstance(message.get("content"), list) and not _takes_parts(source, message["role"], special):
                 message["content"] = _joined(message["content"])
-        mark = ""
-        if continue_final_message:
-            mark = f"END{secrets.token_hex(16)} "
+        if mark:
             content = _marked_content(chat, mark)
         rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
@@ -253,13 +263,39 @@ def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], 
     return "1st part" in rendered and "2nd part" in rendered and not list_printed
 
 
+@lru_cache(maxsize=64)
+def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, str], ...]) -> dict[str, str | None]:
+    """The content of an assistant's message that has none, as a template takes it: null, absent or empty.
+
+    Null or absent if the template has a case of its own for that: it renders it otherwise than an empty text, and does
+    not print the null.  `calls`: the message has tool calls.
+    """
+    variables = dict(special_tokens) | {"tools": None, "documents": None, "add_generation_prompt": False}
+    empty: dict[str, str | None] = {"content": ""}
+    null: dict[str, str | None] = {"content": None}
+
+    def rendered(content: dict[str, str | None]) -> str | None:
+        message = {"role": "assistant", **content} | ({"tool_calls": [SAMPLE_CALL]} if calls else {})
+        try:
+            return _run(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
+        except RequestError:
+            return None
+
+    usual = rendered(empty) or ""
+    for content in (null, {}):
+        text = rendered(content)
+        if text is not None and text != usual and text.count("None") <= usual.count("None"):
+            return content
+    return empty
+
+
 def _joined(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: text or parts of text, no nulls, tool arguments as objects, reasoning under the
-    names that templates read."""
+    """A copy as templates expect it: text or parts of text, no nulls (a null content is absent), tool arguments as
+    objects, reasoning under the names that templates read."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object", field=where)
@@ -336,10 +372,7 @@ def _objects(field: str, values: Sequence[dict[str, Any]] | None) -> list[dict[s
 
 def _marked_content(chat: list[dict[str, Any]], mark: str) -> str:
     """Put `mark` after the final message's content; returns the content without it."""
-    field = f"messages[{len(chat) - 1}].content"
-    content = chat[-1].get("content")
-    if content is None:
-        raise RequestError("continue_final_message needs a final message with content", field=field)
+    content = chat[-1]["content"]
     if isinstance(content, str):
         chat[-1]["content"] = content + mark
         return content
