@@ -303,6 +303,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     strict: Annotated[
         bool, about("Refuse unknown fields on the OpenAI routes too (they are named in X-Ignored-Fields otherwise).")
     ] = False
+    structured_outputs_closed: Annotated[
+        bool,
+        about("Outputs with a JSON schema have no properties that it does not name, unless it says that they may "
+              "(additionalProperties), as with strict: true; a request's strict: false still opens them."),
+    ] = False  # fmt: skip
     root_path: Annotated[str, about("Path prefix that a proxy strips.")] = ""
     ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file.")] = None

@@ -7,12 +7,15 @@ Must not know a model: checks that need its vocabulary or limits are made in `cl
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from tokserve import jsonschema
 from tokserve.errors import RequestError
+from tokserve.regex import explicit_classes
 
 LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
@@ -54,8 +57,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The form that the text of an output must have: exactly one of the first five fields is given.
 
     `json`: JSON that matches a schema (an object, or its JSON text).  `regex`: a full match.  `choice`: one of these.
-    `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.  The other two
-    restrict the white space in JSON: none between tokens, or what a regex matches.
+    `grammar`: a sentence of a Lark grammar in llguidance's dialect.  `json_object`: any JSON object.  The next two
+    restrict the white space in JSON: none between tokens, or what a regex matches.  `disable_additional_properties`:
+    objects have no properties that the schema does not name, unless it says that they may.  `unicode_classes`:
+    \\d, \\w and \\s in the regex or in the schema's patterns are of all scripts, not ASCII's.
     """
 
     json: dict[str, Any] | str | None = None
@@ -65,6 +70,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
+    unicode_classes: bool | None = None
 
     @property
     def kind(self) -> str:
@@ -82,6 +89,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             for name in ("disable_any_whitespace", "whitespace_pattern"):
                 if getattr(self, name):
                     _refuse(f"{at}.{name}", "applies to json and json_object only")
+        if self.disable_additional_properties and self.json is None:
+            _refuse(f"{at}.disable_additional_properties", "applies to json only")
+        if self.unicode_classes and self.json is None and self.regex is None:
+            _refuse(f"{at}.unicode_classes", "applies to json and regex only")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             _refuse(f"{at}.whitespace_pattern", "and disable_any_whitespace are mutually exclusive")
         if self.choice is not None and not self.choice:
@@ -97,8 +108,29 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
                 _refuse(f"{at}.{name}", f"must have at most {most} bytes, got {size}")
 
     def plain(self) -> StructuredOutputs:
-        """A copy with the schema as text, which every encoding can represent."""
-        return msgspec.structs.replace(self, json=self._schema()) if isinstance(self.json, dict) else self
+        """A copy as it is compiled, which every encoding can represent: the schema as text, its objects closed, and
+        classes of characters spelled out."""
+        unicode = bool(self.unicode_classes)
+        changes: dict[str, Any] = {
+            name: explicit_classes(pattern, unicode=unicode)
+            for name in ("regex", "whitespace_pattern") if (pattern := getattr(self, name)) is not None
+        }  # fmt: skip
+        if self.json is not None:
+            changes["json"] = self._plain_schema(unicode)
+        return msgspec.structs.replace(self, disable_additional_properties=None, unicode_classes=None, **changes)
+
+    def _plain_schema(self, unicode: bool) -> str:
+        text = self._schema()
+        if not self.disable_additional_properties and '"pattern' not in text and "\\u" not in text:
+            return text
+        try:
+            schema = json.loads(text)
+            jsonschema.spell_classes(schema, unicode=unicode)
+            if self.disable_additional_properties:
+                jsonschema.close(schema)
+            return json.dumps(schema, ensure_ascii=False)
+        except RecursionError:
+            _refuse("structured_outputs.json", "is nested too deeply")
 
     def _schema(self) -> str:
         """The schema as JSON text."""

@@ -100,6 +100,68 @@ def test_matchers_of_one_grammar_go_their_own_ways() -> None:
     assert allowed(one) == spelled("b") and set(allowed(other)) >= {*spelled("a"), *spelled("b")}
 
 
+def accepts(text: str, **asked: Any) -> bool:
+    """Whether a whole output may be this text."""
+    made = matcher(**asked)
+    for token in spelled(text):
+        if token not in allowed(made):
+            return False
+        made.advance(token)
+    return EOS in allowed(made)
+
+
+SEVEN = "\u0667"  # a digit of another script
+LETTER, SPACE = "\u00e9", "\u2003"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain", "other"), [(r"\d", "7", SEVEN), (r"\w", "e", LETTER), (r"a\sb", "a b", f"a{SPACE}b"),
+                                    (r"[\d.]+", "7.", f"{SEVEN}."), (r"[^\W]", "e", LETTER)]
+)  # fmt: skip
+def test_classes_are_of_ascii_unless_all_scripts_are_asked_for(pattern: str, plain: str, other: str) -> None:
+    for asked in (
+        {"regex": f'"{pattern}"'}, {"json": {"type": "string", "pattern": f"^{pattern}$"}},
+        {"json": json.dumps({"type": "string", "pattern": f"^{pattern}$"})},
+    ):  # fmt: skip
+        assert accepts(f'"{plain}"', **asked) and accepts(f'"{plain}"', **asked, unicode_classes=True)
+        assert not accepts(f'"{other}"', **asked) and accepts(f'"{other}"', **asked, unicode_classes=True)
+
+
+def test_a_negated_class_has_what_the_class_has_not() -> None:
+    assert accepts(SEVEN, regex=r"\D") and not accepts(SEVEN, regex=r"\D", unicode_classes=True)
+
+
+NESTED = {
+    "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    "type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "required": ["at"],
+}  # fmt: skip
+
+
+def test_objects_are_closed_on_request() -> None:
+    for text in ('{"at": {"x": 1}, "more": 2}', '{"at": {"x": 1, "more": 2}}'):
+        assert accepts(text, json=NESTED)
+        assert not accepts(text, json=NESTED, disable_additional_properties=True)
+    assert accepts('{"at": {"x": 1}}', json=NESTED, disable_additional_properties=True)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"uniqueItems": True}, {"not": {"type": "string"}}, {"if": {"type": "string"}, "then": {"minLength": 1}},
+        {"contains": {"type": "string"}}, {"propertyNames": {"pattern": "a"}}, {"dependentRequired": {"a": ["b"]}},
+        {"dependentSchemas": {"a": {}}}, {"unevaluatedProperties": False}, {"$dynamicRef": "#a"},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"type": "string", "format": "postcode"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keywords_that_docs_name_as_not_taken(keyword: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^structured_outputs\.json cannot be used"):
+        matcher(json=keyword)
+    docs = (Path(__file__).parents[2] / "docs" / "token-api.md").read_text()
+    (line,) = [line for line in docs.splitlines() if line.startswith("- Keywords of JSON Schema that are not taken")]
+    assert f"`{list(keyword)[-1]}`" in line or ("if" in keyword and "`if`/`then`/`else`" in line)
+
+
 @given(st.lists(st.text(max_size=8), min_size=1, max_size=4), st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
 def test_choices(choices: list[str], seed: int) -> None:

@@ -38,9 +38,10 @@ def refused(answer: Any, param: str, message: str = "") -> None:
 FORMS: list[dict[str, Any]] = [
     {"json": SCHEMA}, {"json": '{"type": "object"}'}, {"regex": "a+"}, {"choice": ["a", "b"]},
     {"grammar": 'start: "a"'}, {"json_object": True}, {"json": SCHEMA, "disable_any_whitespace": True},
-    {"json_object": True, "whitespace_pattern": "[ ]?"},
+    {"json_object": True, "whitespace_pattern": "[ ]?"}, {"regex": r"\d", "unicode_classes": True},
+    {"json": SCHEMA, "disable_additional_properties": True}, {"json": SCHEMA, "disable_additional_properties": False},
 ]  # fmt: skip
-NOTHING = {"disable_fallback": False, "disable_additional_properties": False, "structural_tag": None, "regex": None}
+NOTHING = {"disable_fallback": False, "structural_tag": None, "regex": None}
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -61,13 +62,38 @@ def test_every_form_on_every_route(server: Site, form: dict[str, Any]) -> None:
         ({"type": "text"}, None), ({"type": "json_object"}, StructuredOutputs(json_object=True)),
         (
             {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
-            StructuredOutputs(json=SCHEMA),
+            StructuredOutputs(json=SCHEMA, disable_additional_properties=True),
         ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": False}},
+            StructuredOutputs(json=SCHEMA, disable_additional_properties=False),
+        ),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
     ],
 )  # fmt: skip
 def test_response_format(server: Site, route: str, given: dict[str, Any], meant: StructuredOutputs | None) -> None:
     assert server.post(route, TEXT[route] | {"response_format": given}).status_code == 200
     assert asked(server) == meant
+
+
+def test_a_server_may_close_schemas_by_default() -> None:
+    server = site(says("ok"), structured_outputs_closed=True)
+    schema = {"name": "n", "schema": SCHEMA}
+    for strict, shut in ((None, True), (True, True), (False, False)):
+        form = {"type": "json_schema", "json_schema": schema | {"strict": strict}}
+        for route, body in TEXT.items():
+            assert server.post(route, body | {"response_format": form}).status_code == 200
+            assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+        told = {"type": "json_schema", **schema, "strict": strict}
+        assert server.post("/v1/responses", {"input": "x", "text": {"format": told}}).status_code == 200
+        assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+    for value, shut in ((None, True), (False, False)):
+        own = {"json": SCHEMA, "disable_additional_properties": value}
+        for path, body in [(GENERATE, generate(own)), *((r, b | {"structured_outputs": own}) for r, b in TEXT.items())]:
+            assert server.post(path, body).status_code == 200
+            assert asked(server) == StructuredOutputs(json=SCHEMA, disable_additional_properties=shut)
+    assert server.post(GENERATE, generate({"regex": "a"})).status_code == 200
+    assert asked(server) == StructuredOutputs(regex="a")
 
 
 WRONG: list[tuple[Any, str, str]] = [
@@ -76,6 +102,8 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"regex": 5}, ".regex", "str"), ({"rejex": "a"}, ".rejex", "did you mean 'regex'"),
     ({"regex": "a", "structural_tag": "x"}, ".structural_tag", "not supported"),
     ({"json_object": False}, "", "exactly one of"), ({"regex": "a" * 20_000}, ".regex", "at most 16384 bytes"),
+    ({"regex": "a", "disable_additional_properties": True}, ".disable_additional_properties", "json only"),
+    ({"choice": ["a"], "unicode_classes": True}, ".unicode_classes", "json and regex only"),
     ({"regex": "a", "whitespace_pattern": "b"}, ".whitespace_pattern", "json"),
     ({"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": "b"}, ".whitespace_pattern", "exclusive"),
 ]  # fmt: skip

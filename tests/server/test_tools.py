@@ -490,3 +490,14 @@ def test_a_forced_call_can_be_sent_back() -> None:
     answer = s.post("/v1/responses", {"input": items})
     assert answer.status_code == 200, answer.text
     assert TOKENIZER.decode(s.llm.calls[-1].prompt, False) == turn
+
+
+def test_strict_closes_the_objects_in_a_functions_arguments() -> None:
+    nested = {"type": "object", "properties": {"at": {"type": "object", "properties": {"x": {}}}}}
+    for strict, found in ((True, {"additionalProperties": False}), (False, {}), (None, {})):
+        function = {"type": "function", "function": {"name": "f", "parameters": nested, "strict": strict}}
+        named = {"type": "function", "function": {"name": "f"}}
+        schema = forced(tools=[function], tool_choice=named)["json"]
+        assert schema["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]
+        (arguments,) = forced(tools=[function], tool_choice="required")["json"]["$defs"].values()
+        assert arguments["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]

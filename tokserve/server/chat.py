@@ -204,13 +204,13 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
 def planned(serving: Serving, asked: ChatBody) -> Plan:
     """What becomes of the body's tools."""
     return tools.plan(
-        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False, shape=_shape(asked),
+        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False, shape=_shape(serving, asked),
         form=serving.tool_format, thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
 
 
-def _shape(asked: ChatBody) -> Shape | None:
-    form = structured.asked(asked.structured_outputs, asked.response_format)
+def _shape(serving: Serving, asked: ChatBody) -> Shape | None:
+    form = structured.asked(asked.structured_outputs, asked.response_format, closed=serving.closed_schemas)
     if form is None:
         return None
     shape = Shape(form, "response_format" if asked.structured_outputs is None else "structured_outputs")

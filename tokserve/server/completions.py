@@ -131,7 +131,7 @@ def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
         if asked.prompt_logprobs_start:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         prompt = -1 if -1 in (wanted, prompt) else max(wanted, prompt or 0)
-    form = structured.asked(asked.structured_outputs, asked.response_format)
+    form = structured.asked(asked.structured_outputs, asked.response_format, closed=serving.closed_schemas)
     return schemas.sampling(
         asked, serving.defaults, max_tokens=limit, logprobs=wanted, prompt_logprobs=prompt, structured_outputs=form
     )

@@ -100,6 +100,7 @@ class Serving:
         self.name = self.names[0]
         self.max_body = config.server.max_body_mb << 20
         self.text = not config.server.tokens_only
+        self.closed_schemas = config.server.structured_outputs_closed
         self.defaults: dict[str, Any] = {}
         if self.text:
             recommended = generation_defaults(config.model)

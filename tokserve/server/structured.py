@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tokserve.errors import RequestError
-from tokserve.params import StructuredOutputs
+from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server import body, errors
 
 # obsolete and other servers' names, with the values that have no effect (null never has one)
@@ -23,13 +23,12 @@ OTHER_NAMES: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # options of other servers, with the values that have no effect
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "disable_fallback": (False,), "disable_additional_properties": (False,), "structural_tag": (), "_backend": (),
-    "_backend_was_auto": (False,),
+    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
 }  # fmt: skip
 
 
 class _JsonSchema(msgspec.Struct):
-    """response_format.json_schema.  An output always keeps to the schema, strict or not."""
+    """response_format.json_schema.  An output always keeps to the schema; with `strict` its objects are closed."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -58,19 +57,39 @@ def without_habits(value: dict[Any, Any], at: str) -> dict[Any, Any]:
     return {name: each for name, each in value.items() if each is not None and name not in _UNSUPPORTED}
 
 
-def asked(outputs: dict[str, Any] | None, response_format: dict[str, Any] | None) -> StructuredOutputs | None:
-    """The form of output that a text route's body asks for.  Raises RequestError naming the field."""
+def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
+    """The form with its schema's objects closed if it does not say whether they are, and `closed` says so."""
+    if not closed or form.json is None or form.disable_additional_properties is not None:
+        return form
+    return msgspec.structs.replace(form, disable_additional_properties=True)
+
+
+def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
+    """The parameters with such a form, if they have one."""
+    if not closed or params.structured_outputs is None:
+        return params
+    return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
+
+
+def asked(
+    outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
+) -> StructuredOutputs | None:
+    """The form of output that a text route's body asks for.  `closed`: as in `by_default`, for schemas without
+    `strict`.  Raises RequestError naming the field."""
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
-        return body.convert(without_habits(outputs, "structured_outputs"), StructuredOutputs, "structured_outputs")
+        known = without_habits(outputs, "structured_outputs")
+        return by_default(body.convert(known, StructuredOutputs, "structured_outputs"), closed)
     if response_format is None:
         return None
     given = body.convert(response_format, _ResponseFormat, "response_format")
     if given.type == "json_schema":
         if given.json_schema is None:
             raise RequestError("response_format.json_schema is required", field="response_format.json_schema")
-        return StructuredOutputs(json=given.json_schema.schema)
+        strict = given.json_schema.strict
+        shut = strict if strict is not None else (True if closed else None)
+        return StructuredOutputs(json=given.json_schema.schema, disable_additional_properties=shut)
     if given.type not in ("text", "json_object"):
         raise RequestError(
             f"response_format.type must be text, json_object or json_schema, got {given.type[:errors.SHOWN]!r}",

@@ -259,7 +259,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate"""
     packed = body.is_msgpack(request)
     asked = decode_body(await body.read(request, serving.max_body), packed)
-    params = decode_params(asked.sampling_params, packed)
+    params = structured.with_default(decode_params(asked.sampling_params, packed), serving.closed_schemas)
     if asked.stream and body.wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     await serving.find_model(asked.model)

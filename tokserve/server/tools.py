@@ -7,18 +7,21 @@ force `engine.grammar`'s.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tokserve import jsonschema
 from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
 from tokserve.text import forced as forcing
+from tokserve.text.forced import Functions
 from tokserve.text.formats import FORCED, TOOL_FORMATS
 from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
@@ -155,16 +158,17 @@ def plan(
             return Plan(form=shape.form, source=shape.source)
         return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     try:
         if name is not None:
-            return Plan(Reading(named=name, functions=functions), forcing.arguments(functions[name]), "tools")
+            chosen = _closed({name: functions[name]}, strict)
+            return Plan(Reading(named=name, functions=functions), forcing.arguments(chosen[name]), "tools")
         if mode == "required":
-            calls = forcing.list_of_calls(functions, parallel=parallel)
+            calls = forcing.list_of_calls(_closed(functions, strict), parallel=parallel)
             return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
-        strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
         reading = Reading(form, thinking if shape is None else None, functions, single=not parallel)
         kept = _kept(shape, form, functions, strict, tokenizer, parallel)
         return Plan(reading, kept, "tools" if shape is None else shape.field)
@@ -173,22 +177,33 @@ def plan(
 
 
 def _kept(
-    shape: Shape | None, form: ToolFormat, functions: Mapping[str, dict[str, Any]], strict: Collection[str],
+    shape: Shape | None, form: ToolFormat, functions: Functions, strict: Collection[str],
     tokenizer: Tokenizer, parallel: bool,
 ) -> StructuredOutputs | None:  # fmt: skip
     """What an output must keep to in which the model may call.  `strict`: the functions that are."""
     try:
         if shape is not None:
+            functions = _closed(functions, strict)
             return forcing.answer_or_calls(shape.form, form, functions, tokenizer, parallel=parallel)
         if not strict or form.bare:  # of bare calls nobody could tell which text begins one
             return None
-        known = {name: schema if name in strict else ANY for name, schema in functions.items()}
+        known = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
         return forcing.text_or_calls(form, known, tokenizer, parallel=parallel)
     except forcing.Unforceable as error:
         field = "tools" if shape is None else shape.field
         what = "tools: strict functions" if shape is None else f"{field} and tools"
         words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
         raise RequestError(words, field=field, code="unsupported") from None
+
+
+def _closed(functions: Functions, strict: Collection[str]) -> Functions:
+    """The schemas of arguments, those of strict functions with closed objects."""
+    closed = dict(functions)
+    for name in strict:
+        if name in closed:
+            closed[name] = json.loads(json.dumps(closed[name]))
+            jsonschema.close(closed[name])
+    return closed
 
 
 class Read(msgspec.Struct):

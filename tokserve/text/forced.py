@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from tokserve import jsonschema
 from tokserve.params import GRAMMAR_BYTES, WHITE, StructuredOutputs
 from tokserve.text.parsing import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ def answer_or_calls(
     """
     # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
     shared = form.bare and answer.kind in ("json", "json_object")
+    answer = answer.plain()
     calls = _Calls(form, tokenizer, _white(answer) if shared else ONE_SPACE)
     return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, parallel))
 
@@ -73,7 +75,7 @@ def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
 
 
 def _answer(answer: StructuredOutputs) -> str:
-    """A form of output as the right side of a rule."""
+    """A form of output, as `plain` has it, as the right side of a rule."""
     if answer.regex is not None:
         written = re.sub(r"\\.|/|\n", lambda found: SLASHED.get(found[0], found[0]), answer.regex, flags=re.DOTALL)
         return f"/{written or '()'}/"
@@ -81,8 +83,8 @@ def _answer(answer: StructuredOutputs) -> str:
         return " | ".join(map(_literal, answer.choice))
     if answer.grammar is not None:
         return f"%lark {{\n{answer.grammar}\n}}"
-    schema = answer.json if isinstance(answer.json, dict) else msgspec.json.decode(answer.json or '{"type": "object"}')
-    return _embedded(schema, _white(answer))
+    assert not isinstance(answer.json, dict)  # it is plain
+    return _embedded(json.loads(answer.json or '{"type": "object"}'), _white(answer))
 
 
 def _white(form: StructuredOutputs) -> dict[str, Any]:
@@ -93,7 +95,13 @@ def _white(form: StructuredOutputs) -> dict[str, Any]:
 
 
 def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
-    return f"%json {json.dumps(schema | {'x-guidance': white}, ensure_ascii=False)}"
+    """A schema in a grammar, with its patterns' classes as `StructuredOutputs` has them."""
+    text = json.dumps(schema | {"x-guidance": white}, ensure_ascii=False)
+    if '"pattern' in text:
+        copy = json.loads(text)
+        jsonschema.spell_classes(copy, unicode=False)
+        text = json.dumps(copy, ensure_ascii=False)
+    return f"%json {text}"
 
 
 def _ranges(ids: Iterable[int]) -> str:
