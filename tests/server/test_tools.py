@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,7 +386,8 @@ def test_without_a_format_auto_is_refused_with_a_way_out(path: str, options: dic
     s = serve("a", "{{ tools }}{{ messages[0].content }}", **options)
     for more, field in (({}, "tools"), ({"tool_choice": "auto"}, "tool_choice")):
         param, code, words = refusal(s, path, **more)
-        assert (param, code) == (field, "unsupported") and "--tool-call-parser (hermes, " in words
+        assert (param, code) == (field, "unsupported")
+        assert ("--no-enable-auto-tool-choice" if options else "formats does: hermes, qwen3_coder") in words
 
 
 def test_options_that_cannot_be_used_are_told_at_the_start() -> None:
@@ -501,3 +503,18 @@ def test_strict_closes_the_objects_in_a_functions_arguments() -> None:
         assert schema["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]
         (arguments,) = forced(tools=[function], tool_choice="required")["json"]["$defs"].values()
         assert arguments["properties"]["at"] == nested["properties"]["at"] | found  # type: ignore[index]
+
+
+BLIND = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"  # shows no tools
+
+
+def test_refusals_of_free_calls_name_the_cure_that_works(tmp_path: Path) -> None:
+    path = tmp_path / "tools.jinja"
+    path.write_text(HERMES)
+    for options in ({}, {"tool_call_parser": "hermes"}):
+        for fields in ({}, {"tool_choice": "auto"}):
+            _, _, message = refusal(serve("a", BLIND, **options), **fields)
+            assert "--chat-template FILE" in message and '"none"' not in message
+            assert ask(serve('{"city": "Rome"}', BLIND, **options), tool_choice=NAMED)
+            assert ask(serve(CALL, str(path), **options), **fields)["choices"][0]["message"]["tool_calls"]
+    assert "--chat-template FILE" in refusal(serve("a", BLIND), tool_choice="none")[2]

@@ -31,8 +31,13 @@ MODES = ("none", "auto", "required")
 TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
-    "this server does not know how this model writes tool calls: start it with --tool-call-parser "
-    f'({", ".join(form.name for form in TOOL_FORMATS)}), or send tool_choice "none", or one that forces a call, '
+    "this server does not know how this model writes tool calls: start it with --chat-template FILE, a template that "
+    f"shows tools and calls as one of these formats does: {', '.join(form.name for form in TOOL_FORMATS)} (or, if the "
+    "model's own template shows tools, name the format with --tool-call-parser); or force a call with tool_choice "
+    '"required" or a named function'
+)
+SWITCHED_OFF = (
+    "this server does not read tool calls out of answers (--no-enable-auto-tool-choice); force a call with tool_choice "
     '"required" or a named function'
 )
 
@@ -145,12 +150,12 @@ def forced(choice: Any) -> bool:
 
 def plan(
     tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shape: Shape | None,
-    form: ToolFormat | None, thinking: Thinking | None, tokenizer: Tokenizer,
+    form: ToolFormat | None, no_form: str = NO_FORMAT, thinking: Thinking | None, tokenizer: Tokenizer,
 ) -> Plan:  # fmt: skip
     """How a body that has passed `check` is served.
 
     `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.  `form`, `thinking`
-    and `tokenizer`: the server's.  Raises RequestError.
+    and `tokenizer`: the server's; `no_form`: why there is no `form`, if so.  Raises RequestError.
     """
     mode, name = _chosen(choice)
     if not tools or mode == "none":
@@ -168,7 +173,7 @@ def plan(
             return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
-            raise RequestError(f"{field}: {NO_FORMAT}", field=field, code="unsupported")
+            raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
         reading = Reading(form, thinking if shape is None else None, functions, single=not parallel)
         kept = _kept(shape, form, functions, strict, tokenizer, parallel)
         return Plan(reading, kept, "tools" if shape is None else shape.field)

@@ -29,6 +29,10 @@ Message = Mapping[str, Any]
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+NO_TOOLS = (
+    "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
+    'template that does; a call that tool_choice forces ("required" or a named function) needs no such template'
+)
 SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
 DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
 # what the code of a template may raise
@@ -197,7 +201,7 @@ class ChatTemplate:
             content = _marked_content(chat, mark)
         rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
-            raise RequestError("tools: this model's chat template does not show tools to the model", field="tools")
+            raise RequestError(NO_TOOLS, field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
 
     def knows(self, template: str) -> bool:
