@@ -226,8 +226,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.seed is not None and not -_INT64 <= self.seed < _INT64:
             _refuse("seed", "must fit in 64 signed bits")
-        if self.n > 1 and self.temperature == 0.0:
-            _refuse("n", f"must be 1 with temperature 0 (all choices would be equal), got {self.n}")
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.structured_outputs is not None:

@@ -72,6 +72,20 @@ def test_n_choices_are_the_seeds_that_follow(client: openai.OpenAI) -> None:
     assert [c.message.content for c in several.choices] == [a.choices[0].message.content for a in alone]
 
 
+def test_n_choices_at_temperature_zero_are_equal(client: openai.OpenAI) -> None:
+    answer = ask(client, temperature=0, n=3, max_tokens=4)
+    assert [choice.message.content for choice in answer.choices] == ["85"] * 3
+    assert answer.usage.completion_tokens == 3 * ask(client, temperature=0, max_tokens=4).usage.completion_tokens
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in ask(client, temperature=0, n=3, max_tokens=4, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert set(texts.values()) == {"85"}
+    completed = client.completions.create(model="demo", prompt=["ab", "cd"], max_tokens=3, temperature=0, n=2)
+    texts = [choice.text for choice in completed.choices]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and len(texts) == 4
+
+
 def test_stop_string_is_cut(client: openai.OpenAI) -> None:
     answer = ask(client, temperature=0, stop=["5"])
     assert answer.choices[0].message.content == "8" and answer.choices[0].finish_reason == "stop"

@@ -56,6 +56,7 @@ def test_value_out_of_range_is_refused_with_the_fields_name(field: str, value: o
     [
         {},
         {"temperature": 0.0, "top_k": -1},
+        {"temperature": 0.0, "n": 2},
         {"temperature": 2, "top_p": 1.0, "min_p": 1},
         {"temperature": 1e-6, "seed": -(1 << 63)},
         {"max_tokens": 1, "min_tokens": 1, "logprobs": -1, "prompt_logprobs": 0},
@@ -68,11 +69,6 @@ def test_values_at_the_edges_are_taken(params: dict[str, object]) -> None:
 def test_min_tokens_above_max_tokens() -> None:
     with pytest.raises(RequestError, match=r"min_tokens must not be above max_tokens \(3\)"):
         SamplingParams(max_tokens=3, min_tokens=4).validate()
-
-
-def test_several_greedy_choices_are_refused() -> None:
-    with pytest.raises(RequestError, match="n must be 1 with temperature 0"):
-        SamplingParams(n=2, temperature=0).validate()
 
 
 def test_the_engine_gets_no_text_fields() -> None:
