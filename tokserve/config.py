@@ -127,8 +127,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         about("Most tokens of one prompt in a step while others wait or run; default: no bound but the budget."),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], about("Order of waiting requests: arrival, or (priority, arrival).")
-    ] = "fcfs"
+        Literal["priority", "fcfs"],
+        about("Order of waiting requests: priority serves lower ones first and equal ones as they arrive; fcfs serves "
+              "all as they arrive, and refuses a request that has a priority."),
+    ] = "priority"  # fmt: skip
     max_queued_requests: Annotated[
         NotNegative | None,
         about("Most requests (each choice is one) that may wait for a slot; one that would exceed it is refused "

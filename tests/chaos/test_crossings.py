@@ -22,7 +22,7 @@ from tokserve.checkpoint import DEMO_DIR
 POOL, CROWD, CROWDS = 40, 25, 4  # requests
 CUTTING = ("stop", "stop_token_ids", "stop_token_sequences", "repetition_detection")
 LOOKING_AT_OUTPUT = ("presence_penalty", "frequency_penalty", "min_tokens", "structured_outputs")
-ALL = ("--max-model-len", str(CONTEXT), "--max-logprobs", "-1", "--scheduling-policy", "priority")
+ALL = ("--max-model-len", str(CONTEXT), "--max-logprobs", "-1")
 OPTIONS = [
     ("--max-num-seqs", "2", "--block-size", "48", "--depth", "2", "--api-server-count", "2"),
     ("--kv-cache-memory-bytes", "600K", "--max-num-batched-tokens", "33", "--weight-staging", "in_place"),

@@ -45,7 +45,7 @@ def config(model: str | Path = "none", **options: Any) -> Config:
     return Config(
         model=ModelConfig(model=str(model), **model_options),
         cache=CacheConfig(block_size=4),
-        scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "fcfs")),
+        scheduler=SchedulerConfig(scheduling_policy=options.pop("policy", "priority")),
         runtime=RuntimeConfig(start_timeout=options.pop("start_timeout", 20.0), **options.pop("runtime", {})),
         server=ServerConfig(tokens_only=options.pop("tokens_only", False)),
     )

@@ -698,7 +698,7 @@ def test_terms_reach_the_engine(play: Callable[..., None]) -> None:
         assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-2, "s", 5, 6)
         assert unpack_ids(add.prompt) == [3, 4] and add.sampling.temperature == 1e-9 and add.sampling.max_tokens == 7
 
-    play(scene, policy="priority")
+    play(scene)
 
 
 def test_many_streams_at_once(play: Callable[..., None]) -> None:

@@ -146,7 +146,6 @@ def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
 @pytest.mark.parametrize(
     ("terms", "field"),
     [
-        ({"priority": 1}, "priority"),
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"deadline_ms": 0}, "deadline_ms"),
         ({"deadline_ms": 1 << 31}, "deadline_ms"),
@@ -161,6 +160,12 @@ def test_terms_that_cannot_be_kept(terms: dict[str, Any], field: str) -> None:
     assert refusal(Order([1], SamplingParams(), **terms)).field == field
 
 
+def test_priority_is_refused_by_the_policy_that_ignores_it() -> None:
+    fcfs = inputs(policy="fcfs")
+    assert "--scheduling-policy fcfs" in refusal(Order([1], SamplingParams(), priority=1), fcfs).message
+    fcfs.prepare(Order([1], SamplingParams(), priority=0))
+
+
 @pytest.mark.parametrize(
     "params", [{"max_tokens": 1 << 31}, {"extra_args": {"a": 10**30}}, {"extra_args": {"a": object()}}]
 )
@@ -170,7 +175,7 @@ def test_what_is_too_large_for_a_message(params: dict[str, Any]) -> None:
 
 def test_terms_that_can() -> None:
     order = Order([1], SamplingParams(), priority=-3, cache_salt="x" * 128, deadline_ms=1, queue_timeout_ms=1)
-    [add] = inputs(policy="priority").prepare(order).adds
+    [add] = inputs().prepare(order).adds
     assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-3, "x" * 128, 1, 1)
 
 

@@ -11,11 +11,22 @@ from tests.conformance.api import ABORTS, CHAT, GENERATE, PROMPT, Api, Long
 @pytest.mark.parametrize("route", ABORTS)
 @pytest.mark.parametrize(
     "body",
-    [{}, {"request_ids": []}, {"request_ids": None}, {"all": False}, {"group_id": ""}, {"group_id": None}],
+    [{}, {"request_ids": None}, {"all": False}, {"group_id": ""}, {"group_id": None}],
     ids=str,
 )  # fmt: skip
 def test_no_ids_are_refused(api: Api, route: str, body: Any) -> None:
     api.refused(api.post(route, body), 400, "request_ids")
+
+
+@pytest.mark.parametrize("route", ABORTS)
+def test_an_empty_list_aborts_nothing(api: Api, route: str) -> None:
+    with Long(api, "stays") as call:
+        for body in ({"request_ids": []}, {"request_ids": [], "all": False}, {"request_ids": [], "group_id": None}):
+            assert api.ok(route, body) == {"aborted": 0, "results": {}}
+        assert api.ok(route, {"request_ids": [], "group_id": "nobody"}) == {"aborted": 0, "results": {}}
+        assert api.load()["running"] > 0
+        assert api.ok(route, {"request_ids": [], "all": True}) == {"aborted": 1, "results": {"stays": "aborted"}}
+        assert call.reply()
 
 
 @pytest.mark.parametrize(

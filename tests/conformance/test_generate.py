@@ -260,7 +260,7 @@ def test_cache_salt_separates_the_prefix_cache_and_changes_nothing_else(api: Api
     assert all(choices == seen[0][1] for _, choices in seen)
 
 
-def test_priority_needs_the_priority_policy(api: Api) -> None:
+def test_priority_is_taken_unless_the_policy_is_fcfs(api: Api) -> None:
     assert api.generate(priority=0)["choices"] and api.generate(priority=-0)["choices"]
     answer = api.post(GENERATE, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "priority": 3})
     if api.config["scheduler"]["scheduling_policy"] == "priority":

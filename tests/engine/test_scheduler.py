@@ -198,6 +198,14 @@ def test_preempted_requests_keep_their_output_and_give_the_same(depth: int, cach
     engine.check_empty()
 
 
+def test_the_default_policy_is_priority_and_equal_ones_are_served_as_they_arrive() -> None:
+    engine = Engine(max_num_seqs=1)
+    for name, priority in [("a", 0), ("b", 0), ("c", -1), ("d", 0)]:
+        engine.add(name, prompt(3, ord(name)), max_tokens=2, priority=priority, ignore_eos=True)
+    engine.run()
+    assert [row.rid for plan in engine.executor.plans for row in plan.new] == ["c", "a", "b", "d"]
+
+
 @DEPTHS
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
 def test_the_last_by_policy_is_preempted(depth: int, policy: str, victim: str) -> None:
@@ -208,7 +216,7 @@ def test_the_last_by_policy_is_preempted(depth: int, policy: str, victim: str) -
 
 
 def test_a_preempted_request_enters_with_its_output_and_most_of_its_cache() -> None:
-    engine = crowd()
+    engine = crowd(scheduling_policy="fcfs")
     engine.run()
     back = next(row for plan in engine.executor.plans[1:] for row in plan.new)
     assert back.prompt_len == 6 and len(back.tokens) > 6

@@ -37,7 +37,7 @@ def test_unknown_option_names_the_nearest() -> None:
         ({"dtype": "int4"}, "must be one of auto, float32, bfloat16, float16, got 'int4'"),
         ({"quantization": "gptq"}, "must be one of int8, fp8, none, got 'gptq'"),
         ({"depth": 3}, "must be one of 1, 2, got 3"),
-        ({"scheduling_policy": "lifo"}, "must be one of fcfs, priority, got 'lifo'"),
+        ({"scheduling_policy": "lifo"}, "must be one of priority, fcfs, got 'lifo'"),
         ({"gpu_memory_utilization": 1.5}, "must be at most 1.0, got 1.5"),
         ({"gpu_memory_utilization": 0}, "must be above 0.0, got 0"),
         ({"block_size": 0}, "must be at least 1, got 0"),

@@ -65,7 +65,6 @@ def refused(answer: Any, status: int, param: str | None, message: str = "") -> d
         (PROMPT | {"logprobs_format": "xml"}, "logprobs_format", ""),
         (PROMPT | {"cache_salt": ""}, "cache_salt", "1 to 128"),
         (PROMPT | {"cache_salt": "s" * 129}, "cache_salt", "1 to 128"),
-        (PROMPT | {"priority": 1}, "priority", "--scheduling-policy"),
         (PROMPT | {"deadline_ms": 0}, "deadline_ms", ""),
         (PROMPT | {"deadline_ms": 10**30}, "deadline_ms", ""),
         (PROMPT | {"queue_timeout_ms": -5}, "queue_timeout_ms", ""),
@@ -245,10 +244,11 @@ def test_two_different_request_ids(server: Site, route: str) -> None:
 
 
 @pytest.mark.parametrize("route", [GENERATE, CHAT, COMPLETIONS])
-def test_a_refusal_carries_the_id_that_the_body_gave(server: Site, route: str) -> None:
+def test_a_refusal_carries_the_id_that_the_body_gave(route: str) -> None:
+    server = site(scheduling_policy="fcfs")
     body = {GENERATE: PROMPT, CHAT: MESSAGES, COMPLETIONS: TEXT}[route]
     answer = server.post(route, body | {"request_id": "mine", "priority": 5})
-    refused(answer, 400, "priority")
+    refused(answer, 400, "priority", "--scheduling-policy fcfs")
     assert answer.headers["x-request-id"] == "mine"
     assert "x-request-id" not in server.post(route, body | {"priority": 5}).headers
 

@@ -143,8 +143,8 @@ def test_rendered_completions_are_a_list_with_ids_of_their_own() -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"), ({"tokens": [5]}, "tokens"), ({"temperature": 7}, "temperature"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"), ({"n": 2, "temperature": 0}, "n"),
-        ({"priority": 5}, "priority"), ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"), ({"n": 5000}, "n"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"priority": 2**63}, "priority"), ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"), ({"n": 5000}, "n"),
         ({"tools": [{}]}, "tools[0].type"), ({"stream_options": {}}, "stream_options"), ({"stop": [""]}, "stop"),
         ({"logit_bias": {"9999": 1}}, "logit_bias.9999"), ({"model": "other"}, "model"),
         ({"deadline_ms": 0}, "deadline_ms"), ({"vllm_xargs": {"a": 10**30}}, "vllm_xargs"),

@@ -306,7 +306,7 @@ def test_the_template_hears_of_effort_and_tools() -> None:
 
 
 def test_sampling_and_serving_fields_arrive() -> None:
-    s = serve("a", scheduling_policy="priority")
+    s = serve("a")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "stop": ["z"], "min_tokens": 1}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}

@@ -111,7 +111,7 @@ def test_cached_tokens_are_told() -> None:
 
 
 def test_scheduling_fields_reach_the_engine() -> None:
-    s = site(scheduling_policy="priority")
+    s = site()
     fields = {"cache_salt": "3", "priority": -(2**63), "deadline_ms": 500, "queue_timeout_ms": 100}
     generate(s, fields=fields)
     options = s.llm.calls[0].options

@@ -232,7 +232,7 @@ class Inputs:
 
     def _check_terms(self, order: Order) -> None:
         if order.priority and not self._has_priority:
-            _refuse("priority", "needs a server with --scheduling-policy priority")
+            _refuse("priority", "is not served with --scheduling-policy fcfs")
         if len(order.cache_salt) > MAX_SALT:
             _refuse("cache_salt", f"must have 1 to {MAX_SALT} characters, got {len(order.cache_salt)}")
         for name, value in (("deadline_ms", order.deadline_ms), ("queue_timeout_ms", order.queue_timeout_ms)):

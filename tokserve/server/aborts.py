@@ -17,7 +17,7 @@ from tokserve.server.serving import Serving
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which requests: one of the three fields."""
+    """Which requests: one of the three fields.  An empty list is none."""
 
     request_ids: list[str] | None = None
     group_id: str | None = None
@@ -36,7 +36,7 @@ async def read(request: Request, limit: int) -> AbortBody:
     value, _ = await body.load(request, limit)
     asked = body.convert(value, AbortBody)
     given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
-    if not given:
+    if not given and asked.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
     if len(given) > 1:
         raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])

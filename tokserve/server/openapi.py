@@ -37,7 +37,7 @@ NUMBERS: dict[str, Described] = {
     "max_completion_tokens": {"minimum": 1, "maximum": INT32}, "max_output_tokens": {"minimum": 1, "maximum": INT32},
     "min_tokens": {"minimum": 0, "maximum": INT32},
     "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
-    "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT32 - 1, "maximum": INT32},
+    "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT64, "maximum": INT64 - 1},
     "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
 }  # fmt: skip
 OTHERS: dict[str, Described] = {
