@@ -369,8 +369,8 @@ def test_reasoning_effort_that_nothing_reads() -> None:
 
 def test_unknown_fields_are_ignored_and_named() -> None:
     s = site(says("a"))
-    answer = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "x y": 1, "user": "me", "store": True})
-    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "no_stop_trim"
+    answer = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "x y": 1, "user": "me", "store": False})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "no_stop_trim, user"
     assert "x-ignored-fields" not in s.post(CHAT, {"messages": MESSAGES}).headers
     streamed = s.post(CHAT, {"messages": MESSAGES, "no_stop_trim": False, "stream": True})
     assert streamed.headers["x-ignored-fields"] == "no_stop_trim"
@@ -410,7 +410,8 @@ def test_fields_that_would_change_the_answer_are_refused(field: dict[str, Any]) 
         {"best_of": 2, "n": 2},
         {"echo": False}, {"use_beam_search": False}, {"length_penalty": 1.0}, {"parallel_tool_calls": False},
         {"stop": None, "logit_bias": None, "n": None, "stream": None, "stream_options": None, "seed": None},
-        {"metadata": {"a": "b"}}, {"service_tier": "auto"}, {"reasoning_effort": None}, {"reasoning_effort": "none"},
+        {"metadata": {}}, {"service_tier": "auto"}, {"store": False}, {"verbosity": "medium"},
+        {"reasoning_effort": None}, {"reasoning_effort": "none"},
         {"stream": True, "stream_options": {"include_obfuscation": False}}, {"truncate_prompt_tokens": -1},
     ],
 )  # fmt: skip

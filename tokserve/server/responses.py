@@ -172,7 +172,6 @@ def _conversation(asked: ResponsesBody) -> Conversation:
 def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
     """The chat body that asks for the same.  Its fields have been checked as those of this one."""
     text = asked.text or schemas.TextOptions()
-    errors.refuse_unsupported("text.verbosity", text.verbosity, ("medium",))
     included = asked.include or []
     for i, name in enumerate(included):
         if name not in INCLUDED:

@@ -1,7 +1,7 @@
 """The bodies of the text routes: OpenAI's fields, the extensions of other servers, and what is refused.
 
 pydantic validates them in strict mode (a string is no number); null is the same as absent.  A field that no
-model declares is ignored and reported to the client, unless it would change the output: those are refused.
+model declares is ignored and reported to the client, unless it would change the output: those are refused (`fields`).
 What the values mean is decided in `params` and by the routes.
 """
 
@@ -16,44 +16,11 @@ from starlette.requests import Request
 
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
-from tokserve.server import errors, structured, tools
+from tokserve.server import errors, fields, structured, tools
 from tokserve.server.body import convert, is_msgpack, load, unpack_ids
 from tokserve.server.serving import Serving
 
-# Fields that this server does not support, with the values that have no effect (null never has one).
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "audio": (), "modalities": (["text"],), "web_search_options": (),
-    "reasoning": ({},), "verbosity": ("medium",),
-    "structural_tag": (), "logits_processors": ([],),
-    "thinking_token_budget": (), "truncate_prompt_tokens": (-1,), "use_beam_search": (False,),
-    "length_penalty": (1, 1.0), "best_of": (1,), "suffix": ("",), "echo": (False,), "prompt_embeds": (),
-    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "kv_transfer_params": (), "bad_words_ids": ([],),
-}  # fmt: skip
-# The same of /v1/responses.
-RESPONSES_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **REFUSED, "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-    "truncation": ("disabled",), "context_management": ([],), "moderation": (), "n": (1,), "messages": (),
-    "max_tokens": (), "max_completion_tokens": (), "response_format": ({"type": "text"},), "logprobs": (False,),
-    "reasoning_effort": (), "prompt_logprobs": (False,), "tokens": (), "documents": ([],), "chat_template": (),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
-}  # fmt: skip
-# Why, or what to send instead.
-STATELESS = "nothing is stored, the whole conversation comes in input"
-REASONS: Mapping[str, str] = {
-    "previous_response_id": STATELESS, "conversation": STATELESS, "prompt": "nothing is stored, send instructions",
-    "background": "nothing is stored, an answer has to be waited for", "messages": "use input", "tokens": "use input",
-    "max_tokens": "use max_output_tokens", "max_completion_tokens": "use max_output_tokens",
-    "response_format": "use text.format", "logprobs": "use include and top_logprobs",
-    "reasoning_effort": "use reasoning.effort",
-}  # fmt: skip
-# Fields that have no effect and that many clients send: not reported as ignored.
-ACCEPTED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "prediction", "max_tool_calls",
-})  # fmt: skip
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-OBFUSCATION = "include_obfuscation"  # of stream_options: padding that hides lengths; not sent here
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
           "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
@@ -80,8 +47,7 @@ class RequestBody(BaseModel):
     """What all text routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
-    reasons: ClassVar[Mapping[str, str]] = {}
+    others: ClassVar[fields.Fields] = fields.TEXT  # that have no effect
 
     model: str | None = None
 
@@ -170,7 +136,6 @@ class TextOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
 
 
 class ReasoningOptions(BaseModel):
@@ -183,8 +148,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesBody(GeneratingBody):
     """The body of /v1/responses.  The items of `input` are checked by the route."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = RESPONSES_REFUSED
-    reasons: ClassVar[Mapping[str, str]] = REASONS
+    others: ClassVar[fields.Fields] = fields.RESPONSES
 
     input: str | list[Any] | None = None
     instructions: str | None = None
@@ -242,28 +206,42 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
         body = kind.model_validate(value)
     except ValidationError as error:
         raise errors.from_pydantic(error, value) from None
-    refused, reasons = body.refused, body.reasons
-    ignored = []
-    for name, extra in (body.model_extra or {}).items():
-        structured.refuse_other_names(name, extra)
-        if name in refused:
-            all_of_them = (value.get("n"),) if name == "best_of" else ()  # the best n of n
-            errors.refuse_unsupported(name, extra, refused[name] + all_of_them, reasons.get(name, ""))
-        elif name not in ACCEPTED | structured.OTHER_NAMES.keys():
-            ignored.append(name)
+    ignored, unknown = _without_effect(body, value.get("n"))
     if isinstance(body, ChatBody):
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
         tools.check_shape(body.tools or [])
     known = [*kind.model_fields]
-    for field in kind.model_fields:
-        options = getattr(body, field)
+    for name in kind.model_fields:
+        options = getattr(body, name)
         if isinstance(options, BaseModel):
             known += type(options).model_fields
-            ignored += [f"{field}.{name}" for name in options.model_extra or () if name != OBFUSCATION]
-    if strict and ignored:
-        raise errors.unknown_field(ignored[0], ignored[0].rpartition(".")[2], known)
+            more, strange = _without_effect(options, None, f"{name}.")
+            ignored, unknown = ignored + more, unknown + strange
+    if strict and unknown:
+        raise errors.unknown_field(unknown[0], unknown[0].rpartition(".")[2], known)
     return body, ignored
+
+
+def _without_effect(body: RequestBody | BaseModel, n: Any, prefix: str = "") -> tuple[list[str], list[str]]:
+    """The fields that are ignored, and those of them that --strict refuses.  Raises `RequestError` for one that is
+    refused always.  `n`: the number of choices; `prefix`: where the body is."""
+    ignored, refusable = [], []
+    others = body.others if isinstance(body, RequestBody) else fields.INNER
+    for name, value in (body.model_extra or {}).items():
+        if not prefix:
+            structured.refuse_other_names(name, value)
+        field = others.get(prefix + name)
+        if field is None and not prefix and name in structured.OTHER_NAMES:
+            continue
+        if field is None or (field.treatment == "ignored" and not fields.idle(field, value)):
+            ignored.append(prefix + name)
+            if field is None or field.strict:
+                refusable.append(prefix + name)
+        elif field.treatment == "refused":
+            idle = (*field.idle, n) if name == "best_of" else field.idle  # the best n of n
+            errors.refuse_unsupported(prefix + name, value, idle, field.note)
+    return ignored, refusable
 
 
 def _check_json(value: Any, field: str) -> None:

@@ -1,0 +1,159 @@
+"""What becomes of each field of the text routes: the table, the documentation of it, and that the routes keep to it.
+
+`python -m tests.server.test_fields` writes the tables of docs/fields.md anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.resources.chat.completions import Completions as SdkChat
+from openai.resources.completions import Completions as SdkCompletions
+from openai.resources.responses import Responses as SdkResponses
+from pydantic import BaseModel
+
+from tests.server.fake_llm import Site, says, site
+from tokserve.server import fields, structured
+from tokserve.server.fields import Field
+from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
+
+DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
+ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/completions": (CompletionBody, {"prompt": "x"}),
+    "/v1/responses": (ResponsesBody, {"input": "x"}),
+}
+SDK = {"/v1/chat/completions": SdkChat, "/v1/completions": SdkCompletions, "/v1/responses": SdkResponses}
+NOT_SENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+OPENAI = {
+    name
+    for resource in SDK.values()
+    for name in inspect.signature(resource.create).parameters  # type: ignore[attr-defined]
+    if name not in NOT_SENT
+}
+
+
+def treatment(route: str, name: str) -> Field | None:
+    """None: the field has an effect, or is not known."""
+    body = ROUTES[route][0]
+    outer = name.partition(".")[0]
+    if name in fields.INNER:
+        return fields.INNER[name] if outer in body.model_fields else None
+    if name in structured.OTHER_NAMES:
+        return Field("refused", structured.OTHER_NAMES[name], "use structured_outputs")
+    return None if name in body.model_fields else body.others.get(name)
+
+
+def cell(route: str, name: str) -> str:
+    found = treatment(route, name)
+    if found is not None:
+        return found.treatment
+    return "effect" if name in ROUTES[route][0].model_fields else "unknown"
+
+
+def inner_fields(body: type[RequestBody]) -> list[str]:
+    """Fields of the objects inside a body, by their path."""
+    nested = []
+    for name, field in body.model_fields.items():
+        for kind in re.findall(r"(\w+Options)", str(field.annotation)):
+            model: Any = next(each for each in BaseModel.__subclasses__() if each.__name__ == kind)
+            nested += [f"{name}.{inner}" for inner in model.model_fields]
+    return nested
+
+
+def names(*, of_openai: bool) -> list[str]:
+    every = {*fields.INNER, *structured.OTHER_NAMES}
+    for body, _ in ROUTES.values():
+        every |= {*body.model_fields, *body.others}
+    return sorted(name for name in every if (name.partition(".")[0] in OPENAI) == of_openai)
+
+
+def table(*, of_openai: bool) -> str:
+    lines = ["| field | chat | completions | responses | |", "|---|---|---|---|---|"]
+    for name in names(of_openai=of_openai):
+        known = [found for route in ROUTES if (found := treatment(route, name)) is not None]
+        notes = list(dict.fromkeys(found.note for found in known if found.note))
+        values = dict.fromkeys(json.dumps(value) for found in known for value in found.idle)
+        if values:
+            notes.append(f"asks for nothing: {', '.join(f'`{value}`' for value in values)}")
+        if any(found.strict for found in known):
+            notes.append("refused with `--strict`")
+        row = [f"`{name}`", *(cell(route, name) for route in ROUTES), "; ".join(notes)]
+        lines.append(f"| {' | '.join(row)} |".replace("  |", " |"))
+    return "\n".join(lines)
+
+
+def documented(text: str) -> str:
+    """The page with its tables as they should be."""
+    for title, of_openai in (("OpenAI's fields", True), ("Other fields", False)):
+        made = f"## {title}\n\n{table(of_openai=of_openai)}\n\n"
+        text = re.sub(rf"## {title}\n\n(\|.*\n)*\n*", lambda _, made=made: made, text)  # type: ignore[misc]
+    return text.rstrip() + "\n"
+
+
+def test_the_documented_table_is_the_one_in_the_code() -> None:
+    text = DOCS.read_text()
+    assert documented(text) == text, "python -m tests.server.test_fields writes it anew"
+
+
+def test_every_field_that_openais_sdk_can_send_is_in_the_table() -> None:
+    for route, resource in SDK.items():
+        sent = set(inspect.signature(resource.create).parameters) - NOT_SENT  # type: ignore[attr-defined]
+        assert not {name for name in sent if cell(route, name) == "unknown"}, route
+
+
+def test_a_field_is_declared_or_in_the_table_and_never_both() -> None:
+    for body, _ in ROUTES.values():
+        assert not body.others.keys() & {name for name in body.model_fields if name not in fields.TEXT}
+    for body in (ChatBody, CompletionBody, ResponsesBody):
+        assert not fields.INNER.keys() & set(inner_fields(body))
+
+
+ODD = {"a": 1}  # a value that no field has as one that asks for nothing
+
+
+def ask(s: Site, route: str, name: str, value: Any) -> Any:
+    outer, _, inner = name.partition(".")
+    body = {"stream": True} if outer == "stream_options" else {}
+    return s.post(route, ROUTES[route][1] | body | {outer: {inner: value} if inner else value})
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_routes_keep_to_the_table(route: str) -> None:
+    lenient, strict = site(says("a")), site(says("a"), strict=True)
+    for name in names(of_openai=True) + names(of_openai=False):
+        found = treatment(route, name)
+        if found is None:
+            continue
+        for server in (lenient, strict):
+            for value in (None, *found.idle):
+                answer = ask(server, route, name, value)
+                assert answer.status_code == 200, (name, value, answer.text)
+                assert "x-ignored-fields" not in answer.headers, (name, value)
+            answer = ask(server, route, name, ODD)
+            if found.treatment == "refused" or (server is strict and found.strict):
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and error["param"] == name, (name, answer.text)
+                assert found.note in error["message"] or found.strict
+            else:
+                assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == name, name
+
+
+def test_what_openai_calls_its_fields_is_named_and_not_refused() -> None:
+    sent = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "service_tier": "flex",
+            "store": True, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s",
+            "prompt_cache_key": "k"}  # fmt: skip
+    s = site(says("a"))
+    answer = s.post("/v1/chat/completions", ROUTES["/v1/chat/completions"][1] | sent)
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"].split(", ") == list(sent)
+    answer = s.post("/v1/responses", {"input": "x", "text": {"verbosity": "low"}, "store": True})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "store, text.verbosity"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(documented(DOCS.read_text()))

@@ -1,0 +1,118 @@
+"""What becomes of the fields of the text routes that this server gives no effect, as data.
+
+A field that a body's model declares has an effect.  Of the others that OpenAI's or other servers' clients send, each is
+either *ignored*, because the answer is what it would be without it, and named in `X-Ignored-Fields`; or *refused*,
+because it would be another one.  Values that ask for nothing are neither.  A field that is not here is unknown.
+docs/fields.md is this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+
+class Field(NamedTuple):
+    """`idle`: values that ask for nothing; null is always one.  `note`: why, or what to send instead.
+
+    `strict`: ignored, but with --strict it is refused, because it asks for another text.
+    """
+
+    treatment: Literal["ignored", "refused"]
+    idle: tuple[Any, ...] = ()
+    note: str = ""
+    strict: bool = False
+
+
+def _ignored(*idle: Any, note: str = "", strict: bool = False) -> Field:
+    return Field("ignored", idle, note, strict)
+
+
+def _refused(*idle: Any, note: str = "") -> Field:
+    return Field("refused", idle, note)
+
+
+Fields = dict[str, Field]
+
+VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
+_TAG = "no user is told apart and nothing is stored"
+_CACHE = "the prefix cache needs no hints"
+_OUTPUTS = "use structured_outputs"
+
+# of OpenAI
+OPENAI: Fields = {
+    "audio": _refused(),
+    "function_call": _refused("none", "auto", note="use tool_choice"),
+    "functions": _refused([], note="use tools"),
+    "max_tool_calls": _ignored(),
+    "metadata": _ignored({}, note=_TAG),
+    "modalities": _refused(["text"]),
+    "moderation": _refused(note="nothing is moderated"),
+    "prediction": _ignored(note="it would make the same answer faster"),
+    "prompt_cache_key": _ignored(note=_CACHE),
+    "prompt_cache_options": _ignored({}, note=_CACHE),
+    "prompt_cache_retention": _ignored("in_memory", note=_CACHE),
+    "safety_identifier": _ignored(note=_TAG),
+    "service_tier": _ignored("auto", "default", note="there is one tier"),
+    "store": _ignored(False, note="nothing is stored"),
+    "suffix": _refused(""),
+    "best_of": _refused(1, note="n is as good"),
+    "tool_choice": _refused("none", "auto"),
+    "tools": _refused([]),
+    "user": _ignored(note=_TAG),
+    "verbosity": VERBOSITY,
+    "web_search_options": _refused(),
+}
+# of other servers and their clients
+OTHERS: Fields = {
+    "bad_words_ids": _refused([], note="use bad_token_sequences"),
+    "echo": _refused(False),
+    "kv_transfer_params": _refused(),
+    "length_penalty": _refused(1, 1.0),
+    "logits_processors": _refused([]),
+    "media_io_kwargs": _refused({}),
+    "mm_processor_kwargs": _refused({}),
+    "prompt_embeds": _refused(),
+    "reasoning": _refused({}),
+    "structural_tag": _refused(note=_OUTPUTS),
+    "thinking_token_budget": _refused(),
+    "truncate_prompt_tokens": _refused(-1),
+    "use_beam_search": _refused(False),
+}
+TEXT: Fields = OPENAI | OTHERS
+_STATELESS = "nothing is stored, the whole conversation comes in input"
+# of /v1/responses: also what chat has by other names, and what it says about the prompt
+RESPONSES: Fields = TEXT | {
+    "access_programs": _ignored(),
+    "add_generation_prompt": _refused(True),
+    "add_special_tokens": _refused(False),
+    "background": _refused(False, note="nothing is stored, an answer has to be waited for"),
+    "background_options": _ignored({}, note="there are no background responses"),
+    "chat_template": _refused(),
+    "context_management": _refused([]),
+    "continue_final_message": _refused(False),
+    "conversation": _refused(note=_STATELESS),
+    "documents": _refused([]),
+    "image": _refused(),
+    "logprobs": _refused(False, note="use include and top_logprobs"),
+    "max_completion_tokens": _refused(note="use max_output_tokens"),
+    "max_tokens": _refused(note="use max_output_tokens"),
+    "messages": _refused(note="use input"),
+    "n": _refused(1),
+    "previous_response_id": _refused(note=_STATELESS),
+    "prompt": _refused(note="nothing is stored, send instructions"),
+    "prompt_logprobs": _refused(False),
+    "reasoning_effort": _refused(note="use reasoning.effort"),
+    "response_format": _refused({"type": "text"}, note="use text.format"),
+    "tokens": _refused(note="use input"),
+    "truncation": _refused("disabled"),
+}
+# of objects inside a body, by their path
+INNER: Fields = {
+    "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
+    "text.verbosity": VERBOSITY,
+}
+
+
+def idle(field: Field, value: Any) -> bool:
+    """Whether a value asks for nothing."""
+    return value is None or (type(value), value) in [(type(each), each) for each in field.idle]
