@@ -207,7 +207,7 @@ def test_a_named_function_forces_its_arguments() -> None:
 
 def test_required_forces_a_list_of_calls() -> None:
     schema = forced(tool_choice="required")["json"]
-    assert schema["minItems"] == 1 and "maxItems" not in schema
+    assert schema["minItems"] == 1 and schema["maxItems"] == 16
     names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
     assert names == ["weather", "ping"]
     assert all(call["required"] == ["name", "parameters"] for call in schema["items"]["anyOf"])
@@ -242,7 +242,7 @@ def test_a_form_beside_tools_is_the_answers_and_calls_are_in_the_models_own_form
     for field in ({"response_format": VERDICT}, {"structured_outputs": {"choice": ["yes"]}}):
         grammar = forced(**field)["grammar"]
         assert "yes" in grammar and '"<tool_call>" inside' in grammar and '{"const": "weather"}' in grammar
-        assert "(gap? call)*" in grammar and "(gap? call)*" not in forced(**field, parallel_tool_calls=False)["grammar"]
+        assert "(gap? call){" in grammar and "(gap? call)" not in forced(**field, parallel_tool_calls=False)["grammar"]
         for choice in ("required", NAMED):  # whose answer is nothing but calls
             assert forced(**field, tool_choice=choice) == forced(tool_choice=choice)
     assert forced(structured_outputs={"choice": ["yes"]}, tool_choice="none") == {"choice": ["yes"]}
@@ -518,3 +518,28 @@ def test_refusals_of_free_calls_name_the_cure_that_works(tmp_path: Path) -> None
             assert ask(serve('{"city": "Rome"}', BLIND, **options), tool_choice=NAMED)
             assert ask(serve(CALL, str(path), **options), **fields)["choices"][0]["message"]["tool_calls"]
     assert "--chat-template FILE" in refusal(serve("a", BLIND), tool_choice="none")[2]
+
+
+def test_max_tool_calls() -> None:
+    def most(**fields: Any) -> int:
+        found: int = forced(tool_choice="required", **fields)["json"]["maxItems"]
+        return found
+
+    assert (most(), most(max_tool_calls=None), most(max_tool_calls=3), most(max_tool_calls=128)) == (16, 16, 3, 128)
+    assert most(max_tool_calls=3, parallel_tool_calls=False) == 1
+    assert "(gap? call){0,15}" in forced(response_format=VERDICT)["grammar"]
+    assert "(gap? call){0,2}" in forced(response_format=VERDICT, max_tool_calls=3)["grammar"]
+    two = functions(message(f"{CALL}\n" * 3, max_tool_calls=2))
+    assert two == [("weather", '{"city": "Rome"}')] * 2
+    many = ask(serve(CALL * 20, max_model_len=4096))["choices"][0]["message"]  # a free model's calls are its own
+    assert len(functions(many)) == 20
+    streamed = serve(CALL * 3).events(CHAT, {"messages": MESSAGES, "tools": TOOLS, "max_tool_calls": 2})
+    assert len(joined(streamed)[0]["calls"]) == 2
+    s = serve(CALL * 3)
+    flat_tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    reply = s.post("/v1/responses", {"input": "hi", "tools": flat_tools, "max_tool_calls": 2}).json()
+    assert reply["max_tool_calls"] == 2 and [item["type"] for item in reply["output"]] == ["function_call"] * 2
+    for wrong in (0, -1, 129):
+        param, _, words = refusal(serve("a"), max_tool_calls=wrong)
+        assert param == "max_tool_calls" and "from 1 to 128" in words
+    assert refusal(serve("a"), max_tool_calls="2")[0] == "max_tool_calls"

@@ -129,7 +129,7 @@ def either(marks: str, form: str, answer: dict[str, Any], **options: Any) -> Str
     functions = options.pop("functions", FUNCTIONS)
     made = forced.answer_or_calls(
         StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
-        **({"parallel": True} | options),
+        **({"most": 16} | options),
     )  # fmt: skip
     made.validate()
     return made
@@ -170,7 +170,7 @@ def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler]
         found = calls(form, text)[1]
         assert found == expected[: len(found)] and found
         assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text), text
-        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, parallel=False) == (len(found) == 1), text
+        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, most=1) == (len(found) == 1), text
         for wrong in (text.replace('"Oslo"', '"Rom"').replace("\nOslo", "\nRom"), text.replace("weather", "water")):
             assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], wrong), wrong
         assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], '{"right": true}' + text)
@@ -222,6 +222,33 @@ def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: 
             assert arguments.get("when") in (True, False, None, "now")
             assert set(arguments.get("cities", ())) <= {"Oslo", "Rome"}
     assert len(seen) > 1, seen
+
+
+ONE_CALL = {
+    "hermes": '<tool_call>{"name": "cities", "arguments": {}}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=cities>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "cities", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("form", ONE_CALL)
+def test_beside_an_answer_there_are_at_most_so_many_calls(compilers: dict[str, Compiler], form: str) -> None:
+    between = "; " if form == "llama3_json" else "\n"
+    functions = {"cities": {"type": "object"}}
+    for most in (1, 2, 16):
+        for count in (1, 2, 3, 16, 17):
+            text = between.join([ONE_CALL[form]] * count)
+            taken = takes(compilers["text"], "text", form, ANSWERS["json"][0], text, most=most, functions=functions)
+            assert taken == (count <= most), (most, count)
+
+
+def test_a_forced_list_has_at_most_so_many_calls(compilers: dict[str, Compiler]) -> None:
+    call = '{"name": "cities", "parameters": {}}'
+    for most in (1, 3, 16):
+        made = forced.list_of_calls({"cities": {"type": "object"}}, most=most).plain()
+        for count in (1, 3, 4, 16, 17):
+            text = f"[{', '.join([call] * count)}]"
+            assert follows(compilers["text"], "text", made, text) == (count <= most), (most, count)
 
 
 @pytest.mark.parametrize("marks", ["text", "added", "special"])
@@ -294,7 +321,7 @@ def test_elements_that_may_be_strings_are_any_text(
 def test_what_cannot_be_put_in_a_grammar(form: str, functions: dict[str, Any], why: str | None) -> None:
     def make() -> StructuredOutputs:
         answer = StructuredOutputs(json_object=True)
-        return forced.answer_or_calls(answer, named(TOOL_FORMATS, form), functions, tokenizer("text"), parallel=True)
+        return forced.answer_or_calls(answer, named(TOOL_FORMATS, form), functions, tokenizer("text"), most=16)
 
     if why is None:
         assert make().kind == "grammar"

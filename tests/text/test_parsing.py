@@ -184,8 +184,10 @@ def test_what_is_settled_is_said_at_once() -> None:
 
 def test_one_call_only() -> None:
     text = f"<tool_call>{ONE}</tool_call>" * 3 + " B"
-    one = parser("hermes", single=True)
+    one = parser("hermes", most=1)
     assert read(one, text) == [*call("f", '{"a": "x"}'), *content("B")] and one.num_calls == 3
+    two = parser("hermes", most=2)
+    assert read(two, text) == [*call("f", '{"a": "x"}') * 2, *content("B")] and two.num_calls == 3
 
 
 def test_a_named_functions_arguments_are_the_whole_answer() -> None:
@@ -231,7 +233,10 @@ def test_no_cut_changes_what_is_said() -> None:
         text = "".join(rng.choices(sorted(ATOMS), k=rng.randrange(1, 14)))
         form, thinking = rng.choice([None, *FORMATS]), rng.choice([None, None, *THOUGHTS])
         inside = thinking is not None and rng.random() < 0.3
-        more: dict[str, Any] = {"single": rng.random() < 0.2, "named": None if form else rng.choice([None, "f"])}
+        more: dict[str, Any] = {
+            "most": rng.choice([None, None, None, 1, 2]),
+            "named": None if form else rng.choice([None, "f"]),
+        }
         whole, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))
         cuts = range(1, len(text)) if rng.random() < 0.3 else sorted(rng.choices(range(len(text) + 1), k=4))
         said = read(whole, text)

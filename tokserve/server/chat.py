@@ -205,7 +205,8 @@ def planned(serving: Serving, asked: ChatBody) -> Plan:
     """What becomes of the body's tools."""
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.plan(
-        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False, shape=_shape(serving, asked),
+        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
+        most=asked.max_tool_calls, shape=_shape(serving, asked),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
         thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip

@@ -43,7 +43,7 @@ OPENAI: Fields = {
     "audio": _refused(),
     "function_call": _refused("none", "auto", note="use tool_choice"),
     "functions": _refused([], note="use tools"),
-    "max_tool_calls": _ignored(),
+    "max_tool_calls": _ignored(note="there are no tools"),
     "metadata": _ignored({}, note=_TAG),
     "modalities": _refused(["text"]),
     "moderation": _refused(note="nothing is moderated"),

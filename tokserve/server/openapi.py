@@ -21,6 +21,7 @@ from tokserve.params import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, MIN_REPETITION_P
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
 from tokserve.server.serving import Serving
+from tokserve.server.tools import MOST_CALLS
 
 _REF = "#/components/schemas/{name}"
 Described = dict[str, Any]
@@ -38,6 +39,7 @@ NUMBERS: dict[str, Described] = {
     "min_tokens": {"minimum": 0, "maximum": INT32},
     "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
     "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT64, "maximum": INT64 - 1},
+    "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
     "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
 }  # fmt: skip
 OTHERS: dict[str, Described] = {

@@ -90,7 +90,7 @@ class Reply(msgspec.Struct, kw_only=True):
     incomplete_details: Incomplete | None = None
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None = None
+    max_tool_calls: int | None = None
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool
@@ -194,6 +194,7 @@ def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
         tools=None if asked.tools is None else [_nested(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
         tool_choice=_nested("tool_choice", asked.tool_choice) if _names(asked.tool_choice) else asked.tool_choice,
         parallel_tool_calls=asked.parallel_tool_calls,
+        max_tool_calls=asked.max_tool_calls,
         reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
         chat_template_kwargs=asked.chat_template_kwargs,
     )
@@ -340,7 +341,7 @@ class Render:
         return Reply(
             id=ID_PREFIX + self._flight.key, created_at=self._created, model=self._model,
             instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            max_tool_calls=asked.max_tool_calls, parallel_tool_calls=asked.parallel_tool_calls is not False,
             reasoning={"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
             temperature=params.temperature, text={"format": form or {"type": "text"}},
             tool_choice=asked.tool_choice or "auto", tools=asked.tools or [], top_logprobs=asked.top_logprobs or 0,

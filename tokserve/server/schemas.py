@@ -120,6 +120,7 @@ class ChatBody(TextBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     reasoning_effort: Effort | None = None
 
 
@@ -160,6 +161,7 @@ class ResponsesBody(GeneratingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
 

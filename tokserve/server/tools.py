@@ -28,6 +28,8 @@ from tokserve.text.tokenizer import Tokenizer
 
 ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
 MODES = ("none", "auto", "required")
+DEFAULT_CALLS = 16  # most calls of an output that a grammar makes consist of calls: a weak model does not end the list
+MOST_CALLS = 128
 TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
@@ -149,14 +151,18 @@ def forced(choice: Any) -> bool:
 
 
 def plan(
-    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, shape: Shape | None,
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, most: int | None = None, shape: Shape | None,
     form: ToolFormat | None, no_form: str = NO_FORMAT, thinking: Thinking | None, tokenizer: Tokenizer,
 ) -> Plan:  # fmt: skip
     """How a body that has passed `check` is served.
 
-    `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.  `form`, `thinking`
-    and `tokenizer`: the server's; `no_form`: why there is no `form`, if so.  Raises RequestError.
+    `most`: calls in an answer, None: any number, or the default where a grammar makes them; one if they are not
+    `parallel`.  `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.
+    `form`, `thinking` and `tokenizer`: the server's; `no_form`: why there is no `form`, if so.  Raises RequestError.
     """
+    if most is not None and not 1 <= most <= MOST_CALLS:
+        raise RequestError(f"max_tool_calls must be from 1 to {MOST_CALLS}, got {most}", field="max_tool_calls")
+    most = most if parallel else 1
     mode, name = _chosen(choice)
     if not tools or mode == "none":
         if shape is not None:
@@ -169,13 +175,13 @@ def plan(
             chosen = _closed({name: functions[name]}, strict)
             return Plan(Reading(named=name, functions=functions), forcing.arguments(chosen[name]), "tools")
         if mode == "required":
-            calls = forcing.list_of_calls(_closed(functions, strict), parallel=parallel)
-            return Plan(Reading(FORCED, functions=functions, single=not parallel), calls, "tools")
+            calls = forcing.list_of_calls(_closed(functions, strict), most=most or DEFAULT_CALLS)
+            return Plan(Reading(FORCED, functions=functions, most=most), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        reading = Reading(form, thinking if shape is None else None, functions, single=not parallel)
-        kept = _kept(shape, form, functions, strict, tokenizer, parallel)
+        reading = Reading(form, thinking if shape is None else None, functions, most=most)
+        kept = _kept(shape, form, functions, strict, tokenizer, most)
         return Plan(reading, kept, "tools" if shape is None else shape.field)
     except RecursionError:
         raise RequestError("tools are nested too deeply", field="tools") from None
@@ -183,17 +189,17 @@ def plan(
 
 def _kept(
     shape: Shape | None, form: ToolFormat, functions: Functions, strict: Collection[str],
-    tokenizer: Tokenizer, parallel: bool,
+    tokenizer: Tokenizer, most: int | None,
 ) -> StructuredOutputs | None:  # fmt: skip
     """What an output must keep to in which the model may call.  `strict`: the functions that are."""
     try:
         if shape is not None:
             functions = _closed(functions, strict)
-            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, parallel=parallel)
+            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, most=most or DEFAULT_CALLS)
         if not strict or form.bare:  # of bare calls nobody could tell which text begins one
             return None
         known = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
-        return forcing.text_or_calls(form, known, tokenizer, parallel=parallel)
+        return forcing.text_or_calls(form, known, tokenizer, parallel=most != 1)
     except forcing.Unforceable as error:
         field = "tools" if shape is None else shape.field
         what = "tools: strict functions" if shape is None else f"{field} and tools"

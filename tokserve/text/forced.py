@@ -42,15 +42,15 @@ def arguments(schema: dict[str, Any]) -> StructuredOutputs:
     return _json(_closed(schema))
 
 
-def list_of_calls(functions: Functions, *, parallel: bool) -> StructuredOutputs:
-    """[{"name": ..., "parameters": ...}, ...], one of them if they are not `parallel`."""
-    return _json(_list_of(functions, "parameters", parallel))
+def list_of_calls(functions: Functions, *, most: int) -> StructuredOutputs:
+    """[{"name": ..., "parameters": ...}, ...], at most so many."""
+    return _json(_list_of(functions, "parameters", most))
 
 
 def answer_or_calls(
-    answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool
+    answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, most: int
 ) -> StructuredOutputs:
-    """A valid `answer`, or calls as a model writes them of its own accord; one call if they are not `parallel`.
+    """A valid `answer`, or calls as a model writes them of its own accord; at most so many.
 
     Raises Unforceable.
     """
@@ -58,7 +58,7 @@ def answer_or_calls(
     shared = form.bare and answer.kind in ("json", "json_object")
     answer = answer.plain()
     calls = _Calls(form, tokenizer, _white(answer) if shared else ONE_SPACE)
-    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, parallel))
+    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, most))
 
 
 def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
@@ -67,7 +67,7 @@ def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, 
     Raises Unforceable.
     """
     calls = _Calls(form, tokenizer, ONE_SPACE)
-    return _grammar(calls.around("*" if parallel else "?") | calls.rules(functions, parallel))
+    return _grammar(calls.around("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
 
 
 def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
@@ -141,20 +141,22 @@ class _Calls:
         start = {"start": f"{others} (head rest {others}){often} TEXT", "TEXT": r"/(.|\n)*/"}
         return start | {"head[lazy]": f"TEXT {self._mark(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
 
-    def rules(self, functions: Functions, parallel: bool) -> dict[str, str]:
-        """By name: "calls", "rest" of them behind the first marker, and what it needs."""
-        form, size, most = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
-        if size > most:  # and the grammar would have more: no work is done for what is refused then
-            raise Unforceable(f"the functions have {size} bytes, and a grammar at most {most}")
+    def rules(self, functions: Functions, most: int | None) -> dict[str, str]:
+        """By name: "calls", "rest" of them behind the first marker, and what it needs.  `most`: calls of one after the
+        other, each of which may be a list where the format has lists; None: any number."""
+        form, size, limit = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
+        if size > limit:  # and the grammar would have more: no work is done for what is refused then
+            raise Unforceable(f"the functions have {size} bytes, and a grammar at most {limit}")
         opens, closes, *frames = map(self._mark, (form.opens[0], form.closes, *form.frames))
-        more = "(gap? call)*" if parallel else ""
+        often = "*" if most is None else f"{{0,{most - 1}}}"
+        more = "" if most == 1 else f"(gap? call){often}"
         rules = {
             "call": f"{opens} inside", "inside": f"gap? body gap? {closes}" if closes else "gap? body", "gap": GAP,
             "calls": f"{frames[0] if frames else opens} rest",
             "rest": f"call {more} {frames[1]}" if frames else f"inside {more}",
         }  # fmt: skip
         if form.bare:
-            rules["calls"] += " | body" + (' (gap? ";" gap? body)*' if parallel else "")
+            rules["calls"] += " | body" + ("" if most == 1 else f' (gap? ";" gap? body){often}')
         if form.body == "xml":
             bodies = [self._element(name, schema) for name, schema in functions.items()]
             return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE} | self._more
@@ -163,7 +165,7 @@ class _Calls:
         separator = f"{self._mark(form.separator)}?" if form.separator else ""
         bodies = [f"{_literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
         if not form.closes:  # as Mistral's first models write it
-            bodies.append(self._json(_list_of(functions, "arguments", parallel)))
+            bodies.append(self._json(_list_of(functions, "arguments", most)))
         return rules | {"body": " | ".join(bodies)}
 
     def _mark(self, text: str) -> str:
@@ -279,11 +281,11 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | closed | {"type": "object"}
 
 
-def _list_of(functions: Functions, key: str, parallel: bool) -> dict[str, Any]:
+def _list_of(functions: Functions, key: str, most: int | None) -> dict[str, Any]:
     """The schema of a list of calls with their arguments under `key`."""
     call = _any_of(functions, key)
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
 
 
 def _any_of(functions: Functions, key: str) -> dict[str, Any]:

@@ -75,14 +75,14 @@ class Reading:
     """How answers to one request are read.
 
     `functions`: the JSON schemas of the arguments by name.  `named`: the answer is only this function's arguments.
-    `single`: calls after the first are dropped.
+    `most`: calls after so many are dropped.
     """
 
     tools: ToolFormat | None = None
     thinking: Thinking | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     named: str | None = None
-    single: bool = False
+    most: int | None = None
 
     def markers(self) -> tuple[str, ...]:
         """All markers that an answer may contain."""
@@ -137,7 +137,8 @@ class Parser:
         self._put(kind, text)
 
     def _put(self, kind: Kind, text: str) -> None:
-        if kind in ("call", "arguments") and self._reading.single and self.num_calls > 1:
+        most = self._reading.most
+        if kind in ("call", "arguments") and most is not None and self.num_calls > most:
             return
         self._out.append(Segment(kind, text))
 
