@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.scripted_server import event, scripted
+from tests.bench.scripted_server import Answer, event, scripted
 from tokserve.bench.datasets import DatasetSpec
 from tokserve.bench.serve import Load, arrivals, serve
 from tokserve.bench.wire import RequestShape
@@ -190,3 +190,35 @@ def test_replace_keeps_loads_apart() -> None:
     with pytest.raises(StartError, match="max-concurrency"):
         one.check()
     replace(one, max_concurrency=1).check()
+
+
+def test_the_base_url_may_end_in_v1() -> None:
+    for end in ("", "/", "/v1", "/v1/"):
+        with scripted(tokens) as server:
+            row, _ = serve(load(server.url + end))
+            assert row["completed"] == 5 and {asked[0] for asked in server.asked} == {"/inference/v1/generate"}
+
+
+def template_hits(repeated: bool) -> Answer:
+    """A chat server whose template has 20 tokens before each prompt, and whose cache has blocks of 16."""
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        length = 20 + len(body["messages"][-1]["content"].split())
+        cached = (length - 1) // 16 * 16 if repeated and length > 21 else 16
+        usage = {"prompt_tokens": length, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+        done = {"index": 0, "message": {"content": "a"}, "finish_reason": "length"}
+        return 200, [json.dumps({"choices": [done], "usage": usage}).encode()]
+
+    return answer
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_what_the_chat_template_shares_is_no_repeated_prompt(
+    repeated: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted(template_hits(repeated)) as server, pytest.raises(SystemExit) as end:
+        main(["bench", "serve", "--base-url", server.url + "/v1", "--backend", "openai-chat", "--num-prompts", "3",
+              "--input-len", "40", "--no-stream", "--no-progress", "--warmup", "0"])  # fmt: skip
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and "48 of them the chat template's" in shown
+    assert ("note: 3 prompts" in shown) == repeated and len(server.asked) == 4

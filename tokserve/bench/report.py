@@ -134,6 +134,19 @@ def result(
     return row
 
 
+def cache_hits(outcomes: Sequence[Outcome], shared: int) -> dict[str, int]:
+    """What the prefix cache had.  `shared`: cached tokens that the server itself puts before all prompts.
+
+    A prompt is repeated if at least half of its own tokens were cached: a block of them may be by chance.
+    """
+    served = [o for o in outcomes if o.error is None]
+    own = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
+    return {
+        "template_cached_tokens": sum(min(shared, o.cached_tokens) for o in served),
+        "repeated_prompts": sum(cached > 0 and 2 * cached >= length for cached, length in own),
+    }
+
+
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Per request, in the order they were made."""
     return {
@@ -149,9 +162,11 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
     """The compact table that ends a run."""
+    shared = row.get("template_cached_tokens")
+    template = f", {shared} of them the chat template's" if shared else ""
     lines = [
         f"requests   {row['completed']} served, {row['failed']} failed in {row['duration']:.2f} s",
-        f"tokens     {row['total_input_tokens']} in ({row['total_cached_tokens']} cached), "
+        f"tokens     {row['total_input_tokens']} in ({row['total_cached_tokens']} cached{template}), "
         f"{row['total_output_tokens']} out",
         f"rate       {row['request_throughput']:.2f} req/s, {row['output_throughput']:.1f} output tok/s, "
         f"{row['total_token_throughput']:.1f} total tok/s",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ import uvloop
 from tqdm import tqdm
 
 from tokserve.bench import datasets
-from tokserve.bench.datasets import DatasetSpec, Talk
-from tokserve.bench.report import Outcome, details, result
+from tokserve.bench.datasets import DatasetSpec, Talk, Turn
+from tokserve.bench.report import Outcome, cache_hits, details, result
 from tokserve.bench.wire import PATHS, BadReply, EventLines, Memory, Reply, RequestShape
 from tokserve.errors import StartError
 
@@ -47,6 +48,11 @@ class Load:
     timeout: float = 3600.0  # seconds a request may take
     save_detailed: bool = False
     progress: bool = True
+
+    @property
+    def root(self) -> str:
+        """The server's address.  OpenAI's clients call the one with /v1 the base, so either may be given."""
+        return self.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     def check(self) -> None:
         """Raise StartError for values out of range or in conflict."""
@@ -81,7 +87,7 @@ class Runner:
     def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
         self._load = load
         self._session = session
-        self._url = load.base_url.rstrip("/") + PATHS[load.shape.backend]
+        self._url = load.root + PATHS[load.shape.backend]
         self._begun = 0.0
         self.outcomes: list[Outcome] = []
 
@@ -195,13 +201,15 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
         total = sum(len(talk.turns) for talk in talks)
         with tqdm(total=total, disable=not load.progress, desc="requests", unit="req") as bar:
             duration = await run.run(talks, due, load.max_concurrency, bar)
-    return _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | (
-        details(run.outcomes) if load.save_detailed else {}
-    ), run.outcomes
+        shared = await _shared_by_template(load, session, run.outcomes)
+    row = (
+        _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | cache_hits(run.outcomes, shared)
+    )
+    return row | (details(run.outcomes) if load.save_detailed else {}), run.outcomes
 
 
 async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
-    url = load.base_url.rstrip("/") + "/v1/models"
+    url = load.root + "/v1/models"
     try:
         async with session.get(url) as answer:
             raw = await answer.read()
@@ -226,6 +234,19 @@ async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
         await run.run(talks, [0.0] * len(talks), load.max_concurrency, bar)
     if failed := [o.error for o in run.outcomes if o.error is not None]:
         raise StartError(f"warming up failed: {failed[0]}")
+
+
+async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcomes: Sequence[Outcome]) -> int:
+    """Prompt tokens that every chat has in common, and that are cached: those of a chat that nobody sent before.
+
+    It is asked after the run, so it changes no figure; 0 where no template is applied or nothing was cached.
+    """
+    if load.shape.backend != "openai-chat" or not any(outcome.cached_tokens for outcome in outcomes):
+        return 0
+    run = Runner(load, session)
+    with tqdm(disable=True) as bar:
+        await run.run([Talk([Turn(secrets.token_hex(16), 1)])], [0.0], None, bar)
+    return max(outcome.cached_tokens for outcome in run.outcomes)
 
 
 def _facts(load: Load) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def add_bench(commands: Any) -> None:
 
 def _add_server(parser: Any) -> None:
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="Default: http://127.0.0.1:8000.")
+    add("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="with or without /v1 at its end. "
+        "Default: http://127.0.0.1:8000.")  # fmt: skip
     add("--backend", choices=BACKENDS, default="tokens", help="tokens: /inference/v1/generate. openai: "
         "/v1/completions with token ids. openai-chat: /v1/chat/completions with text. Default: tokens.")  # fmt: skip
     add("--model", default="", help="Default: the first of /v1/models.")
@@ -177,9 +178,9 @@ def _serve(v: dict[str, Any]) -> int:
     if draw:
         draw(outcomes, v["plot"], f"{row['model_id']}, {row['backend']}, {row['output_throughput']:.0f} output tok/s")
     print(report.table(row, percentiles))
-    if load.dataset.kind == "random" and load.dataset.turns == 1 and row["total_cached_tokens"]:
-        print("note: prompt tokens were found in the server's prefix cache, as after a run with the same seed; "
-              "try another --seed")  # fmt: skip
+    if load.dataset.kind == "random" and load.dataset.turns == 1 and row["repeated_prompts"]:
+        print(f"note: {row['repeated_prompts']} prompts were in the server's prefix cache already, as after a run with "
+              "the same seed; try another --seed")  # fmt: skip
     return 0 if row["completed"] else 1
 
 
