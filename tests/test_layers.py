@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "plan"}, {"transformers"}),
-    "models": ({"layers", "ops", "plan", "checkpoint", "errors"}, {"transformers"}),
+    "models": ({"layers", "ops", "rl", "plan", "checkpoint", "errors"}, {"transformers"}),
     "runner": ({"models", "layers", "ops", "device", "rl", "plan", "params", "config", "checkpoint", "errors"}, set()),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": ({"messages", "plan", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),

@@ -206,6 +206,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
+    weight_checksums: Annotated[
+        bool,
+        about("Keep a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "
+              "gigabyte of an update. Weights that are read from files need none."),
+    ] = True  # fmt: skip
     allowed_weight_dirs: Annotated[
         list[str] | None,
         about("Directory, with all below it, that weights may be read from while serving (repeatable); default: any."),

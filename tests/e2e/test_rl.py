@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save, save_file
 
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.rl import broadcast
+from tokserve.rl import broadcast, checksums
 
 PROMPT = [286, 84, 82, 68, 81, 198, 16, 10, 16, 287, 198, 286, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198]
 FIXED = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
@@ -232,6 +232,10 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
     assert lab.serves(0)
     before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert lab.post("/weight_checker", {"action": "compare", "baseline": before})["match"] is True
+    mine = checksums(lab.tensors(0))
+    asked = {"action": "compare", "names": "checkpoint"}
+    assert lab.post("/weight_checker", asked | {"baseline": mine}) == {"match": True, "mismatches": []}
+    assert lab.post("/weight_checker", asked | {"baseline": checksums(lab.tensors(1))})["match"] is False
 
 
 def test_a_sender_that_leaves_midway_fails_the_update(lab: Lab) -> None:

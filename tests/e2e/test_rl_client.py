@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.adapters import write_adapter
 from tests.e2e.server import Server
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.rl import ServerError, TokserveClient
+from tokserve.rl import ServerError, TokserveClient, checksum
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -50,6 +50,12 @@ def test_rollouts_and_a_push(server: Server) -> None:
             for r, other in zip(rollouts, again, strict=True):
                 assert (r.token_ids == other.token_ids).all() and (r.logprobs == other.logprobs).all()
                 assert other.weight_versions == [("one", 0, 5)]
+            known = await client.weight_checksums()
+            assert all(known[name] == checksum(tensor) for name, tensor in weights.items())
+            assert await client.compare_weights(weights.items()) == []
+            name = "model.norm.weight"
+            changed = weights | {name: weights[name] * 2, "other": weights[name]}
+            assert await client.compare_weights(changed.items()) == [name, "other"]
             with pytest.raises(ServerError, match="unexpected: nobody") as refused:
                 await client.update_weights([("nobody", weights["model.norm.weight"])])
             assert refused.value.status == 400 and (await client.state())["weight_version"] == "one"

@@ -311,6 +311,8 @@ class ScriptedExecutor:
             self.adapter_from_anywhere = args["anywhere"]
         elif method == "checksums":
             return {"all": str(self.weights)}
+        elif method == "checkpoint_checksums":
+            return {"checkpoint": {"all": str(self.weights)}, "tied": {}}
         return None
 
     def interrupt(self) -> None:

@@ -537,6 +537,7 @@ def test_level_two_needs_new_weights_before_it_wakes() -> None:
     ask(engine, "sleep", level=2)
     assert engine.executor.weights is None and finished(engine, "r0") == "abort_pause"
     assert ask(engine, "wake_up").status == ask(engine, "weight_checksums").status == 409
+    assert ask(engine, "checkpoint_checksums").status == 409
     assert ask(engine, "wake_up", tags=["weights", "kv_cache"]).error is None
     assert state(engine) == "sleeping" and engine.core.control.status().sleeping  # there are no weights yet
     assert ask(engine, "wake_up").status == 409
@@ -631,3 +632,15 @@ def test_a_failed_update_may_name_a_file_that_is_no_utf8() -> None:
 def test_a_worker_call_comes_between_two_steps() -> None:
     assert ask(busy(2), "collective_rpc", method="f", args=[1]).result == ["f[1]{}"]
     assert ask(busy(2), "apply_model", function="m:f").result == ["m:f"]
+
+
+def test_checksums_of_what_came_say_nothing_after_a_worker_call() -> None:
+    engine = busy(2)
+    known = {"checkpoint": {"all": str(engine.executor.weights)}, "tied": {}}
+    assert ask(engine, "checkpoint_checksums", call_id=51).result == known
+    assert ask(engine, "collective_rpc", call_id=52, method="f").result
+    refused = ask(engine, "checkpoint_checksums", call_id=53)
+    assert refused.status == 409 and refused.error is not None and "worker call" in refused.error
+    assert ask(engine, "update_weight_version", call_id=54, new_version="mine").result
+    assert ask(engine, "checkpoint_checksums", call_id=55).status == 409
+    assert ask(engine, "weight_checksums", call_id=56).result == {"all": str(engine.executor.weights)}

@@ -26,6 +26,7 @@ from tests.runner.test_weight_sync import (
 )
 from tokserve.errors import RequestError
 from tokserve.models.dummy import write_checkpoint
+from tokserve.rl import checksums
 from tokserve.runner.runner import Runner
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -63,6 +64,11 @@ def test_a_commit_serves_what_a_start_serves(tmp_path: Path, way: Way, quantizat
     other, layout = start(new, quantization=quantization)
     assert outcome(runner, facts) == outcome(other, layout) != before
     assert runner.background("checksums", {}) == other.background("checksums", {})
+    found = runner.background("checkpoint_checksums", {})
+    assert found == other.background("checkpoint_checksums", {})  # of weights and scales, as they are stored
+    expected = checksums(stored(new))
+    assert found["checkpoint"].items() >= expected.items() and SCALE in expected
+    assert found["checkpoint"].keys() - expected.keys() <= found["tied"].keys()
 
 
 @pytest.mark.parametrize(

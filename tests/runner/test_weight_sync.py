@@ -29,7 +29,7 @@ from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
-from tokserve.rl import broadcast
+from tokserve.rl import broadcast, checksums
 from tokserve.runner.runner import Runner
 
 Tensors = dict[str, Tensor]
@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
     config = Config.make(
         model=str(directory), max_model_len=64, max_num_seqs=4, device="cpu", block_size=16, cpu_threads=1,
-        dtype="float32", **{"weight_transfer_timeout": 120, **options},
+        **{"dtype": "float32", "weight_transfer_timeout": 120, **options},
     )  # fmt: skip
     runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
     return runner, runner.load()
@@ -208,6 +208,45 @@ def test_a_commit_serves_what_a_start_with_the_new_weights_serves(
     assert runner._sync._old is None
     after, (other, _) = runner.background("checksums", {}), start(bench.new)
     assert after != before and after == other.background("checksums", {})
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("way", [by_stream, by_shared_memory, by_packed_gloo], ids=lambda way: way.__name__)
+def test_pushed_weights_have_the_checksums_that_the_trainer_has(
+    bench: Bench, way: Callable[[Runner, Tensors], None], options: dict[str, Any]
+) -> None:
+    runner, _ = start(bench.old, **options)
+    at_start = runner.background("checkpoint_checksums", {})
+    sent = {
+        name: tensor.to(torch.float64 if "norm" in name else torch.float16) for name, tensor in bench.tensors.items()
+    }
+    runner.background("begin_update", {"have_weights": True})
+    way(runner, sent)
+    runner.background("finish_update", {})
+    assert runner.background("checkpoint_checksums", {}) == at_start  # until the commit
+    runner.call("commit_update", {})
+    found = runner.background("checkpoint_checksums", {})
+    expected = checksums(sent)
+    assert {name: found["checkpoint"][name] for name in expected} == expected
+    assert found["checkpoint"].keys() - expected.keys() <= found["tied"].keys()
+
+
+def test_checksums_of_a_directory_and_without_any(bench: Bench) -> None:
+    runner, _ = start(bench.old, weight_checksums=False)
+    expected = checksums(bench.tensors)
+    for way in (lambda: runner.background("receive_update", {"source": {"weight_dir": str(bench.new)}}),
+                lambda: by_stream(runner, bench.tensors)):  # fmt: skip
+        runner.background("begin_update", {"have_weights": True})
+        way()
+        runner.background("finish_update", {})
+        runner.call("commit_update", {})
+        if expected:
+            found = runner.background("checkpoint_checksums", {})["checkpoint"]
+            assert {name: found[name] for name in expected} == expected
+            expected = {}
+            continue
+        with pytest.raises(Conflict, match="--no-weight-checksums"):
+            runner.background("checkpoint_checksums", {})
 
 
 def faulty(bench: Bench, name: str, change: Callable[[Tensor], Tensor] | None) -> Tensors:

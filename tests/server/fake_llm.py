@@ -382,7 +382,8 @@ CONTROLS = (
     "reset_prefix_cache", "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update",
     "update_weights", "begin_weight_stream", "feed_weights", "finish_weight_update", "abort_weight_update",
     "update_weight_version",
-    "weight_checksums", "collective_rpc", "fresh_status", "load_lora_adapter", "unload_lora_adapter",
+    "weight_checksums", "checkpoint_checksums",
+    "collective_rpc", "fresh_status", "load_lora_adapter", "unload_lora_adapter",
 )  # fmt: skip
 for _name in CONTROLS:  # the real ones: all they need is `call`
     setattr(FakeLLM, _name, getattr(AsyncLLM, _name))

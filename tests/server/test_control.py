@@ -53,7 +53,8 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
      {"lora_name": "a", "lora_path": "/p", "load_inplace": True}),
     ("/v1/unload_lora_adapter", {"lora_name": "a", "lora_int_id": 3}, "unload_lora_adapter", {"lora_name": "a"}),
     ("/unload_lora_adapter", {"lora_name": "a"}, "unload_lora_adapter", {"lora_name": "a"}),
-    ("/weight_checker", {"action": "checksum"}, "weight_checksums", {}),
+    ("/weight_checker", {"action": "checksum", "names": "memory"}, "weight_checksums", {}),
+    ("/weight_checker", {"action": "checksum", "names": "checkpoint"}, "checkpoint_checksums", {}),
     ("/collective_rpc", {"method": "f", "args": [1], "kwargs": {"a": 2}}, "collective_rpc",
      {"method": "f", "args": [1], "kwargs": {"a": 2}}),
 ]  # fmt: skip
@@ -87,6 +88,32 @@ def test_what_the_routes_say() -> None:
     assert s.post("/update_weight_version", {"new_version": "x"}).json() == {"success": True, "new_version": "x"}
     assert s.get("/liveness").status_code == 200
     assert s.get("/server_info?config_format=json").json()["vllm_config"]["model_config"]["max_model_len"] == 512
+
+
+def test_checksums_in_memory_and_of_the_checkpoint() -> None:
+    s = site()
+    known = {"checkpoint": {"a": "1", "head": "2", "embed": "2"}, "tied": {"head": "embed"}}
+    s.llm.answers = {"weight_checksums": {"place": "0"}, "checkpoint_checksums": known}
+
+    def check(**asked: Any) -> dict[str, Any]:
+        answer = s.post("/weight_checker", asked)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    assert check(action="checksum") == {"checksums": {"place": "0"}, **known}
+    assert check(action="checksum", names="memory") == {"checksums": {"place": "0"}}
+    assert check(action="checksum", names="checkpoint") == known
+    assert check(action="compare", baseline={"place": "0"})["match"] is True
+    for baseline, mismatches in (
+        ({"a": "1", "head": "2", "embed": "2"}, []), ({"a": "1", "embed": "2"}, []), ({"a": "1", "head": "2"}, []),
+        ({"a": "1"}, ["embed", "head"]), ({"a": "3", "embed": "2"}, ["a"]), ({"a": "1", "embed": "2", "x": "1"}, ["x"]),
+        ({"a": "1", "embed": "2", "head": "5"}, ["head"]),
+    ):  # fmt: skip
+        found = check(action="compare", names="checkpoint", baseline=baseline)
+        assert found == {"match": not mismatches, "mismatches": mismatches}, baseline
+    answer = s.post("/weight_checker", {"action": "checksum", "names": "files"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "names"
 
 
 BAD = [

@@ -306,6 +306,7 @@ class AsyncLLM:
     add_lora = control.add_lora
     list_loras = control.list_loras
     weight_checksums = control.weight_checksums
+    checkpoint_checksums = control.checkpoint_checksums
     collective_rpc = control.collective_rpc
     apply_model = control.apply_model
     fresh_status = control.fresh_status

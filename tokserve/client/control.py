@@ -144,6 +144,13 @@ async def weight_checksums(engine: Engine) -> dict[str, str]:
     return found
 
 
+async def checkpoint_checksums(engine: Engine) -> dict[str, dict[str, str]]:
+    """SHA-256 of the weights as they came, by their names in the checkpoint or the push, under "checkpoint"; names that
+    stand for the tensor of another, under "tied".  Raises Conflict if that is not known."""
+    found: dict[str, dict[str, str]] = await engine.call("checkpoint_checksums")
+    return found
+
+
 async def load_lora_adapter(
     engine: Engine, lora_name: str, lora_path: str, load_inplace: bool | None = None
 ) -> dict[str, Any]:

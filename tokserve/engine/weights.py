@@ -78,6 +78,7 @@ class Weights:
             "abort_weight_update": self.abort_weight_update,
             "update_weight_version": self.update_weight_version,
             "weight_checksums": self.weight_checksums,
+            "checkpoint_checksums": self.checkpoint_checksums,
         }
 
     @property
@@ -265,6 +266,14 @@ class Weights:
         if not self.are_there:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
+
+    def checkpoint_checksums(self) -> Verb:
+        """Of the tensors as they came: {"checkpoint": by name, "tied": names of the tensor of another}."""
+        if not self.are_there:
+            raise Conflict("there are no weights to look at now")
+        if self.touched:
+            raise Conflict("a worker call may have changed the weights since they came")
+        return (yield from self._background("checkpoint_checksums"))
 
     def _check_version(self, version: str | None, field: str = "weight_version") -> None:
         if version is not None and not 0 < len(version) <= MAX_VERSION:

@@ -7,19 +7,18 @@ attributes, so it needs to know no layer.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tokserve.layers.parameter import Parameter
+from tokserve.rl.digests import checksum
 
 
 def checksums(model: Any) -> dict[str, str]:
     """Path of attributes (`blocks.0.mlp.down.packed`) -> SHA-256 of dtype, shape and bytes, as hex."""
-    return {path: _digest(tensor) for path, tensor in _tensors(model, "", set())}
+    return {path: checksum(tensor) for path, tensor in _tensors(model, "", set())}
 
 
 def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -43,10 +42,3 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if type(value).__module__.startswith("tokserve."):
         return list(vars(value).items())
     return []
-
-
-def _digest(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
-    digest.update(plain.view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

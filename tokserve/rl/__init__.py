@@ -1,4 +1,4 @@
-"""What a trainer uses: a client of the server's routes, and its end of weight transfers.
+"""What a trainer uses: a client of the server's routes, its end of weight transfers, and checksums of weights.
 
 The server uses `broadcast` too, so the client (and its HTTP library) is imported on first use.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tokserve.rl.digests import checksum, checksums
+
 if TYPE_CHECKING:
     from tokserve.rl.client import Rollout, ServerError, TokserveClient
 
-__all__ = ["Rollout", "ServerError", "TokserveClient"]
+__all__ = ["Rollout", "ServerError", "TokserveClient", "checksum", "checksums"]
 
 
 def __getattr__(name: str) -> Any:

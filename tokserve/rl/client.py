@@ -27,6 +27,7 @@ from torch import Tensor
 from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import Group
+from tokserve.rl.digests import checksums
 
 MSGPACK = "application/msgpack"
 INT32 = np.iinfo(np.int32)
@@ -225,6 +226,22 @@ class TokserveClient:
                 with suppress(ServerError, httpx.TransportError):  # rolled back already, or the server has gone
                     await self._control("/abort_weight_update")
         return committed
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """Of the server's weights as they came, by name; see `checksums`.  Raises ServerError if they are not known."""
+        asked = {"action": "checksum", "names": "checkpoint"}
+        found: dict[str, str] = (await self._control("/weight_checker", asked))["checkpoint"]
+        return found
+
+    async def compare_weights(self, tensors: NamedTensors) -> list[str]:
+        """The names of those that the server has otherwise, or that one of the two has not; none: they are the same.
+
+        Tensors are compared as they came to the server, dtype included, so give them as they were pushed.
+        """
+        baseline = await asyncio.to_thread(checksums, [(name, tensor.detach()) for name, tensor in tensors])
+        asked = {"action": "compare", "names": "checkpoint", "baseline": baseline}
+        found: list[str] = (await self._control("/weight_checker", asked))["mismatches"]
+        return found
 
     async def _broadcast(self, group: Group, named: Sequence[tuple[str, Tensor]]) -> None:
         names = [name for name, _ in named]

@@ -369,9 +369,15 @@ class Runner:
             "abort_update": self._sync.abort,
             "forget_weights": self._sync.forget,
             "checksums": lambda: checksums(self._model),
+            "checkpoint_checksums": self._checkpoint_checksums,
             "read_adapter": lambda **args: self._adapters.read(**args),
         }
         return verbs[method](**args)
+
+    def _checkpoint_checksums(self) -> dict[str, Any]:
+        spec = self._model.spec
+        found, twins = self._model.arrivals.checksums(spec.renames, tied=spec.tied)
+        return {"checkpoint": found, "tied": twins}
 
     def interrupt(self) -> None:
         """From any thread: make what waits for a trainer fail, a meeting or a transfer."""

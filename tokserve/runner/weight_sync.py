@@ -123,7 +123,7 @@ class WeightSync:
         """Prepare for tensors; whether the weights that serve can stay where they are meanwhile."""
         where = self._config.weight_staging
         room = not have_weights or self._device.free_memory() > SPARE * self._num_bytes()
-        self._staging = Staging(self._blank())
+        self._staging = Staging(self._blank(), checksums=self._config.weight_checksums)
         return not have_weights or where == "beside" or (where == "auto" and room)
 
     def abort(self) -> None:
@@ -163,6 +163,7 @@ class WeightSync:
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
             for key, tensor in weights.stream(found):
                 staging.put(key, tensor)
+            staging.arrivals.read(listed, stamp)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
         return stamp
@@ -179,7 +180,7 @@ class WeightSync:
         else:
             raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
         for name, tensor in tensors:
-            staging.put(name, tensor)
+            staging.push(name, tensor)
 
     def feed(self, stream: str, chunk: bytes, last: bool, broken: bool) -> None:
         """Stage a piece of a safetensors file."""
@@ -189,7 +190,7 @@ class WeightSync:
             raise Conflict("the tensors of another request are still coming")
         try:
             if self._stream is None:
-                self._stream = stream, sources.SafetensorsStream(staging.announce, staging.put)
+                self._stream = stream, sources.SafetensorsStream(staging.announce, staging.push)
             if broken:
                 raise RequestError("the sender left before the body's end")
             self._stream[1].feed(chunk)

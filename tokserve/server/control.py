@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import EngineDead, RequestError
+from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.server import body
 from tokserve.server.body import Gone
 from tokserve.server.serving import Serving
@@ -96,10 +96,11 @@ class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`action`: checksum, or compare (with `baseline`)."""
+    """`action`: checksum, or compare (with `baseline`).  `names`: memory, or checkpoint."""
 
     action: str
     baseline: dict[str, str] | None = None
+    names: str | None = None
 
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -337,12 +338,35 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
         raise RequestError(f"action must be checksum or compare, got {asked.action[:200]!r}", field="action")
     if asked.action == "compare" and asked.baseline is None:
         raise RequestError("compare needs a baseline", field="baseline")
-    found = await serving.llm.weight_checksums()
-    if asked.baseline is None:
-        return body.reply(request, {"checksums": found})
-    names = sorted(found.keys() | asked.baseline.keys())
-    mismatches = [name for name in names if found.get(name) != asked.baseline.get(name)]
+    if asked.names not in (None, "memory", "checkpoint"):
+        raise RequestError(f"names must be memory or checkpoint, got {asked.names[:200]!r}", field="names")
+    if asked.action == "checksum":
+        return body.reply(request, await _checksums(serving, asked.names))
+    baseline, twins = asked.baseline or {}, {}
+    if asked.names == "checkpoint":
+        known = await serving.llm.checkpoint_checksums()
+        found, twins = known["checkpoint"], known["tied"]
+    else:
+        found = await serving.llm.weight_checksums()
+    left_out = {one for one, other in (*twins.items(), *((b, a) for a, b in twins.items())) if other in baseline}
+    names = sorted((found.keys() - left_out) | baseline.keys())
+    mismatches = [name for name in names if found.get(name) != baseline.get(name)]
     return body.reply(request, {"match": not mismatches, "mismatches": mismatches})
+
+
+async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
+    """Those in memory, those of the checkpoint's tensors, or all; then, what is not known is null, with the reason."""
+    reply: dict[str, Any] = {}
+    if names != "checkpoint":
+        reply["checksums"] = await serving.llm.weight_checksums()
+    if names != "memory":
+        try:
+            reply |= await serving.llm.checkpoint_checksums()
+        except Conflict as error:
+            if names == "checkpoint":
+                raise
+            reply |= {"checkpoint": None, "reason": error.message}
+    return reply
 
 
 async def get_world_size(serving: Serving, request: Request) -> Response:
