@@ -1,6 +1,7 @@
 """`make test-clients`: real clients, each in an environment of its own, against one demo server.
 
-Environments are made under build/clients/NAME from tests/clients/NAME.txt (pinned) and kept until that file changes.
+Environments are made under build/clients/NAME from tests/clients/NAME.txt (pinned) and kept until that file changes;
+a client may use another's.
 What a client needs at run time it finds here: the hub is switched off.  With --record the traffic goes through a small
 proxy and one example of each kind of request is written to tests/conformance/recorded/NAME.jsonl, which `make test`
 sends again.  A client that has no driver here is recorded with `--record NAME=COMMAND`, where {url} is the server's
@@ -34,19 +35,24 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
 CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
-           "frameworks": "frameworks", "schemathesis": "schemathesis"}  # fmt: skip
+           "frameworks": "frameworks", "closed": "closed", "loop": "loop",
+           "schemathesis": "schemathesis"}  # fmt: skip
+ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3"}  # of clients that have none of their own
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
            "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
            "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-FLAGS = {
-    "schemathesis": ("--max-model-len", "48")
-}  # a server of its own: it asks for 1024 choices of the whole context
+FLAGS = {  # of clients that have a server of their own
+    "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
+    "closed": ("--structured-outputs-closed",),
+    "loop": ("--chat-template", str(HERE / "plain.jinja")),
+}
 SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
 
 
 def python_of(name: str) -> Path:
     """The interpreter of a client's environment, which is made if it is not there or not the one that is wanted."""
+    name = ENVIRONMENTS.get(name, name)
     requirements, place = HERE / f"{name}.txt", BUILD / name
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     python, mark = place / "bin" / "python", place / "requirements.sha256"
