@@ -111,10 +111,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         """A copy as it is compiled, which every encoding can represent: the schema as text, its objects closed, and
         classes of characters spelled out."""
         unicode = bool(self.unicode_classes)
-        changes: dict[str, Any] = {
-            name: explicit_classes(pattern, unicode=unicode)
-            for name in ("regex", "whitespace_pattern") if (pattern := getattr(self, name)) is not None
-        }  # fmt: skip
+        changes: dict[str, Any] = {}
+        for name in ("regex", "whitespace_pattern"):
+            pattern = getattr(self, name)
+            if pattern is not None and not unicode:  # as they are, they are all scripts'
+                changes[name] = explicit_classes(pattern, unicode=False)
         if self.json is not None:
             changes["json"] = self._plain_schema(unicode)
         return msgspec.structs.replace(self, disable_additional_properties=None, unicode_classes=None, **changes)
