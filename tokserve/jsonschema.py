@@ -87,9 +87,9 @@ def _is_object(schema: Schema) -> bool:
 def _members(pointer: str, schema: Schema) -> list[str]:
     """Pointers to the schemas that describe the same object as this one."""
     names = [name for name in ("allOf", *_ALTERNATIVES, *_CONDITIONS) if name in schema]
-    found = [place for place, _ in _inner(pointer, {name: schema[name] for name in names})]
+    pointers = [place for place, _ in _inner(pointer, {name: schema[name] for name in names})]
     target = schema.get("$ref")
-    return found + ([unquote(target[1:])] if isinstance(target, str) and target.startswith("#") else [])
+    return pointers + ([unquote(target[1:])] if isinstance(target, str) and target.startswith("#") else [])
 
 
 def _parts(pointer: str, schema: Schema) -> list[str]:

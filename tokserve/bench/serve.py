@@ -237,9 +237,9 @@ async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
 
 
 async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcomes: Sequence[Outcome]) -> int:
-    """Prompt tokens that every chat has in common, and that are cached: those of a chat that nobody sent before.
+    """Cached prompt tokens that every chat has in common: those of one chat that was never sent before.
 
-    It is asked after the run, so it changes no figure; 0 where no template is applied or nothing was cached.
+    The request follows the run, so it affects no figure.  0 where no template is applied or nothing was cached.
     """
     if load.shape.backend != "openai-chat" or not any(outcome.cached_tokens for outcome in outcomes):
         return 0

@@ -145,10 +145,12 @@ async def weight_checksums(engine: Engine) -> dict[str, str]:
 
 
 async def checkpoint_checksums(engine: Engine) -> dict[str, dict[str, str]]:
-    """SHA-256 of the weights as they came, by their names in the checkpoint or the push, under "checkpoint"; names that
-    stand for the tensor of another, under "tied".  Raises Conflict if that is not known."""
-    found: dict[str, dict[str, str]] = await engine.call("checkpoint_checksums")
-    return found
+    """SHA-256 of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}.
+
+    Raises Conflict if they are not available.
+    """
+    checksums: dict[str, dict[str, str]] = await engine.call("checkpoint_checksums")
+    return checksums
 
 
 async def load_lora_adapter(

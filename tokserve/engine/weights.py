@@ -268,11 +268,11 @@ class Weights:
         return (yield from self._background("checksums"))
 
     def checkpoint_checksums(self) -> Verb:
-        """Of the tensors as they came: {"checkpoint": by name, "tied": names of the tensor of another}."""
+        """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
         if not self.are_there:
             raise Conflict("there are no weights to look at now")
         if self.touched:
-            raise Conflict("a worker call may have changed the weights since they came")
+            raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
     def _check_version(self, version: str | None, field: str = "weight_version") -> None:

@@ -17,7 +17,7 @@ from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
-from tokserve.models.arrivals import Arrivals
+from tokserve.models.provenance import Provenance
 from tokserve.models.spec import DecoderSpec
 from tokserve.plan import KVSpec
 
@@ -78,7 +78,7 @@ class Decoder:
         self.blocks = [Block(spec, window, dtype, quant) for window in spec.windows]
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, dtype)
         self.rope_table = table  # [positions, rope.dim] float32
-        self.arrivals = Arrivals()
+        self.provenance = Provenance()
 
     def blank(self) -> Decoder:
         """Another of this kind, without weights; the cache's scales are this one's until others come."""

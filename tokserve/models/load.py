@@ -18,8 +18,8 @@ from tokserve.errors import StartError
 from tokserve.layers.quant import METHODS, UNQUANTIZED
 from tokserve.layers.rope import rope_table
 from tokserve.models import dummy, float8, kv_scales, weights
-from tokserve.models.arrivals import EMBEDDING, HEAD
 from tokserve.models.decoder import Decoder
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
 
@@ -60,11 +60,11 @@ def load(
         decoder = build(spec, **options)
         wanted = decoder.parameters_by_name()
         weights.pour(dummy.tensors(wanted, seed), wanted)
-        decoder.arrivals.draw(lambda: dummy.tensors(wanted, seed))
+        decoder.provenance.set_generator(lambda: dummy.tensors(wanted, seed))
         return decoder
-    listed = weights.catalogue(directory)
-    stamp = weights.stamp(listed)
-    found = weights.own_names(listed, spec.renames)
+    catalogue = weights.catalogue(directory)
+    stamp = weights.stamp(catalogue)
+    found = weights.own_names(catalogue, spec.renames)
     scales = {name: found.pop(name) for name in kv_scales.places(len(spec.windows)) if name in found}
     found = weights.understood(found, hf)
     as_float8 = weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",))
@@ -80,7 +80,7 @@ def load(
     wanted = decoder.parameters_by_name()
     weights.check(found, wanted, str(directory))
     weights.pour(weights.stream(found), wanted)
-    decoder.arrivals.read(listed, stamp)
+    decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, float8.asked(hf))
     return decoder
 

@@ -16,21 +16,21 @@ from torch import Tensor
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.parameter import Scaled
 from tokserve.models import float8, kv_scales, weights
-from tokserve.models.arrivals import EMBEDDING, HEAD, Arrivals
 from tokserve.models.decoder import Decoder
+from tokserve.models.provenance import EMBEDDING, HEAD, Provenance
 from tokserve.models.weights import Entry
 
 
 class Staging:
-    """`decoder` has no weights yet.  Errors are RequestErrors that list the tensors.  `checksums`: keep those of what
-    is pushed.
+    """`decoder` has no weights yet.  Errors are RequestErrors that list the tensors.  `checksums`: compute those
+    of pushed tensors.
 
     Where its config.json says how float8 weights are scaled, a weight may come as float8, and its scale for itself.
     """
 
     def __init__(self, decoder: Decoder, *, checksums: bool = True) -> None:
         self._decoder = decoder
-        self.arrivals = decoder.arrivals = Arrivals(kept=checksums)
+        self.provenance = decoder.provenance = Provenance(enabled=checksums)
         self._wanted = decoder.parameters_by_name()
         self._known = self._wanted | ({HEAD: self._wanted[EMBEDDING]} if decoder.spec.tied else {})
         self._block = decoder.spec.float8_block
@@ -64,12 +64,12 @@ class Staging:
             raise RequestError(f"the tensors of the update do not fit the model: {'; '.join(problems)}")
 
     def push(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor that cannot be had again (a copy is made)."""
+        """Take a pushed tensor (a copy is made) and record its checksum."""
         self.put(name, tensor)
-        self.arrivals.push(name, tensor)
+        self.provenance.add_pushed(name, tensor)
 
     def put(self, name: str, tensor: Tensor | Scaled) -> None:
-        """Take a tensor (a copy is made); its file is told to `arrivals`."""
+        """Take a tensor (a copy is made); the caller records in `provenance` where it came from."""
         self.announce([(name, tuple(tensor.shape), tensor.dtype)])
         own = self._own(name)
         if own is None:

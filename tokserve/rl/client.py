@@ -228,20 +228,23 @@ class TokserveClient:
         return committed
 
     async def weight_checksums(self) -> dict[str, str]:
-        """Of the server's weights as they came, by name; see `checksums`.  Raises ServerError if they are not known."""
-        asked = {"action": "checksum", "names": "checkpoint"}
-        found: dict[str, str] = (await self._control("/weight_checker", asked))["checkpoint"]
-        return found
+        """Checksums of the tensors that the server's weights were loaded from, by name, as `checksums` computes them.
+
+        Raises ServerError (409) if they are not available.
+        """
+        request = {"action": "checksum", "names": "checkpoint"}
+        digests: dict[str, str] = (await self._control("/weight_checker", request))["checkpoint"]
+        return digests
 
     async def compare_weights(self, tensors: NamedTensors) -> list[str]:
-        """The names of those that the server has otherwise, or that one of the two has not; none: they are the same.
+        """The names of tensors that differ from the server's, or that only one side has; empty if all are equal.
 
-        Tensors are compared as they came to the server, dtype included, so give them as they were pushed.
+        The dtype counts: pass the tensors in the dtype in which they were pushed.
         """
         baseline = await asyncio.to_thread(checksums, [(name, tensor.detach()) for name, tensor in tensors])
-        asked = {"action": "compare", "names": "checkpoint", "baseline": baseline}
-        found: list[str] = (await self._control("/weight_checker", asked))["mismatches"]
-        return found
+        request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
+        mismatches: list[str] = (await self._control("/weight_checker", request))["mismatches"]
+        return mismatches
 
     async def _broadcast(self, group: Group, named: Sequence[tuple[str, Tensor]]) -> None:
         names = [name for name, _ in named]

@@ -1,6 +1,6 @@
-"""Checksums of tensors, as a server has them of its weights: a trainer compares them with those of its own.
+"""Checksums of tensors, by which a trainer compares its weights with those of a server.
 
-A checksum is SHA-256 over `torch.DTYPE (SHAPE)` in ASCII, and then the values, row by row, little-endian.
+A checksum is SHA-256 over `torch.DTYPE (SHAPE)` in ASCII, followed by the values in row-major order, little-endian.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of dtype, shape and values, as hex; strides and the device do not matter."""
+    """SHA-256 of dtype, shape and values, as hex; independent of strides and device."""
     plain = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
     digest.update(plain.view(-1).view(torch.uint8).numpy().data)
@@ -21,5 +21,5 @@ def checksum(tensor: Tensor) -> str:
 
 
 def checksums(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """By name: of a `state_dict()`, or of `named_parameters()`."""
+    """Checksums by name of a `state_dict()`, or of `named_parameters()`."""
     return {name: checksum(tensor) for name, tensor in dict(tensors).items()}

@@ -376,8 +376,8 @@ class Runner:
 
     def _checkpoint_checksums(self) -> dict[str, Any]:
         spec = self._model.spec
-        found, twins = self._model.arrivals.checksums(spec.renames, tied=spec.tied)
-        return {"checkpoint": found, "tied": twins}
+        digests, aliases = self._model.provenance.checksums(spec.renames, tied=spec.tied)
+        return {"checkpoint": digests, "tied": aliases}
 
     def interrupt(self) -> None:
         """From any thread: make what waits for a trainer fail, a meeting or a transfer."""

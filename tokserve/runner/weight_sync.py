@@ -163,7 +163,7 @@ class WeightSync:
             staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
             for key, tensor in weights.stream(found):
                 staging.put(key, tensor)
-            staging.arrivals.read(listed, stamp)
+            staging.provenance.add_files(listed, stamp)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
         return stamp

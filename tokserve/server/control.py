@@ -342,20 +342,21 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
         raise RequestError(f"names must be memory or checkpoint, got {asked.names[:200]!r}", field="names")
     if asked.action == "checksum":
         return body.reply(request, await _checksums(serving, asked.names))
-    baseline, twins = asked.baseline or {}, {}
+    baseline, tied = asked.baseline or {}, {}
     if asked.names == "checkpoint":
         known = await serving.llm.checkpoint_checksums()
-        found, twins = known["checkpoint"], known["tied"]
+        current, tied = known["checkpoint"], known["tied"]
     else:
-        found = await serving.llm.weight_checksums()
-    left_out = {one for one, other in (*twins.items(), *((b, a) for a, b in twins.items())) if other in baseline}
-    names = sorted((found.keys() - left_out) | baseline.keys())
-    mismatches = [name for name in names if found.get(name) != baseline.get(name)]
+        current = await serving.llm.weight_checksums()
+    aliases = tied | {name: alias for alias, name in tied.items()}
+    optional = {name for name, other in aliases.items() if other in baseline}
+    names = sorted((current.keys() - optional) | baseline.keys())
+    mismatches = [name for name in names if current.get(name) != baseline.get(name)]
     return body.reply(request, {"match": not mismatches, "mismatches": mismatches})
 
 
 async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
-    """Those in memory, those of the checkpoint's tensors, or all; then, what is not known is null, with the reason."""
+    """Checksums in memory, of the checkpoint, or both; with both, those of the checkpoint may be null, with a reason."""
     reply: dict[str, Any] = {}
     if names != "checkpoint":
         reply["checksums"] = await serving.llm.weight_checksums()

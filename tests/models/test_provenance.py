@@ -1,4 +1,4 @@
-"""Checksums of weights as they came: which names, what is left out, and when they are not known."""
+"""Checksums of the tensors that weights were loaded from: names, dtypes, aliases, and when they are unavailable."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tokserve.errors import Conflict
 from tokserve.models import weights
-from tokserve.models.arrivals import Arrivals
 from tokserve.models.dummy import tensors, tiny_config, write_checkpoint
 from tokserve.models.load import load
+from tokserve.models.provenance import Provenance
 from tokserve.rl import checksum, checksums
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,31 +35,31 @@ def test_the_documented_algorithm() -> None:
 
 
 def test_pushed_tensors_have_their_names_and_dtypes() -> None:
-    arrivals = Arrivals()
+    provenance = Provenance()
     sent = {"model.norm.weight": torch.ones(2), "m.x": torch.ones(2, dtype=torch.float16)}
     for name, tensor in sent.items():
-        arrivals.push(name, tensor)
-    arrivals.push("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(2))
-    assert arrivals.checksums([("m.", "model.")], tied=False) == (checksums(sent), {})
+        provenance.add_pushed(name, tensor)
+    provenance.add_pushed("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(2))
+    assert provenance.checksums([("m.", "model.")], tied=False) == (checksums(sent), {})
 
 
-@pytest.mark.parametrize("came", [[EMBEDDING], [HEAD], [EMBEDDING, HEAD], ["embed_tokens.weight"]])
-def test_a_tied_tensor_is_listed_under_both_names(came: list[str]) -> None:
-    arrivals = Arrivals()
+@pytest.mark.parametrize("sent_names", [[EMBEDDING], [HEAD], [EMBEDDING, HEAD], ["embed_tokens.weight"]])
+def test_a_tied_tensor_is_listed_under_both_names(sent_names: list[str]) -> None:
+    provenance = Provenance()
     tensor = torch.ones(3, 2)
-    for name in came:
-        arrivals.push(name, tensor)
-    found, twins = arrivals.checksums([("embed_tokens.", "model.embed_tokens.")], tied=True)
-    embedding = came[0] if came[0].startswith("embed") else EMBEDDING
-    assert found == {embedding: checksum(tensor), HEAD: checksum(tensor)} and twins == {HEAD: embedding}
+    for name in sent_names:
+        provenance.add_pushed(name, tensor)
+    digests, aliases = provenance.checksums([("embed_tokens.", "model.embed_tokens.")], tied=True)
+    embedding = sent_names[0] if sent_names[0].startswith("embed") else EMBEDDING
+    assert digests == {embedding: checksum(tensor), HEAD: checksum(tensor)} and aliases == {HEAD: embedding}
 
 
-def test_nothing_is_known_of_what_was_not_kept() -> None:
-    arrivals = Arrivals(kept=False)
-    assert arrivals.checksums([], tied=False) == ({}, {})
-    arrivals.push("a", torch.ones(2))
+def test_disabled_checksums_are_unavailable_after_a_push() -> None:
+    provenance = Provenance(enabled=False)
+    assert provenance.checksums([], tied=False) == ({}, {})
+    provenance.add_pushed("a", torch.ones(2))
     with pytest.raises(Conflict, match="--no-weight-checksums"):
-        arrivals.checksums([], tied=False)
+        provenance.checksums([], tied=False)
 
 
 def test_files_are_read_again_and_must_be_the_ones_that_were_read(tmp_path: Path) -> None:
@@ -67,15 +67,15 @@ def test_files_are_read_again_and_must_be_the_ones_that_were_read(tmp_path: Path
     sent = {"model.norm.weight": torch.rand(4), "model.layers.0.rotary_emb.inv_freq": torch.rand(2)}
     save_file(sent, file)
     listed = weights.catalogue(tmp_path)
-    arrivals = Arrivals()
-    arrivals.read(listed, weights.stamp(listed))
-    assert arrivals.checksums([], tied=False)[0] == checksums({"model.norm.weight": sent["model.norm.weight"]})
+    provenance = Provenance()
+    provenance.add_files(listed, weights.stamp(listed))
+    assert provenance.checksums([], tied=False)[0] == checksums({"model.norm.weight": sent["model.norm.weight"]})
     os.utime(file, ns=(1, 1))
-    with pytest.raises(Conflict, match="have changed"):
-        arrivals.checksums([], tied=False)
+    with pytest.raises(Conflict, match="have changed since"):
+        provenance.checksums([], tied=False)
     file.unlink()
     with pytest.raises(Conflict, match="cannot be read again"):
-        arrivals.checksums([], tied=False)
+        provenance.checksums([], tied=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8", "quantize_lm_head": True}], ids=str)
@@ -85,14 +85,14 @@ def test_a_start_knows_what_it_read(family: str, options: dict[str, Any], tmp_pa
     directory = write_checkpoint(tmp_path / "c", hf, seed=1, shards=2)
     stored = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     decoder = load(directory, hf, dtype="float32", head_dtype="auto", load_format="auto", seed=0, **options)
-    found, twins = decoder.arrivals.checksums(decoder.spec.renames, tied=decoder.spec.tied)
+    digests, aliases = decoder.provenance.checksums(decoder.spec.renames, tied=decoder.spec.tied)
     expected = checksums(stored)
-    assert found == expected | ({HEAD: expected[EMBEDDING]} if decoder.spec.tied else {})
-    assert bool(twins) == decoder.spec.tied and any("q_proj" in name for name in found)
+    assert digests == expected | ({HEAD: expected[EMBEDDING]} if decoder.spec.tied else {})
+    assert bool(aliases) == decoder.spec.tied and any("q_proj" in name for name in digests)
 
 
 def test_drawn_weights(tmp_path: Path) -> None:
     hf = tiny_config("llama")
     decoder = load(tmp_path, hf, dtype="bfloat16", head_dtype="auto", load_format="dummy", seed=3)
-    found, _ = decoder.arrivals.checksums(decoder.spec.renames, tied=False)
-    assert found == checksums(tensors(decoder.parameters_by_name(), 3))
+    digests, _ = decoder.provenance.checksums(decoder.spec.renames, tied=False)
+    assert digests == checksums(tensors(decoder.parameters_by_name(), 3))

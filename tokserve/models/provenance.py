@@ -1,0 +1,85 @@
+"""Checksums of the tensors that a model was loaded from, by checkpoint name and in their original dtype.
+
+The weights in memory are packed, fused, converted or quantized, so their bytes cannot be compared with a trainer's.  A
+pushed tensor exists only while it is being taken, so its checksum is computed then.  Tensors that were read from files
+are read again when the checksums are requested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tokserve.errors import Conflict, StartError
+from tokserve.models import float8, weights
+from tokserve.models.weights import Entry
+from tokserve.rl.digests import checksum, checksums
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Renames = Iterable[tuple[str, str]]
+Generator = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class Provenance:
+    """Where one set of weights came from.  `enabled` False: no checksums of pushed tensors are computed."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._incomplete = False  # a tensor was pushed while this was not enabled
+        self._pushed: dict[str, str] = {}
+        self._files: list[tuple[dict[str, Entry], str]] = []  # catalogues, each with the stamp of its files
+        self._generator: Generator | None = None
+
+    def add_pushed(self, name: str, tensor: Tensor) -> None:
+        """Record a tensor that was pushed."""
+        if self._enabled:
+            self._pushed[name] = checksum(tensor)
+        else:
+            self._incomplete = True
+
+    def add_files(self, catalogue: Mapping[str, Entry], stamp: str) -> None:
+        """Record the tensors of a catalogue; `stamp`: of its files when they were read."""
+        self._files.append((dict(catalogue), stamp))
+
+    def set_generator(self, generator: Generator) -> None:
+        """Record that the tensors were generated; calling `generator` again returns the same ones."""
+        self._generator = generator
+
+    def checksums(self, renames: Renames, *, tied: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Checksums by name, of the tensors that the model uses; and aliases, names that share another name's tensor.
+
+        `tied`: the embedding and the head share one tensor, which is listed under both names.  Raises Conflict if the
+        checksums are not available.
+        """
+        if self._incomplete:
+            raise Conflict("no checksums of pushed weights are computed (--no-weight-checksums)")
+        digests = dict(self._pushed)
+        for catalogue, stamp in self._files:
+            digests |= _of_files(catalogue, stamp)
+        if self._generator is not None:
+            digests |= checksums(self._generator())
+        own = {name: weights.own_name(name, renames) for name in digests}
+        used = {name: digest for name, digest in digests.items() if own[name] and not float8.is_unused(own[name] or "")}
+        return used, _add_aliases(used, own) if tied else {}
+
+
+def _of_files(catalogue: Mapping[str, Entry], stamp: str) -> dict[str, str]:
+    try:
+        if weights.stamp(catalogue) != stamp:
+            raise Conflict("the files that the weights were read from have changed since")
+        return {name: checksum(weights.read(entry)) for name, entry in catalogue.items()}
+    except (OSError, SafetensorError, StartError) as error:
+        raise Conflict(f"the files that the weights were read from cannot be read again: {error}") from None
+
+
+def _add_aliases(digests: dict[str, str], own: Mapping[str, str | None]) -> dict[str, str]:
+    """List the shared tensor of a tied model under both names; returns {head: embedding}."""
+    names = {own[name]: name for name in digests}
+    embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
+    if embedding not in digests and head in digests:
+        digests[embedding] = digests[head]
+    if embedding in digests:
+        digests.setdefault(head, digests[embedding])
+    return {head: embedding} if head in digests else {}
