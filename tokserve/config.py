@@ -158,6 +158,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
     ] = None
+    cpu_bind: Annotated[
+        str,
+        about("CPUs that these threads are bound to, one each: a list such as 0-15,32-47 (as many threads then run), "
+              "none, or auto: all that this process may use, if they have several memory nodes and a thread each."),
+    ] = "auto"  # fmt: skip
     cpu_arithmetic: Annotated[
         Literal["auto", "fma", "pairs", "amx"],
         about("How a CPU multiplies bfloat16. fma: one chain of float32 multiply-adds, the same bits on every CPU; "

@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tokserve import checkpoint
-from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, ServerConfig
+from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
 from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,9 +52,7 @@ def resolve(config: Config) -> Config:
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
-        runtime=replace(
-            config.runtime, device=device, cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
-        ),
+        runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
         server=replace(config.server, served_model_name=names, api_key=keys, ui=_ui(config.server)),
     )
     _check(resolved)
@@ -66,6 +65,32 @@ def _tokenizer(config: Config) -> str | None:
     if name is None or config.server.tokens_only:
         return name
     return str(checkpoint.locate(name, weights=False, what="tokenizer"))
+
+
+def cpu_list(text: str) -> list[int]:
+    """CPU numbers in Linux's list format, as `0-3,8`, in their order.  Raises StartError naming cpu_bind."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise StartError(f"option cpu_bind: expected auto, none or CPUs such as 0-15,32-47, got {text!r}")
+        cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return cpus
+
+
+def _cpu_threads(runtime: RuntimeConfig) -> int:
+    """The number of threads: as given, or one for each CPU they are bound to, or that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    if runtime.cpu_bind in ("auto", "none"):
+        return runtime.cpu_threads or len(allowed)
+    cpus = cpu_list(runtime.cpu_bind)
+    if len(set(cpus)) < len(cpus) or not allowed.issuperset(cpus):
+        raise StartError(
+            f"option cpu_bind: expected different CPUs of those that this process may use, got {runtime.cpu_bind!r}"
+        )
+    if runtime.cpu_threads not in (None, len(cpus)):
+        raise StartError(f"option cpu_bind: names {len(cpus)} CPUs for {runtime.cpu_threads} threads (cpu_threads)")
+    return len(cpus)
 
 
 def _ui(server: ServerConfig) -> bool:

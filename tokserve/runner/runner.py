@@ -104,7 +104,8 @@ class Runner:
         self._device = device.use(runtime.device)
         if config.quantization == "fp8":
             self._device.require_float8("quantization")
-        bound = ops.bind(runtime.device, runtime.ops, threads, exact=runtime.exact)
+        cpus = device.bound_cpus(runtime.cpu_bind, threads)
+        bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
         kernels = cpu_kernels(bound, runtime, config.dtype)
         if bound["linear"] != "torch":
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
