@@ -36,15 +36,10 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_torch_thread() -> None:
+@pytest.fixture(autouse=True)
+def torch_as_at_the_start() -> None:
+    """One thread and the same random numbers for each test, whatever ran before: a runner sets the threads."""
     import torch
 
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def the_same_random_numbers() -> None:
-    import torch
-
     torch.manual_seed(0)
