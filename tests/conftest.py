@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,21 @@ def torch_as_at_the_start() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of Triton's interpreter sum in ascending order, where numpy.matmul leaves it to a BLAS and the shape."""
+    import numpy
+
+    def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
+        kind = dtype or numpy.result_type(a, b)
+        wide, other = a.astype(kind), b.astype(kind)
+        total = numpy.zeros((*wide.shape[:-1], other.shape[-1]), kind)
+        part = numpy.empty_like(total)
+        for k in range(wide.shape[-1]):
+            numpy.multiply(wide[..., k, None], other[..., k, None, :], out=part)
+            total += part
+        return total
+
+    monkeypatch.setattr(numpy, "matmul", matmul)
