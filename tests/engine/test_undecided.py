@@ -241,8 +241,7 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     engine.core._following.patience = 0.0
     while not machine.reached.is_set():
         if not engine.step():
-            there.wait(LONG)
-            there.clear()
+            machine.reached.wait(0.001)  # or a mask is there, which only a step finds out
     return engine, machine, there
 
 
