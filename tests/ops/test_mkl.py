@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests import needs
 
 EXACT = Path(__file__).with_name("test_exact.py")
 SHIM = "int mkl_serv_intel_cpu_true(void) { return 1; }\nint mkl_serv_intel_cpu(void) { return 1; }\n"
-COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch has no MKL here"),
-    pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="needs a C compiler (Debian: gcc)"),
+    needs.MKL.skips(),
 ]
 
 
 def test_references_do_not_depend_on_threads_where_mkl_sees_an_intel_processor(tmp_path: Path) -> None:
     source, library = tmp_path / "intel.c", tmp_path / "intel.so"
     source.write_text(SHIM, encoding="utf-8")
-    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", library, source], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(EXACT), "-k", "torch"]
     run = subprocess.run(
         command, env=os.environ | {"LD_PRELOAD": str(library)}, cwd=EXACT.parents[2], capture_output=True, text=True,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from tests import needs
 from tokserve import device
 
 
@@ -23,7 +23,7 @@ def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have nothing to trim")
+@needs.GLIBC.skips()  # other allocators have nothing to trim
 def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
     blocks = [bytes(20_000) for _ in range(4_000)]  # small enough to come from the heap, not from a mapping
     last = blocks[-1]

@@ -309,7 +309,6 @@ def test_override_is_a_file_or_a_template(chatml: Pair, tmp_path: Path) -> None:
             ChatTemplate(chatml.tokenizer, bad)
 
 
-@pytest.mark.skipif(not (DEMO / "tokenizer.json").is_file(), reason="the demo model is not built yet")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_demo_model_equals_transformers(count: int) -> None:
     theirs = oracle(DEMO)
