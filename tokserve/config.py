@@ -113,6 +113,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV pages of earlier requests that begin with the same tokens.")
     ] = True
+    grammar_cache_bytes: Annotated[
+        Positive,
+        about("Memory for compiled grammars (structured outputs) that are kept for later requests, the least recently "
+              "used dropped first (suffixes K, M, G are understood)."),
+    ] = 128 << 20  # fmt: skip
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -48,13 +48,15 @@ class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """What a client sent as one: all of `adds` are accepted or none, and a `Verdict` says which before any output.
 
-    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.
+    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.  `client`: who is
+    served in turns with other clients, "" if there is only one.
     """
 
     call_id: int
     key: str
     adds: list[Add]
     group: str = ""
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -103,7 +105,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     reason: stop | length | repetition | abort | deadline | error.  detail: eos | stop_token | stop_sequence | grammar |
     max_tokens | context | repetition | abort_user | abort_disconnect | abort_stop_string | abort_pause |
-    abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden | error.  `stop`: the token id or sequence
+    abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
+    grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to
     that).
     """
@@ -161,6 +164,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
     prompt tokens they share with another request are being computed, or their grammar is being compiled.
+    `grammar_bytes`, `grammars_compiling`: gauges of the compiled grammars that are kept, and of those on their way;
+    `grammar_refusals`: a counter of grammars refused after a trial.
     """
 
     running: int = 0
@@ -177,6 +182,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     nan_requests: int = 0
     tokens_by_age: list[int] = []
     deferred: int = 0
+    grammar_bytes: int = 0
+    grammars_compiling: int = 0
+    grammar_refusals: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):

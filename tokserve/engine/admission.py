@@ -13,7 +13,7 @@ from tokserve.config import Config
 from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.front_ends import Emit
-from tokserve.engine.grammar import Grammars
+from tokserve.engine.grammars import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
@@ -99,7 +99,7 @@ class Admission:
         ]
         for request in requests:
             if request.params.structured_outputs is not None:
-                request.grammar = self._grammars.compile(request.params.structured_outputs)
+                request.grammar = self._grammars.compile(request.params.structured_outputs, submit.client)
                 request.grammar.add_done_callback(lambda _: self._wake())
         return requests
 

@@ -27,14 +27,14 @@ from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.following import Following
 from tokserve.engine.front_ends import Emit, FrontEnds
-from tokserve.engine.grammar import Grammars
+from tokserve.engine.grammars import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.engine.verb import STEP_BOUNDARY, Verb, Wait
 from tokserve.errors import RequestError, StartError, Unavailable
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Call, Ready, Reply, Status, Submit, ToEngine
+from tokserve.messages import Abort, Call, Ready, Reply, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class EngineCore:
         self._registry = Registry()
         self._deadlines = Deadlines()
         self._following = Following(wake)
-        self._front_ends = FrontEnds(emit, clock, self.scheduler.stats)
+        self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
             config, self.limits, self._registry, self.scheduler, self.adapters, self.grammars, self._deadlines,
             emit, self._fail, wake,
@@ -418,6 +418,13 @@ class EngineCore:
             "in_flight": len(self._flights), "steps": stats.steps,
         }  # fmt: skip
         self._emit(identity, Reply(call_id, state))
+
+    def _gauges(self) -> StepStats:
+        grammars = self.grammars
+        return msgspec.structs.replace(
+            self.scheduler.stats(), grammar_bytes=grammars.num_bytes, grammars_compiling=grammars.num_compiling,
+            grammar_refusals=grammars.num_refused,
+        )  # fmt: skip
 
     def _stats(self, identity: bytes, call_id: int) -> None:
         """Gauges and counters of this moment, ahead of the reply."""

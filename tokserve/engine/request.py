@@ -212,7 +212,8 @@ class Request:
         assert self.follower is not None
         if self.follower.error is not None:
             message = f"structured_outputs cannot be followed: {self.follower.error}"
-            self.end("error", "error", now, message=message)
+            detail = "grammar_limit" if self.follower.limited else "error"
+            self.end("error", detail, now, message=message)
         elif self.follower.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
             self.end("stop", "grammar", now)
 

@@ -226,6 +226,7 @@ class Serving:
         """
         flight = Flight(terms.request_id, params.n, self._observers(request))
         flight.timed = self.metrics.timed
+        flight.rename = fields.rename
         if text:
             flight.fingerprint = self.fingerprint
         self.metrics.came()

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 WRITE = "tokserve.write"  # the key of a `Write` in the scope, if the server offers one
+OWN_FAULT = ("forbidden", "grammar_limit")  # stop details of errors that the request's parameters cause
 LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -118,7 +119,7 @@ async def collect(flight: Flight, request: Request) -> list[Completion]:
     finally:
         await flight.close()
     if failed := failure(done):
-        raise failed
+        raise flight.rename(failed)
     return sorted(done, key=_index)
 
 
@@ -129,8 +130,9 @@ def _index(completion: Completion) -> int:
 def failure(ends: list[Completion]) -> RequestError | None:
     """The error of a request if every choice ended in one: 400 if its parameters are to blame, else 500."""
     if ends and all(end.finish_reason == "error" for end in ends):
-        if all(end.stop_detail == "forbidden" for end in ends):
-            return RequestError(ends[0].message or "")
+        if all(end.stop_detail in OWN_FAULT for end in ends):
+            field = "structured_outputs" if ends[0].stop_detail == "grammar_limit" else None
+            return RequestError(ends[0].message or "", field=field)
         return RequestFailed(ends[0].message or "the engine could not serve this request")
     return None
 
@@ -219,7 +221,8 @@ class _Pump:
         try:
             if error := await self._ended:
                 raise error
-            return self._renderer.tail() + self._close(failure(self._ends))
+            failed = failure(self._ends)
+            return self._renderer.tail() + self._close(failed and self._flight.rename(failed))
         except RequestError as error:
             self._flight.cause = "error"
             return self._close(error)
