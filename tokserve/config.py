@@ -142,6 +142,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_tokens: Annotated[
         NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
     ] = None
+    max_requests_per_client: Annotated[
+        Positive | None,
+        about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is refused "
+              "with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
+    ] = None  # fmt: skip
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
     ] = 1
@@ -302,6 +307,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         about("Return the reasoning that a model writes first separately from the content: qwen3 (between <think> and "
               "</think>), deepseek_r1 (the same, even without an opening <think>) or mistral ([THINK]). Default: it "
               "stays in the content."),
+    ] = None  # fmt: skip
+    client_header: Annotated[
+        str | None,
+        about("Header that a reverse proxy sets to its client's address (such as X-Forwarded-For, of which the last "
+              "address counts), to tell clients without API keys apart; without a proxy anybody can set it. Default: "
+              "the address of the connection."),
     ] = None  # fmt: skip
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
     keep_alive: Annotated[

@@ -69,6 +69,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     reason: str = "abort_user"
 
 
+class Stall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """The client of these requests does not read what it has been sent (`stalled`), or reads again.  Meanwhile they get
+    no tokens."""
+
+    rids: list[str]
+    stalled: bool
+
+
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """An admin verb by name; always answered with a `Reply`."""
 
@@ -165,7 +173,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
     prompt tokens they share with another request are being computed, or their grammar is being compiled.
     `grammar_bytes`, `grammars_compiling`: gauges of the compiled grammars that are kept, and of those on their way;
-    `grammar_refusals`: a counter of grammars refused after a trial.
+    `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
+    requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
+    made room for another client.
     """
 
     running: int = 0
@@ -185,6 +195,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     grammar_bytes: int = 0
     grammars_compiling: int = 0
     grammar_refusals: int = 0
+    clients: int = 0
+    stalled: int = 0
+    displaced: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
@@ -303,7 +316,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     field: str = ""
 
 
-ToEngine = Submit | Abort | Call
+ToEngine = Submit | Abort | Stall | Call
 FromEngine = Verdict | Step | Reply | Ready | Status | Dead
 
 encode = msgspec.msgpack.Encoder().encode

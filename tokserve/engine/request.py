@@ -58,17 +58,21 @@ class Request:
     pending = 0
     in_flight = 0
     blocks_sent = 0  # entries of the block table that the device has
+    drawn = False  # a token has been planned since it got its slot, so its prompt is computed
+    stalled = False  # its client does not read what it has already
     grammar: Future[Grammar] | None = None  # until it is there, the request waits for it
     cached: int | None = None  # prompt tokens found in the cache at the first admission
     admitted: float | None = None
 
     def __init__(
-        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None
-    ) -> None:
+        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None,
+        client: str = "",
+    ) -> None:  # fmt: skip
         """Raises RequestError for a request that cannot be served.  `received`: the engine's clock."""
         params = add.sampling
         self.rid = add.rid
         self.owner = owner
+        self.client = client
         self.number = number  # in order of receipt
         self.received = received
         self.arrival = add.arrival  # the front end's clock; for order only
