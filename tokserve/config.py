@@ -144,8 +144,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     max_requests_per_client: Annotated[
         Positive | None,
-        about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is refused "
-              "with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
+        about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is "
+              "refused with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
     ] = None  # fmt: skip
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")

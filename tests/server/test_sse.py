@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
+from tests.server.fake_llm import Caller, FakeStream, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import Completion
 from tokserve.params import SamplingParams
 from tokserve.server import body, sse, tokens
@@ -152,7 +152,7 @@ def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
             await slow.wait()
 
         wire = _Wire(send, 60.0)
-        wire.start(freed.set)
+        wire.start(freed.set, lambda stalled: None)
         wire.write(b"slow")
         assert wire.blocked
         wire._last = -60.0
@@ -177,7 +177,7 @@ def test_the_end_waits_for_a_blocked_comment() -> None:
             sent.append(message["body"])
 
         wire = _Wire(send, 60.0)
-        wire.start(lambda: None)
+        wire.start(lambda: None, lambda stalled: None)
         wire._last = -60.0
         wire._tick()
         ending = asyncio.create_task(wire.end(b"end"))
@@ -216,6 +216,47 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
     assert [write.count(b"data: {") for write in writes] == [1, 1, 18, 0]
     events = parse_events(b"".join(writes).decode())
     assert len(joined(events)[0]["token_ids"]) == 20
+
+
+def test_a_stream_that_nobody_reads_makes_no_tokens_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> tuple[list[bool], Site]:
+        s = site()
+        body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 40, "n": 2}}
+        caller = SlowReader(s, GENERATE, body)
+        await caller.wait_for(lambda _: bool(stalls()))
+        caller.going.set()
+        await caller.task
+        return stalls(), s
+
+    def stalls() -> list[bool]:
+        return [stalled for stream in made for stalled in stream.stalls]
+
+    made: list[FakeStream] = []
+    start = FakeStream.__init__
+    monkeypatch.setattr(FakeStream, "__init__", lambda self, *args: (start(self, *args), made.append(self))[0])
+    monkeypatch.setattr(sse, "PATIENCE", 0.01)
+    seen, s = asyncio.run(scene())
+    assert seen == [True, False] and s.llm.ended == {"slow"}
+
+
+def test_a_reader_that_is_a_little_slow_is_not_stalled() -> None:
+    async def scene() -> list[bool]:
+        stalls: list[bool] = []
+        slow, freed = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await slow.wait()
+
+        wire = _Wire(send, 60.0)
+        wire.start(freed.set, stalls.append)
+        wire.write(b"slow")
+        slow.set()
+        await freed.wait()
+        assert wire._patience is not None and wire._patience.cancelled()
+        wire.stop()
+        return stalls
+
+    assert asyncio.run(scene()) == []
 
 
 def test_a_slow_reader_that_leaves_aborts() -> None:

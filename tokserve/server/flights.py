@@ -167,6 +167,11 @@ class Flight:
         output = self.completion_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
+    def stall(self, stalled: bool) -> None:
+        """The client does not read (`stalled`), or reads again: meanwhile no tokens are made."""
+        for stream in self.streams:
+            stream.stall(stalled)
+
     async def close(self) -> None:
         """Abort what has not ended, and tell the observers; a second call does nothing."""
         if self._closed:

@@ -236,6 +236,8 @@ class Metrics(Collector):
             ("num_requests_waiting", "Requests waiting for a place.", s.waiting),
             ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
             ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
+            ("clients", "Clients that have requests.", s.clients),
+            ("num_requests_stalled", "Requests that wait for their client to read.", s.stalled),
             ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", s.grammar_bytes),
             ("grammars_compiling", "Grammars that requests wait for.", s.grammars_compiling),
             ("weight_epoch", "How often the weights have changed.", self._llm.status.epoch),
@@ -277,6 +279,7 @@ class Metrics(Collector):
             ("prompt_tokens", "Prompt tokens computed or found in the cache.", s.prompt_tokens),
             ("generation_tokens", "Tokens generated.", s.output_tokens),
             ("engine_steps", "Steps of the engine.", s.steps),
+            ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
             ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
         ):

@@ -17,7 +17,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokserve.errors import RequestError
-from tokserve.server import errors, sse
+from tokserve.server import clients, errors, sse
 
 OFFER = (b"upgrade", b"http2-settings")
 MAX_HEAD = 64 << 10  # bytes of a request before its body; one that arrives in one piece may be a little longer
@@ -71,6 +71,7 @@ class Protocol(HttpToolsProtocol):
             if self.parser.get_http_version() == "1.0":
                 cycle: Any = self.cycle  # its task has not begun, and takes `send` when it does
                 cycle.send = _without_chunks(self.cycle)
+            self.scope[clients.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
 

@@ -27,6 +27,7 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.server import body
+from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
 from tokserve.server.flights import Flight, Observer
 from tokserve.server.journal import Journal
@@ -106,6 +107,7 @@ class Serving:
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
         self.place = place or Place(0, int(time.time()), None)
         counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
+        self._clients = Clients(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
 
     @property
@@ -235,7 +237,7 @@ class Serving:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
             prepared = self._prepare(prompts, params, terms, fields, stream=stream, text=text)
-            flight.streams = self.llm.submit(prepared, terms.group_id or "")
+            flight.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
             async with Watch(request.receive):
                 try:
                     await flight.streams[0].accepted()

@@ -27,6 +27,7 @@ DONE = b"data: [DONE]\n\n"
 WRITE = "tokserve.write"  # the key of a `Write` in the scope, if the server offers one
 OWN_FAULT = ("forbidden", "grammar_limit")  # stop details of errors that the request's parameters cause
 LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
+PATIENCE = 0.25  # seconds that a client may leave its connection full before no more tokens are made for it
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Close = Callable[[RequestError | None], bytes]  # the last events of a stream, with the error that it ends in
@@ -187,7 +188,7 @@ class _Pump:
 
     async def run(self, opening: bytes) -> None:
         """Write from the `opening` until the response has ended."""
-        self._wire.start(self._write)
+        self._wire.start(self._write, self._flight.stall)
         if opening:
             self._wire.write(opening)
         self._flight.listen(self._write)
@@ -233,7 +234,11 @@ class _Pump:
 
 
 class _Wire:
-    """The connection of one stream; sends a comment after `interval` seconds without events."""
+    """The connection of one stream; sends a comment after `interval` seconds without events.
+
+    A connection that has been blocked for `PATIENCE` seconds is stalled, and no tokens are made for it: its client does
+    not read, and what it is owed would only fill the memory.
+    """
 
     def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
         self._send = send
@@ -244,17 +249,22 @@ class _Wire:
         self._timer: asyncio.TimerHandle | None = None
         self._rest: asyncio.Task[None] | None = None
         self._on_free: Callable[[], None]
+        self._on_stall: Callable[[bool], None]
+        self._patience: asyncio.TimerHandle | None = None
+        self._stalled = False
         self.blocked = False
 
-    def start(self, on_free: Callable[[], None]) -> None:
-        """Start the timer for comments.  `on_free` is called when the connection is no longer blocked."""
-        self._on_free = on_free
+    def start(self, on_free: Callable[[], None], on_stall: Callable[[bool], None]) -> None:
+        """Start the timer for comments.  `on_free` is called when the connection is no longer blocked, `on_stall` when
+        it is stalled (True) and when it is not any more (False)."""
+        self._on_free, self._on_stall = on_free, on_stall
         self._timer = self._loop.call_later(self._interval, self._tick)
 
     def stop(self) -> None:
-        """Stop the timer, and cancel a blocked write."""
-        if self._timer:
-            self._timer.cancel()
+        """Stop the timers, and cancel a blocked write."""
+        for timer in (self._timer, self._patience):
+            if timer:
+                timer.cancel()
         if self._rest:
             self._rest.cancel()
 
@@ -269,6 +279,7 @@ class _Wire:
         except StopIteration:
             return
         self.blocked = True
+        self._patience = self._loop.call_later(PATIENCE, self._stall)
         self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
 
     async def _finish(self, sending: _Begun) -> None:
@@ -277,7 +288,16 @@ class _Wire:
         finally:
             self.blocked = False
             self._last = self._loop.time()
+            if self._patience:
+                self._patience.cancel()
+            if self._stalled:
+                self._stalled = False
+                self._on_stall(False)
             self._on_free()
+
+    def _stall(self) -> None:
+        self._stalled = True
+        self._on_stall(True)
 
     async def end(self, events: bytes) -> None:
         """Send the last events and end the response."""
