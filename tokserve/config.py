@@ -142,6 +142,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_tokens: Annotated[
         NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
     ] = None
+    fair_clients: Annotated[
+        bool,
+        about("Share slots and prompt tokens of a step equally between clients that have requests; off: the scheduling "
+              "policy alone decides. One client may use everything either way."),
+    ] = True  # fmt: skip
     max_requests_per_client: Annotated[
         Positive | None,
         about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is "

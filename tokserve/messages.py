@@ -1,7 +1,7 @@
 """What the front end and the engine process say to each other: msgpack over ZeroMQ.
 
-To the engine: `Submit`, `Abort`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.  Arrays
-travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
+To the engine: `Submit`, `Abort`, `Stall`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.
+Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
 deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
 part in it.  Text never appears here, nor does anything about HTTP.
 """
@@ -171,7 +171,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
-    prompt tokens they share with another request are being computed, or their grammar is being compiled.
+    prompt tokens they share with another request are being computed, or their grammar is being compiled; and those
+    whose client does not read.
     `grammar_bytes`, `grammars_compiling`: gauges of the compiled grammars that are kept, and of those on their way;
     `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
     requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that

@@ -76,7 +76,7 @@ def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None
         seen.append(each.rid)
         if each.rid != "a1":  # passed over
             queue.remove(each)
-            shares.entered(each.client)
+            shares.entered(each)
     assert seen == ["a0", "b3", "a1", "a2"] and len(queue) == 1
 
 
@@ -134,6 +134,20 @@ def test_a_single_request_does_not_wait_for_a_crowd(depth: int) -> None:
     engine.add("one", [5, 6], max_tokens=3, ignore_eos=True, client="b")
     engine.steps(3 + 2 * depth)
     engine.check_complete("one")
+    engine.run()
+    engine.check_empty()
+
+
+@DEPTHS
+def test_fairness_can_be_turned_off(depth: int) -> None:
+    engine = Engine(depth=depth, fair_clients=False, max_requests_per_client=20)
+    greedy = fill(engine, "a", 20)
+    engine.steps(6)
+    modest = fill(engine, "b", 6)
+    engine.run()
+    assert engine.stats.preemptions == 0 and entered(engine) == greedy + modest
+    fill(engine, "c", 1)
+    assert engine.submit("d", *[engine.make(f"d{i}", [3, i]) for i in range(20)], client="c").refusal == "client_limit"
     engine.run()
     engine.check_empty()
 

@@ -46,6 +46,7 @@ class Admission:
         self.num_received = 0  # requests that were accepted, and the number of the next
         self.closed = False  # for good: the engine is about to end
         self.undecided = Undecided(emit, self._withdraw, fail)
+        self._fair = config.scheduler.fair_clients
         self._max_of_client = config.scheduler.max_requests_per_client
         self._reject_while_paused = config.server.reject_while_paused
         self._limits = limits
@@ -101,8 +102,9 @@ class Admission:
 
     def _requests(self, identity: bytes, submit: Submit, received: float) -> list[Request]:
         """One of each `Add`, with the grammar it waits for begun.  Raises RequestError."""
+        client, share = submit.client, None if self._fair else ""
         requests = [
-            Request(add, identity, number, received, self._limits, self._adapters.find(add.adapter), submit.client)
+            Request(add, identity, number, received, self._limits, self._adapters.find(add.adapter), client, share)
             for number, add in enumerate(submit.adds, self.num_received)
         ]
         for request in requests:

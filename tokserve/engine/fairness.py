@@ -16,40 +16,49 @@ from tokserve.engine.request import Request
 
 
 class Shares:
-    """What each client has: `live` requests, `running` ones with a slot, and when it had its last turn."""
+    """What each client has: `live` requests, `running` ones with a slot, and when it had its last turn.
+
+    `present`: live requests by share.
+    """
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
+        self.present: Counter[str] = Counter()
         self.running: Counter[str] = Counter()
         self._turns: dict[str, int] = {}
         self._turn = 0
 
-    def came(self, client: str) -> None:
+    def came(self, request: Request) -> None:
         """A request is live."""
-        self.live[client] += 1
+        self.live[request.client] += 1
+        self.present[request.share] += 1
 
-    def ended(self, client: str) -> None:
+    def ended(self, request: Request) -> None:
         """A request has ended."""
-        self.live[client] -= 1
-        if not self.live[client]:
-            del self.live[client]
-            self._turns.pop(client, None)
+        _subtract(self.live, request.client)
+        _subtract(self.present, request.share)
+        if request.share not in self.present:
+            self._turns.pop(request.share, None)
 
-    def entered(self, client: str) -> None:
+    def entered(self, request: Request) -> None:
         """A request got a slot."""
-        self.running[client] += 1
+        self.running[request.share] += 1
         self._turn += 1
-        self._turns[client] = self._turn
+        self._turns[request.share] = self._turn
 
-    def left(self, client: str) -> None:
+    def left(self, request: Request) -> None:
         """A request gave up its slot."""
-        self.running[client] -= 1
-        if not self.running[client]:
-            del self.running[client]
+        _subtract(self.running, request.share)
 
-    def rank(self, client: str) -> tuple[int, int]:
+    def rank(self, share: str) -> tuple[int, int]:
         """The lowest is next."""
-        return self.running[client], self._turns.get(client, 0)
+        return self.running[share], self._turns.get(share, 0)
+
+
+def _subtract(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]
 
 
 class FairQueue:
@@ -67,20 +76,20 @@ class FairQueue:
     def add(self, request: Request) -> None:
         """Let it wait."""
         clients = self._levels.setdefault(self._policy(request)[0], {})
-        if request.client not in clients:
-            clients[request.client] = Queue(self._policy)
-        clients[request.client].add(request)
+        if request.share not in clients:
+            clients[request.share] = Queue(self._policy)
+        clients[request.share].add(request)
         self._size += 1
 
     def remove(self, request: Request) -> None:
         """Take out a request that is in the queue."""
         level = self._policy(request)[0]
         clients = self._levels[level]
-        queue = clients[request.client]
+        queue = clients[request.share]
         queue.remove(request)
         self._size -= 1
         if not queue:
-            del clients[request.client]
+            del clients[request.share]
             if not clients:
                 del self._levels[level]
 

@@ -66,13 +66,15 @@ class Request:
 
     def __init__(
         self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None,
-        client: str = "",
+        client: str = "", share: str | None = None,
     ) -> None:  # fmt: skip
-        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock."""
+        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock.  `share`: of whose
+        share of the slots it takes one, if not the client's."""
         params = add.sampling
         self.rid = add.rid
         self.owner = owner
         self.client = client
+        self.share = client if share is None else share
         self.number = number  # in order of receipt
         self.received = received
         self.arrival = add.arrival  # the front end's clock; for order only

@@ -163,7 +163,7 @@ class Scheduler:
             prompt_tokens=count.prompt_tokens, output_tokens=count.output_tokens,
             prefix_queries=count.prefix_queries, prefix_hits=count.prefix_hits, nan_requests=count.nan_requests,
             tokens_by_age=count.tokens_by_age.copy(),
-            deferred=min(self._deferred, len(self._waiting)),
+            deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
             clients=len(self.shares.live), stalled=len(self._stalled), displaced=count.displaced,
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a new request wait for its turn."""
         self._waiting.add(request)
-        self.shares.came(request.client)
+        self.shares.came(request)
         self._limits.entered(request.prompt_len)
 
     def stall(self, request: Request, stalled: bool) -> None:
@@ -220,7 +220,7 @@ class Scheduler:
         elif request.state is State.RUNNING:
             self._stop_running(request)
         self._stalled.discard(request)
-        self.shares.ended(request.client)
+        self.shares.ended(request)
         request.state = State.ENDED
         if request.slot >= 0:
             self._leave(request)
@@ -259,17 +259,17 @@ class Scheduler:
                 continue
             elif wanted < request.limit and draft.budget and self._make_room(request, draft):
                 draft.add(request, 1)
-        shares = dict.fromkeys(self.shares.live, max(1, draft.budget // max(1, len(self.shares.live))))
+        shares = dict.fromkeys(self.shares.present, max(1, draft.budget // max(1, len(self.shares.present))))
         for request in prompts:
-            budget = min(draft.budget, shares[request.client])
+            budget = min(draft.budget, shares[request.share])
             if request.state is State.RUNNING and budget:
                 count = self._chunk(request, budget)
                 draft.add(request, count)
-                shares[request.client] -= count
+                shares[request.share] -= count
 
     def _fill(self, draft: _Draft) -> None:
         """What nobody else has used of the budget goes to running prompts that were cut to their client's share."""
-        if not draft.budget or len(self.shares.live) < 2:
+        if not draft.budget or len(self.shares.present) < 2:
             return
         rows = {row.request: row for row in draft.rows}
         for request in self._running:
@@ -314,7 +314,7 @@ class Scheduler:
         for request in reversed(self._running):
             if self._holds_still(request):
                 return request
-            if last is None and (most == 1 or self.shares.running[request.client] == most):
+            if last is None and (most == 1 or self.shares.running[request.share] == most):
                 last = request
         assert last is not None
         return last
@@ -326,7 +326,7 @@ class Scheduler:
             for request in self._parked:
                 self._waiting.add(request)
             self._parked.clear()
-        contested = len(self.shares.live) > 1 or self._stalled
+        contested = len(self.shares.present) > 1 or self._stalled
         if not contested or not self._waiting or (self._num_open and not self._short):
             return False
         room = 0 if self._short else self._num_open + len(self._leaving)
@@ -340,20 +340,20 @@ class Scheduler:
                     break
                 self._preempt(victim)
                 self.counters.displaced += 1
-                running[victim.client] -= 1
-            running[request.client] += 1
+                running[victim.share] -= 1
+            running[request.share] += 1
         return self.counters.displaced > before
 
     def _to_displace(self, waiting: Request, running: Mapping[str, int]) -> Request | None:
         """Whose slot and blocks a waiting request may have; `running`: slots by client."""
         level = self._policy(waiting)[0]
-        heavy = max(running, key=lambda client: running[client], default="")
-        owed = running.get(heavy, 0) > running.get(waiting.client, 0) + 1
+        heavy = max(running, key=lambda share: running[share], default="")
+        owed = running.get(heavy, 0) > running.get(waiting.share, 0) + 1
         last: Request | None = None
         for request in reversed(self._running):
             if self._holds_still(request):
                 return request
-            if last is None and owed and request.client == heavy and self._policy(request)[0] >= level:
+            if last is None and owed and request.share == heavy and self._policy(request)[0] >= level:
                 last = request
         return last
 
@@ -371,7 +371,7 @@ class Scheduler:
 
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
-        self.shares.left(request.client)
+        self.shares.left(request)
 
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
@@ -407,7 +407,7 @@ class Scheduler:
     def _enter(self, request: Request, hits: int, now: float) -> None:
         self._waiting.remove(request)
         self._running.add(request)
-        self.shares.entered(request.client)
+        self.shares.entered(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.computed = min(hits * self._cache.block_size, request.reusable)

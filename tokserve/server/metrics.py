@@ -246,7 +246,7 @@ class Metrics(Collector):
             family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric([self._model, ENGINE], value)
             yield family
-        text = "Requests waiting; deferred: only until another has computed the prefix they share."
+        text = "Requests waiting; deferred: for a prefix that another computes, a grammar, or their client to read."
         waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting_by_reason", text, labels=[*LABELS, "reason"])
         waiting.add_metric([self._model, ENGINE, "capacity"], s.waiting - s.deferred)
         waiting.add_metric([self._model, ENGINE, "deferred"], s.deferred)
