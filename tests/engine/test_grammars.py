@@ -16,7 +16,7 @@ from tokserve.engine import grammars as module
 from tokserve.engine import trials as trials_module
 from tokserve.engine.grammar import Grammar
 from tokserve.engine.grammars import Grammars
-from tokserve.errors import QueueFull, RequestError
+from tokserve.errors import QueueFull, RequestError, Unavailable
 from tokserve.params import StructuredOutputs
 
 WIDTH, EOS = 300, 287
@@ -150,3 +150,10 @@ def test_grammars_in_use_are_bounded_too(small: Grammars) -> None:
     held.clear()
     gc.collect()
     assert small.compile(many(99)).result(PATIENCE)
+
+
+def test_after_the_end_nothing_is_compiled() -> None:
+    closed = made()
+    closed.close()
+    with pytest.raises(Unavailable):
+        closed.compile(StructuredOutputs(regex="late")).result(PATIENCE)

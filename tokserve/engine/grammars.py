@@ -76,12 +76,12 @@ class Grammars:
             if error is not None:
                 future.set_exception(error)
                 return future
-            job = self._jobs.get(key)
-            if job is None:
-                job = self._jobs[key] = _Job(key, grammar)
-                job.trial = Trial(grammar, client, lambda outcome: self._tried(job, outcome))
-                self.trials.submit(job.trial)
+            waited_for = self._jobs.get(key)
+            job = self._jobs[key] = waited_for or _Job(key, grammar)
             job.futures.append(future)
+        if waited_for is None:
+            job.trial = Trial(grammar, client, lambda outcome: self._tried(job, outcome))
+            self.trials.submit(job.trial)
         future.add_done_callback(lambda future: self._left(job) if future.cancelled() else None)
         return future
 

@@ -69,7 +69,7 @@ class Trials:
         self._running: dict[bool, Trial] = {}  # by lane: slow or not
         self._calls: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._wakes, self._wake = os.pipe()
+        self._wakes = self._wake = -1  # the ends of a pipe
         self._thread: threading.Thread | None = None
 
     @property
@@ -80,14 +80,18 @@ class Trials:
 
     def submit(self, trial: Trial) -> None:
         """Try a grammar."""
+        if self._closed:
+            return trial.done(Unavailable("the server is shutting down"))
         if self._thread is None:
+            self._wakes, self._wake = os.pipe()
             self._thread = threading.Thread(target=self._run, name="trials", daemon=True)
             self._thread.start()
         self._call(lambda: self._enter(trial))
 
     def cancel(self, trial: Trial) -> None:
         """Its result is not needed any more."""
-        self._call(lambda: self._cancel(trial))
+        if not self._closed:
+            self._call(lambda: self._cancel(trial))
 
     def close(self) -> None:
         """End the process and the thread; trials that have not ended are refused."""
@@ -98,8 +102,8 @@ class Trials:
         if self._thread is not None:
             self._call(lambda: None)
             self._thread.join()
-        os.close(self._wakes)
-        os.close(self._wake)
+            os.close(self._wakes)
+            os.close(self._wake)
 
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
