@@ -356,6 +356,42 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 10.0
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may cost others (docs/security.md).  Further bounds follow from the model."""
+
+    max_stop_strings: Annotated[
+        int, about("Most stop strings of a request, and most of its stop_token_sequences.", ge=0)
+    ] = 1024
+    max_bad_words: Annotated[int, about("Most bad_words of a request, and most of its bad_token_sequences.", ge=0)] = (
+        1024
+    )
+    max_words_bytes: Annotated[
+        int, about("Most bytes of a request's stop strings together, and of its bad_words together.", ge=1)
+    ] = 64 << 10
+    max_messages: Annotated[int, about("Most messages of a chat, parts of contents and tool calls included.", ge=1)] = (
+        1 << 14
+    )
+    max_body_values: Annotated[
+        int,
+        about("Most values (numbers, strings, names) in a request body; an object or a list counts as eight, bytes as "
+              "one.", ge=1000),
+    ] = 2_000_000  # fmt: skip
+    max_body_memory_bytes: Annotated[
+        int,
+        about("Most bytes of request bodies in memory at once, beyond the first 256 KiB of each; a request that would "
+              "exceed it is refused with 503.", ge=1 << 20),
+    ] = 512 << 20  # fmt: skip
+    body_timeout: Annotated[
+        float,
+        about("Longest silence in seconds while a request body arrives, else 408; all of a body may take ten times as "
+              "long.", gt=0, le=FOR_EVER),
+    ] = 30.0  # fmt: skip
+    max_reply_bytes: Annotated[
+        int,
+        about("Largest reply, as estimated from the choices, tokens and logprobs that a request asks for.", ge=1 << 20),
+    ] = GIB  # fmt: skip
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
 
@@ -366,6 +402,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @classmethod
     def make(cls, **values: Any) -> Config:

@@ -61,6 +61,12 @@ class TooLarge(RequestError):
     status = 413
 
 
+class TimedOut(RequestError):
+    """408: the body did not arrive; the connection is closed."""
+
+    status = 408
+
+
 class Overloaded(RequestError):
     """503: a queue is full or the server is stopping; try again after `retry_after` seconds."""
 

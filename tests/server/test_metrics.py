@@ -7,6 +7,7 @@ import time
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
 from tokserve.server.metrics import SAMPLED, VLLM_NAMES
+from tokserve.server.stalls import Stalls
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -16,7 +17,7 @@ NAMES = [
     "request_decode_time_seconds_bucket", "request_aborts_total", "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket",
     "num_requests_waiting_by_reason", "cache_config_info", "request_inference_time_seconds_bucket",
-    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket", "event_loop_stall_seconds_bucket",
     "stream_serialization_seconds_bucket", "http_requests_in_flight",
 ]  # fmt: skip
 
@@ -145,10 +146,10 @@ def test_a_blocked_event_loop_shows() -> None:
     s = site()
 
     async def block() -> None:
-        watching = asyncio.create_task(s.app.state.serving.metrics.watch_loop(0.01))
+        watching = asyncio.create_task(Stalls(s.app.state.serving.metrics.woke, 0.01).watch())
         await asyncio.sleep(0)
         time.sleep(0.2)
-        while not values_now()["tokserve:event_loop_lag_seconds_count"]:
+        while not values_now()["tokserve:event_loop_stall_seconds_count"]:
             await asyncio.sleep(0.001)
         watching.cancel()
 
@@ -157,3 +158,4 @@ def test_a_blocked_event_loop_shows() -> None:
 
     asyncio.run(block())
     assert values(s)["tokserve:event_loop_lag_seconds_sum"] > 0.15
+    assert values(s)["tokserve:event_loop_stall_seconds_sum"] > 0.15

@@ -18,12 +18,12 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured, tools
-from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -147,8 +147,12 @@ async def call_of(
     serving: Serving, request: Request, asked: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
-    plan = planned(serving, asked)
-    params = sampling_params(serving, asked, plan)
+
+    def plan_and_params() -> tuple[Plan, SamplingParams]:
+        plan = planned(serving, asked)
+        return plan, sampling_params(serving, asked, plan)
+
+    plan, params = await off_loop(request, size, plan_and_params)
     terms = serving.terms(request, asked)
     if with_tokens:
         if asked.tokens is None:
@@ -157,7 +161,7 @@ async def call_of(
     else:
         if asked.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(size, lambda: rendered(serving, asked, asked.reasoning_effort))
+        prompt = await off_loop(request, size, lambda: rendered(serving, asked, asked.reasoning_effort))
     if asked.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, asked)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
@@ -182,6 +186,7 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
     """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
     if asked.messages is None:
         raise RequestError("messages is required", field="messages")
+    serving.check_messages(asked.messages, "messages")
     own = asked.chat_template is None or serving.template.knows(asked.chat_template)
     if not own and not serving.config.server.trust_request_chat_template:
         raise RequestError(
@@ -194,7 +199,7 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
             asked.messages, add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message), tools=asked.tools, documents=asked.documents,
             template=asked.chat_template, kwargs=thinking | (asked.chat_template_kwargs or {}),
-            add_special_tokens=bool(asked.add_special_tokens),
+            add_special_tokens=bool(asked.add_special_tokens), context=serving.llm.ready.max_model_len,
             must_show_tools=not (isinstance(asked, ChatBody) and tools.forced(asked.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call

@@ -20,12 +20,12 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured
-from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
@@ -99,7 +99,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
     listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
     special = asked.add_special_tokens is not False
-    ids = await off_loop(size, lambda: tokenized(serving, prompts, special, listed))
+    ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
     if asked.structured_outputs is None:
         others["structured_outputs"] = "response_format"
@@ -174,6 +174,7 @@ def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, l
     for place, prompt in enumerate(prompts):
         field = f"prompt[{place}]" if listed else "prompt"
         if isinstance(prompt, str):
+            serving.check_text(prompt, field)
             prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
             if not prompt:
                 raise RequestError(f"{field} must not be empty", field=field)

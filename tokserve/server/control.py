@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from tokserve.errors import EngineDead, RequestError
 from tokserve.server import body
-from tokserve.server.body import Gone
 from tokserve.server.serving import Serving
+from tokserve.server.watch import Gone
 
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
@@ -132,9 +132,9 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
     values: dict[str, Any] = {
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
     }
-    raw = await body.read(request, serving.max_body)
+    raw = await serving.bodies.read(request)
     if raw.strip():
-        sent = body.decode(raw, body.is_msgpack(request))
+        sent = await serving.bodies.decode(request, raw)
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}

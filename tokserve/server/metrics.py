@@ -7,7 +7,6 @@ exported under its own prefix as well.
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -44,6 +43,8 @@ SHORT = (
 )  # fmt: skip
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+STALLS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
@@ -128,6 +129,8 @@ class Metrics(Collector):
         self.params_max_tokens = Histogram(counters, "request_params_max_tokens", "The parameter max_tokens.", TOKENS)
         text = "How late an API process' event loop wakes a sleeper."
         self.loop_lag = Histogram(counters, "event_loop_lag_seconds", text, TINY)
+        text = f"Times for which an API process' event loop did nothing else, from {SHORTEST_STALL:g} s."
+        self.loop_stall = Histogram(counters, "event_loop_stall_seconds", text, STALLS)
         text = f"Making the events of a delta, in one stream of {SAMPLED}."
         self.serialization = Histogram(counters, "stream_serialization_seconds", text, TINY)
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
@@ -199,13 +202,11 @@ class Metrics(Collector):
 
         return timed
 
-    async def watch_loop(self, interval: float = 0.25) -> None:
-        """Measure how late the running event loop is, for as long as this runs."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + interval
-            await asyncio.sleep(interval)
-            self.loop_lag.observe(max(0.0, loop.time() - due))
+    def woke(self, late: float) -> None:
+        """The event loop woke a sleeper so many seconds late."""
+        self.loop_lag.observe(late)
+        if late >= SHORTEST_STALL:
+            self.loop_stall.observe(late)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

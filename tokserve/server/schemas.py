@@ -17,8 +17,9 @@ from starlette.requests import Request
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
 from tokserve.server import errors, structured, tools
-from tokserve.server.body import convert, is_msgpack, load, unpack_ids
+from tokserve.server.body import convert, is_msgpack, unpack_ids
 from tokserve.server.serving import Serving
+from tokserve.server.workers import off_loop
 
 # Fields that this server does not support, with the values that have no effect (null never has one).
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -224,13 +225,17 @@ class DetokenizeBody(RequestBody):
 
 async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
     """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
-    value, size = await load(request, serving.max_body)
-    if is_msgpack(request):
-        try:
-            _check_json(value, "")
-        except RecursionError as error:
-            raise errors.malformed(error, "msgpack") from None
-    asked, ignored = parse(kind, value, strict=serving.config.server.strict)
+    value, size = await serving.bodies.load(request)
+
+    def work() -> tuple[Body, list[str]]:
+        if is_msgpack(request):
+            try:
+                _check_json(value, "")
+            except RecursionError as error:
+                raise errors.malformed(error, "msgpack") from None
+        return parse(kind, value, strict=serving.config.server.strict)
+
+    asked, ignored = await off_loop(request, size, work)
     await serving.find_model(asked.model)
     return asked, ignored, size
 

@@ -1,7 +1,7 @@
 """Server-sent events, and the same for a reply that is not streamed: deltas until the end, an error or a disconnect.
 
-One task per request watches the connection: when the client disconnects, the request's own task is cancelled and the
-flight closed, which aborts it in the engine.  Must not know what the events say: a `Renderer` makes them.
+When the client disconnects, the request's own task is cancelled and the flight closed, which aborts it in the engine.
+Must not know what the events say: a `Renderer` makes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError, RequestFailed
 from tokserve.server import body, errors
-from tokserve.server.body import Gone
 from tokserve.server.flights import Flight
+from tokserve.server.watch import Gone, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -52,32 +52,6 @@ class Renderer(Protocol):
 
     def tail(self) -> bytes:
         """What comes after the last delta, before the end."""
-
-
-class Watch:
-    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._watcher = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watcher.cancel()
-        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Gone
 
 
 async def answer(

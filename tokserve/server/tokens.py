@@ -24,6 +24,7 @@ from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutpu
 from tokserve.server import body, errors, logprobs, sse, structured
 from tokserve.server.flights import Flight, Usage
 from tokserve.server.serving import Fields, Serving
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
@@ -178,7 +179,7 @@ _json_params = msgspec.json.Decoder(SamplingParams).decode
 _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
-def decode_body(raw: bytes, packed: bool) -> AnyBody:
+def decode_body(raw: bytes | bytearray, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
         asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
@@ -258,8 +259,14 @@ def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
 async def generate(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate"""
     packed = body.is_msgpack(request)
-    asked = decode_body(await body.read(request, serving.max_body), packed)
-    params = decode_params(asked.sampling_params, packed)
+    raw = await serving.bodies.read(request)
+
+    def decode() -> tuple[AnyBody, SamplingParams]:
+        serving.bodies.check_values(request, raw, packed)
+        asked = decode_body(raw, packed)
+        return asked, decode_params(asked.sampling_params, packed)
+
+    asked, params = await off_loop(request, len(raw), decode)
     if asked.stream and body.wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     await serving.find_model(asked.model)

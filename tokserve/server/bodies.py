@@ -1,0 +1,169 @@
+"""How request bodies arrive: bounds on the size, the time and the values of each, and on the memory of all together.
+
+Every POST route reads through here, so that limits and refusals are the same everywhere.  A body is bounded before it
+is decoded, because decoding holds the interpreter's lock and multiplies its size.  Must not know what the values mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+
+from tokserve.config import LimitsConfig
+from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.server import body, errors
+from tokserve.server.watch import Gone
+from tokserve.server.workers import off_loop
+
+Buffer = bytes | bytearray  # a body that comes in pieces is not copied once more
+HELD = "tokserve.body_memory"  # in the scope: bytes that the request's body counts for
+FREE = 1 << 18  # bytes of a body that do not count: small requests pass when large ones have used up the memory
+VALUE_BYTES = 32  # memory that a decoded value takes, about
+CONTAINER_VALUES = 8  # values that an object or a list counts as: they take as long to decode
+COUNTED = 1 << 13  # bytes from which the values of a body are counted
+PATIENCE = 10  # times `body_timeout` that a whole body may take
+RETRY_SECONDS = 2
+
+
+class Bodies:
+    """The bodies in memory, and the limits for each."""
+
+    def __init__(self, limits: LimitsConfig, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_values = limits.max_body_values
+        self._max_held = limits.max_body_memory_bytes
+        self._timeout = limits.body_timeout
+        self._held = 0
+
+    async def read(self, request: Request) -> Buffer:
+        """The whole body.
+
+        Raises `TooLarge` once it is known to be too large, `TimedOut` if it does not arrive, `Overloaded` if there is
+        no memory left for it, `Gone` if the client leaves.
+        """
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError(
+                f"Content-Encoding {encoding[: errors.SHOWN]!r} is not supported; send the body uncompressed",
+                code="content_encoding",
+            )
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(self._timeout) as patience:
+                return await self._receive(request, patience)
+        except TimeoutError:
+            raise TimedOut(
+                f"the body did not arrive: no bytes for {self._timeout:g} s (--body-timeout), or not all of it in "
+                f"{PATIENCE} times as long",
+                code="body_timeout",
+            ) from None
+
+    async def _receive(self, request: Request, patience: asyncio.Timeout) -> Buffer:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + PATIENCE * self._timeout
+        held = bytearray()
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            piece: bytes = message.get("body", b"")
+            size = len(held) + len(piece)
+            if size > self._max_bytes:
+                raise self._too_large()
+            if size > FREE:
+                self._hold(request, size)
+            if not (held or message.get("more_body", False)):
+                return piece
+            held += piece
+            if not message.get("more_body", False):
+                return held
+            patience.reschedule(min(end, loop.time() + self._timeout))
+
+    async def decode(self, request: Request, raw: Buffer) -> Any:
+        """The body as dictionaries and lists, by its content type."""
+        packed = body.is_msgpack(request)
+
+        def work() -> Any:
+            self.check_values(request, raw, packed)
+            return body.decode(raw, packed)
+
+        return await off_loop(request, len(raw), work)
+
+    async def load(self, request: Request) -> tuple[Any, int]:
+        """The whole body as dictionaries and lists, and its size in bytes."""
+        body.is_msgpack(request)  # refuses other content types before it waits for a body
+        raw = await self.read(request)
+        return await self.decode(request, raw), len(raw)
+
+    def check_values(self, request: Request, raw: Buffer, packed: bool) -> None:
+        """Raise `TooLarge` for a body with too many values, `Overloaded` if there is no memory left to decode it."""
+        if len(raw) < COUNTED:
+            return
+        values = _packed_values(raw, self._max_values) if packed else _json_values(raw)
+        if values > self._max_values:
+            raise TooLarge(
+                f"the body has more than {self._max_values} values (--max-body-values; an object or a list counts as "
+                f"{CONTAINER_VALUES})",
+                code="too_many_values",
+            )
+        self._hold(request, len(raw) + VALUE_BYTES * values)
+
+    def _hold(self, request: Request, size: int) -> None:
+        """Count a request's body as `size` bytes."""
+        before = request.scope.get(HELD, 0)
+        after = max(before, size - FREE)
+        if self._held + after - before > self._max_held:
+            raise Overloaded(
+                f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
+                retry_after=RETRY_SECONDS, code="body_memory",
+            )  # fmt: skip
+        self._held += after - before
+        request.scope[HELD] = after
+
+    def release(self, request: Request) -> None:
+        """The request's body is no longer needed; a second call does nothing."""
+        self._held -= request.scope.pop(HELD, 0)
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
+
+
+def _json_values(raw: Buffer) -> int:
+    """About how many values there are; characters in strings count too, where they look like a value's end."""
+    return raw.count(b",") + CONTAINER_VALUES * (raw.count(b"{") + raw.count(b"["))
+
+
+def _packed_values(raw: Buffer, most: int) -> int:
+    """How many values there are in msgpack, or a number above `most`; what is not msgpack ends the count."""
+    at = values = 0
+    while at < len(raw) and values <= most:
+        kind = raw[at]
+        values += 1
+        if 0x80 <= kind < 0xA0 or 0xDC <= kind < 0xE0:
+            values += CONTAINER_VALUES - 1
+        at += 1 + _size_after(raw, at, kind)
+    return values
+
+
+_FIXED = {  # bytes after the first, of the kinds with a length of their own
+    0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
+}  # fmt: skip
+_COUNTED = {  # of those with a length in the bytes that follow: how many bytes, and what comes besides
+    0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
+    0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0),
+}  # fmt: skip
+
+
+def _size_after(raw: Buffer, at: int, kind: int) -> int:
+    """Bytes of the value at `at` after its first, without the values inside an array or a map."""
+    if 0xA0 <= kind < 0xC0:
+        return kind - 0xA0
+    if kind in _COUNTED:
+        width, more = _COUNTED[kind]
+        return width + more + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+    return _FIXED.get(kind, 0)
