@@ -102,10 +102,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def cut(self, count: int) -> Logprobs:
         """The first `count` rows."""
-        n, w = 4 * count, 4 * count * self.width
+        return self.part(0, count)
+
+    def part(self, start: int, end: int) -> Logprobs:
+        """The rows from `start` to before `end`."""
+        rows, tops = slice(4 * start, 4 * end), slice(4 * start * self.width, 4 * end * self.width)
         return Logprobs(
-            self.token_logprobs[:n], self.ranks[:n], self.top_ids[:w], self.top_logprobs[:w], self.width, self.mode
-        )
+            self.token_logprobs[rows], self.ranks[rows], self.top_ids[tops], self.top_logprobs[tops], self.width,
+            self.mode,
+        )  # fmt: skip
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):

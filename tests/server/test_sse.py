@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from tests.server.fake_llm import Caller, FakeStream, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import Completion
 from tokserve.params import SamplingParams
-from tokserve.server import body, sse, tokens
+from tokserve.server import holes, logprobs, sse, tokens
 from tokserve.server.sse import _Wire, failure
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -84,29 +83,82 @@ def test_packed_columns_in_a_stream_have_no_per_token_objects() -> None:
         assert event["choices"][0]["logprobs"]["shape"] == [1, 1]
 
 
-@pytest.mark.parametrize("path", [GENERATE, CHAT, COMPLETIONS])
-def test_a_long_reply_is_written_beside_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies: dict[str, Any] = {
-        GENERATE: BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}},
-        CHAT: CHAT_BODY | {"logprobs": True, "top_logprobs": 2},
-        COMPLETIONS: {"prompt": [5, 6, 8], "max_tokens": 6, "seed": 3, "logprobs": 2, "echo": True},
-    }
-    writers = []
+SCORED = {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
+LONG: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, BODY | {"sampling_params": SCORED}),
+    (GENERATE, BODY | {"sampling_params": SCORED | {"n": 3, "prompt_logprobs_start": 2}, "token_ids": [5, 6, 8, 9]}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "logprobs_format": "arrays"}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "logprobs_format": "base64"}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "token_ids": [5]}),
+    (CHAT, CHAT_BODY | {"logprobs": True, "top_logprobs": 2, "n": 2, "prompt_logprobs": 2}),
+    (COMPLETIONS, {"prompt": [5, 6, 8], "max_tokens": 6, "seed": 3, "logprobs": 2, "echo": True, "n": 2}),
+    (COMPLETIONS, {"prompt": ["abc", "de"], "max_tokens": 2, "seed": 3, "prompt_logprobs": 2, "logprobs": 1}),
+    (COMPLETIONS, {"prompt": "abc", "max_tokens": 2, "seed": 3, "logprobs": -1, "echo": True}),
+]
 
-    def reply(*args: Any) -> Any:
-        writers.append(threading.current_thread().name)
-        return written(*args)
 
-    written = body.reply
-    monkeypatch.setattr(body, "reply", reply)
-    replies = []
-    for large in (sse.LARGE, 1):
-        monkeypatch.setattr(sse, "LARGE", large)
-        answer = site().post(path, bodies[path] | {"request_id": "r"})
-        assert answer.status_code == 200, answer.text
-        replies.append(answer.json() | {"created": 0})
-    assert replies[0] == replies[1]
-    assert not writers[0].startswith("asyncio_") and writers[1].startswith("asyncio_")  # a thread of `to_thread`
+@pytest.mark.parametrize(("path", "asked"), LONG[:4] + LONG[5:])
+def test_a_long_reply_is_made_in_parts_beside_the_loop(
+    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = site(max_logprobs=-1)
+    whole = s.post(path, asked | {"request_id": "r"})
+    monkeypatch.setattr(sse, "LARGE", 1)
+    monkeypatch.setattr(holes, "PART", 3)
+    parts = s.post(path, asked | {"request_id": "r"})
+    assert whole.status_code == parts.status_code == 200, parts.text
+    assert whole.json() | {"created": 0} == parts.json() | {"created": 0}
+    assert whole.headers["content-length"] and "content-length" not in parts.headers
+    assert whole.headers["content-type"] == parts.headers["content-type"]
+    assert parts.headers["x-request-id"] == "r"
+
+
+@pytest.mark.parametrize(("path", "asked"), LONG)
+def test_large_deltas_of_a_stream_are_made_beside_the_loop(
+    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events() -> list[dict[str, Any]]:
+        return [event | {"created": 0} for event in site(max_logprobs=-1).events(path, asked | {"request_id": "r"})]
+
+    def tokens(events: list[dict[str, Any]]) -> dict[int, list[Any]]:
+        """What each choice says, however it is cut into events."""
+        said: dict[int, list[Any]] = {}
+        for choice in (choice for event in events for choice in event["choices"]):
+            logprobs = choice["logprobs"] or {}
+            said.setdefault(choice["index"], []).extend(logprobs.get("content") or logprobs.get("tokens") or [])
+        return said
+
+    at_once = events()
+    monkeypatch.setattr(sse, "LARGE", 1)
+    later = events()
+    assert tokens(later) == tokens(at_once)
+    assert sum("prompt_logprobs" in event for event in later) == sum("prompt_logprobs" in event for event in at_once)
+    assert later[-1] == at_once[-1]
+
+
+def test_a_large_delta_that_cannot_be_made_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("no")
+
+    monkeypatch.setattr(sse, "LARGE", 1)
+    monkeypatch.setattr(logprobs, "objects", fail)
+    asked = BODY | {"sampling_params": {"max_tokens": 6, "logprobs": 2}}
+    assert site().events(GENERATE, asked)[-1]["error"]["type"] == "internal_error"
+
+
+def test_a_reply_that_would_be_too_large_is_refused() -> None:
+    s = site(max_reply_bytes=1 << 20, max_model_len=4096, max_logprobs=20)
+    params = {"max_tokens": 4000, "logprobs": 20, "n": 2}
+    answer = s.post(GENERATE, BODY | {"sampling_params": params})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "reply_too_large"
+    assert answer.json()["error"]["param"] == "sampling_params.logprobs"
+    assert not s.llm.calls, "it is refused before the engine knows"
+    columns = BODY | {"sampling_params": params | {"n": 1}, "logprobs_format": "arrays"}
+    assert s.post(GENERATE, columns).status_code == 400
+    assert s.post(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 20}}).status_code == 200
+    assert s.events(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 100}})
+    echo = {"prompt": [5] * 500, "logprobs": 20, "echo": True, "max_tokens": 1, "n": 64, "stream": True}
+    assert s.post(COMPLETIONS, echo).json()["error"]["param"] == "logprobs"
 
 
 def test_what_is_ready_is_one_write() -> None:

@@ -117,9 +117,8 @@ class Inputs:
         seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: null, to some clients
         bad = self._bad_sequences(params)
         self._check_choice_left(params, bad)
-        sampling = unscored = params.for_engine(seed=None, bad_token_sequences=bad)
-        if not order.score_each:
-            unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)
+        sampling = params.for_engine(seed=None, bad_token_sequences=bad)
+        unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)  # computed once
         stops = params.stop_strings()
         adds = [
             Add(
@@ -129,9 +128,17 @@ class Inputs:
             )
             for i in range(params.n)
         ]  # fmt: skip
+        shares = order.score_each and params.prompt_logprobs is not None and length > 1
         rules, searched = TextRules(order.text, params.include_stop_str_in_output), StopStrings(stops)
         choices = [
-            Choice(i, add.rid, not order.stream, self._detokenizer(params, order.text, searched), rules)
+            Choice(
+                i,
+                add.rid,
+                not order.stream,
+                self._detokenizer(params, order.text, searched),
+                rules,
+                awaits_scores=shares and i > 0,
+            )
             for i, add in enumerate(adds)
         ]
         return Prepared(request_id, key, seed, prompt, adds, choices)

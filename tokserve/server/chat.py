@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured, tools
 from tokserve.server.flights import Answered, Usage
+from tokserve.server.holes import Holes
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
@@ -44,7 +45,7 @@ class Choice(msgspec.Struct):
 
     index: int
     message: Message
-    logprobs: logprobs.Content | None
+    logprobs: logprobs.Content | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
@@ -81,7 +82,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    logprobs: logprobs.Content | None = None
+    logprobs: logprobs.Content | Raw | None = None
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -268,14 +269,15 @@ class Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[Completion]) -> Reply:
-        """The whole answer."""
+    def reply(self, completions: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
-            scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
+            found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(found, holes)
         choices = [
             Choice(
-                c.index, self._message(c), self._logprobs(c), self._finish_reason(c), c.stop_reason,
+                c.index, self._message(c), self._logprobs(c, holes), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
@@ -300,15 +302,17 @@ class Render:
     def _finish_reason(self, c: Completion) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: Completion) -> logprobs.Content | None:
+    def _logprobs(self, c: Completion, holes: Holes | None = None) -> logprobs.Content | Raw | None:
         if not self._wanted:
             return None
-        return logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        return logprobs.content(*args) if holes is None else holes.put(logprobs.content_later(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
-        return logprobs.prompt_objects(columns, self._flight.prompt_ids(), first, columns.width, self._names)
+        args = (columns, self._flight.prompt_ids(), first, columns.width, self._names)
+        return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
 
     def delta(self, delta: Completion) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""

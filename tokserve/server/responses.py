@@ -21,6 +21,7 @@ from tokserve.errors import NotFound, RequestError
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.flights import Flight
+from tokserve.server.holes import Holes
 from tokserve.server.items import Conversation, Item, Output
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import Fields, Serving
@@ -268,8 +269,8 @@ class Render:
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def reply(self, done: list[Completion]) -> Reply:
-        """The whole answer."""
+    def reply(self, done: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer.  There is one choice, whose logprobs are made with its items: nothing is made later."""
         for completion in done:  # there is one
             self._push(completion)
         return self._ended()

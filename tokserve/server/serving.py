@@ -26,7 +26,7 @@ from tokserve.client.inputs import MAX_SALT, RECOMMENDED, Order, Prepared, bare_
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
-from tokserve.server import body
+from tokserve.server import body, estimate
 from tokserve.server.bodies import Bodies
 from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
@@ -242,9 +242,9 @@ class Serving:
 
     async def start(
         self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
-        fields: Fields, *, stream: bool, text: bool,
+        fields: Fields, *, stream: bool, text: bool, entry_bytes: int = estimate.OBJECT_BYTES,
     ) -> Flight:  # fmt: skip
-        """Send the prompts to the engine and wait until it accepts them.
+        """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
@@ -262,6 +262,7 @@ class Serving:
                 request, _size(prompts, params),
                 lambda: self._prepare(prompts, params, terms, fields, stream=stream, text=text),
             )  # fmt: skip
+            self._check_reply(prepared, params, terms, fields, stream, entry_bytes)
             flight.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
             self.bodies.release(request)
             async with Watch(request.receive):
@@ -278,6 +279,20 @@ class Serving:
                 await flight.close()
         flight.accepted(params)
         return flight
+
+    def _check_reply(
+        self, prepared: Sequence[Prepared], params: SamplingParams, terms: Terms, fields: Fields, stream: bool,
+        entry_bytes: int,
+    ) -> None:  # fmt: skip
+        ready = self.llm.ready
+        size = estimate.reply_bytes(
+            [len(each.prompt) // 4 for each in prepared], params, ready.max_model_len, ready.vocab_size,
+            stream=stream, score_each=terms.score_each, entry_bytes=entry_bytes,
+        )  # fmt: skip
+        try:
+            estimate.check(size, self.config.limits.max_reply_bytes, params)
+        except RequestError as error:
+            raise fields.rename(error) from None
 
     def _observers(self, request: Request) -> list[Observer]:
         """The observers of a new request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError, RequestFailed
-from tokserve.server import body, errors
+from tokserve.server import body, errors, workers
 from tokserve.server.flights import Flight
+from tokserve.server.holes import FilledReply, Holes
 from tokserve.server.watch import Gone, Watch
 
 logger = logging.getLogger(__name__)
@@ -55,18 +56,25 @@ class Renderer(Protocol):
 
 
 async def answer(
-    flight: Flight, request: Request, render: Callable[[list[Completion]], Any], headers: dict[str, str]
+    flight: Flight, request: Request, render: Callable[[list[Completion], Holes | None], Any], headers: dict[str, str]
 ) -> Response:
-    """What `render` makes of all choices, as the reply; a long one is written in a thread, so that the tokens of others
-    are not delayed.  Raises as `collect`."""
+    """What `render` makes of all choices, as the reply; a long one is made in a thread, and while it is sent.  Raises
+    as `collect`."""
     done = await collect(flight, request)
+    size = sum(map(_columns_size, done))
+    if size < LARGE:
+        return body.reply(request, render(done, None), headers)
+    if body.wants_msgpack(request):
+        return await workers.run(size, lambda: body.reply(request, render(done, None), headers))
+    holes = Holes()
+    json = await workers.run(size, lambda: body.encode_json(render(done, holes)))
+    return FilledReply(holes.filled(json), headers)
 
-    def write() -> Response:
-        return body.reply(request, render(done), headers)
 
-    found = (columns for each in done for columns in (each.logprobs, each.prompt_logprobs) if columns is not None)
-    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in found)
-    return write() if size < LARGE else await asyncio.to_thread(write)
+def _columns_size(completion: Completion) -> int:
+    """Bytes of the logprobs."""
+    both = (completion.logprobs, completion.prompt_logprobs)
+    return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
 
 
 async def collect(flight: Flight, request: Request) -> list[Completion]:
@@ -181,15 +189,27 @@ class _Pump:
         try:
             events = b""
             for delta in flight.take():
-                events += self._events(delta)
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
+                if _columns_size(delta) >= LARGE:
+                    self._wire.write_later(events, self._large_events(delta))
+                    return
+                events += self._events(delta)
             if events:
                 self._wire.write(events)
             if self._ends and flight.ended:
                 self._ended.set_result(None)
         except Exception as error:
             self._ended.set_result(error)
+
+    async def _large_events(self, delta: Completion) -> bytes:
+        """The events of a delta with many logprobs, such as those of a long prompt, made in a thread."""
+        try:
+            return await workers.run(_columns_size(delta), lambda: self._events(delta))
+        except Exception as error:
+            if not self._ended.done():
+                self._ended.set_result(error)
+            return b""
 
     async def _last_events(self) -> bytes:
         """What comes after the last delta: the renderer's tail, or an error."""
@@ -256,7 +276,15 @@ class _Wire:
         self._patience = self._loop.call_later(PATIENCE, self._stall)
         self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
 
-    async def _finish(self, sending: _Begun) -> None:
+    def write_later(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
+        """Send events and those that are being made; until then, the connection is blocked."""
+        self.blocked = True
+        self._rest = self._loop.create_task(self._finish(self._make(events, making)))
+
+    async def _make(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
+        await self._send({"type": "http.response.body", "body": events + await making, "more_body": True})
+
+    async def _finish(self, sending: Awaitable[None]) -> None:
         try:
             await sending
         finally:
