@@ -221,6 +221,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about("Where an update goes: beside the old weights, which keep serving, or in their place (nothing is served "
               "until it is complete); auto: beside, if a second set fits in the free memory."),
     ] = "auto"  # fmt: skip
+    check_weights: Annotated[
+        Literal["finite", "off"],
+        about("finite: an update with a weight that is not finite, or not in the server's dtype, is rolled back when it is "
+              "to be committed."),
+    ] = "finite"  # fmt: skip
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
@@ -287,6 +292,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_remote_control: Annotated[
         bool, about("Without any keys, answer control routes to other machines too: they can change the weights.")
     ] = False
+    allowed_hosts: Annotated[
+        list[str] | None,
+        about("Name in the Host header that control and introspection routes answer to (repeatable; *: any). Default: "
+              "where only this machine can connect, localhost, 127.0.0.1, [::1] and the host itself; else any."),
+    ] = None  # fmt: skip
     reject_while_paused: Annotated[
         bool, about("Refuse requests (503) while the engine is paused or asleep; else they wait.")
     ] = False

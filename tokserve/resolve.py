@@ -20,6 +20,8 @@ from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
+LONGEST_CONTEXT = 1 << 25  # tokens: beyond all models; there are tables with a row per position
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 
 
@@ -53,7 +55,13 @@ def resolve(config: Config) -> Config:
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
         runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
-        server=replace(config.server, served_model_name=names, api_key=keys, ui=_ui(config.server)),
+        server=replace(
+            config.server,
+            served_model_name=names,
+            api_key=keys,
+            ui=_ui(config.server),
+            allowed_hosts=_allowed_hosts(config.server),
+        ),
     )
     _check(resolved)
     return resolved
@@ -98,6 +106,18 @@ def _ui(server: ServerConfig) -> bool:
     if server.ui is not None:
         return server.ui
     return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
+
+
+def _allowed_hosts(server: ServerConfig) -> list[str]:
+    """The names that the Host header may have.  A web page in a browser of this machine can reach an address that only
+    this machine can, under the page's own name (DNS rebinding)."""
+    if server.allowed_hosts is not None:
+        if not all(server.allowed_hosts):
+            raise StartError("option allowed_hosts: must not be empty")
+        return server.allowed_hosts
+    if server.uds is None and (server.host == "localhost" or _is_loopback(server.host)):
+        return [*LOCAL_HOSTS, server.host]
+    return ["*"]
 
 
 def _is_loopback(host: str) -> bool:
@@ -170,6 +190,13 @@ def _dtype(asked: str, hf: dict[str, Any]) -> Any:
 
 def _max_model_len(asked: int | None, hf: dict[str, Any]) -> int:
     limit = hf.get("max_position_embeddings")
+    if asked is not None and asked > LONGEST_CONTEXT:
+        raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {asked}")
+    if asked is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
+        raise StartError(
+            f"config.json's max_position_embeddings is {limit}, and at most {LONGEST_CONTEXT} can be served; give "
+            "--max-model-len"
+        )
     if not isinstance(limit, int):
         if asked is None:
             raise StartError("config.json has no max_position_embeddings; give --max-model-len")

@@ -310,6 +310,8 @@ class ScriptedExecutor:
                 raise RequestError("no adapter", field="lora_path")
             self.adapter_read = args["lora_path"]
             self.adapter_from_anywhere = args["anywhere"]
+        elif method == "is_same_update":
+            return self.staged == self.weights
         elif method == "checksums":
             return {"all": str(self.weights)}
         return None

@@ -166,6 +166,11 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"otlp_traces_endpoint": "collector:4318"}, "otlp_traces_endpoint: expected an http URL"),
         ({"hf_overrides": {"torch_dtype": "float64"}}, "dtype is 'float64'; choose one with --dtype: float32, bfloat"),
         ({"hf_overrides": {"max_position_embeddings": None}}, "give --max-model-len"),
+        (
+            {"hf_overrides": {"max_position_embeddings": 10**12}},
+            "max_position_embeddings is 1000000000000",
+        ),
+        ({"max_model_len": 10**12}, "option max_model_len: must be at most 33554432"),
     ],
 )
 def test_options_that_would_serve_nobody_or_not_as_meant(checkpoint: Path, option: Any, text: str) -> None:
@@ -257,3 +262,14 @@ def test_cpu_options_are_refused_on_another_device() -> None:
     for option in ({"cpu_arithmetic": "fma"}, {"cpu_kernels": "avx2"}):
         with pytest.raises(StartError, match=f"option {next(iter(option))} is for a CPU, and the device is cuda"):
             resolve(Config.make(device="cuda", **option))
+
+
+def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> None:
+    def hosts(**options: object) -> list[str] | None:
+        return resolve(Config.make(model="demo", **options)).server.allowed_hosts
+
+    local = ["localhost", "127.0.0.1", "[::1]"]
+    assert hosts() == [*local, "127.0.0.1"] and hosts(host="127.0.0.5") == [*local, "127.0.0.5"]
+    assert hosts(host="::1") == [*local, "::1"]
+    assert hosts(host="0.0.0.0") == hosts(uds="/tmp/x.sock") == hosts(host="10.0.0.3") == ["*"]
+    assert hosts(allowed_hosts=["box.lan"]) == ["box.lan"]

@@ -367,6 +367,7 @@ class Runner:
             "receive_update": self._sync.receive,
             "feed_update": self._sync.feed,
             "finish_update": self._sync.finish,
+            "is_same_update": lambda: self._sync.is_same(self._model),
             "abort_update": self._sync.abort,
             "forget_weights": self._sync.forget,
             "checksums": lambda: checksums(self._model),

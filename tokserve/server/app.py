@@ -118,6 +118,9 @@ ENDPOINTS = (
     Endpoint(("GET",), "/inference/v1/requests", live.requests, reply=live.LiveRequests, control=True),
     Endpoint(("GET",), "/", page.page),
 )
+INTROSPECTION = frozenset({
+    "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
+})  # fmt: skip
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 
 
@@ -155,9 +158,11 @@ def build_app(
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     app.router.routes.extend(_routes(serving))
     server = config.server
+    hosts = server.allowed_hosts
     keys = Keys(
-        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control
-    )
+        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control,
+        hosts=None if hosts is None or "*" in hosts else hosts, guarded=INTROSPECTION,
+    )  # fmt: skip
     app.add_middleware(Guard, keys=keys)
     app.add_exception_handler(HTTPException, _http_error)
     return app

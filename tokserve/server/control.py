@@ -25,6 +25,7 @@ from tokserve.server.watch import Gone
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
+LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep adds
 LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
 UNDER_WAY = 8  # most pieces sent and not yet acknowledged
 
@@ -184,6 +185,8 @@ async def liveness(serving: Serving, request: Request) -> Response:
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
     asked = await read(serving, request, SleepBody)
+    if asked.level not in range(len(LEVELS)):  # one that no message can hold, too
+        raise RequestError(f"level must be 0, 1 or 2, got {str(asked.level)[:20]}", field="level")
     await serving.llm.sleep(asked.level, asked.mode)
     return body.reply(request, {"status": "sleeping", "level": asked.level})
 
