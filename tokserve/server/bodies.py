@@ -7,6 +7,7 @@ is decoded, because decoding holds the interpreter's lock and multiplies its siz
 from __future__ import annotations
 
 import asyncio
+import mmap
 from typing import Any
 
 from starlette.requests import Request
@@ -17,12 +18,13 @@ from tokserve.server import body, errors
 from tokserve.server.watch import Gone
 from tokserve.server.workers import off_loop
 
-Buffer = bytes | bytearray  # a body that comes in pieces is not copied once more
+Buffer = bytes | bytearray | memoryview
 HELD = "tokserve.body_memory"  # in the scope: bytes that the request's body counts for
 FREE = 1 << 18  # bytes of a body that do not count: small requests pass when large ones have used up the memory
 VALUE_BYTES = 32  # memory that a decoded value takes, about
 CONTAINER_VALUES = 8  # values that an object or a list counts as: they take as long to decode
 COUNTED = 1 << 13  # bytes from which the values of a body are counted
+COUNTED_AT_ONCE = 1 << 20
 PATIENCE = 10  # times `body_timeout` that a whole body may take
 RETRY_SECONDS = 2
 
@@ -52,35 +54,41 @@ class Bodies:
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()
+        held = _Pages(int(length) if length.isdigit() else 0)
+        whole = False
         try:
             async with asyncio.timeout(self._timeout) as patience:
-                return await self._receive(request, patience)
+                read = await self._receive(request, held, patience)
+            whole = True
+            return read
         except TimeoutError:
             raise TimedOut(
                 f"the body did not arrive: no bytes for {self._timeout:g} s (--body-timeout), or not all of it in "
                 f"{PATIENCE} times as long",
                 code="body_timeout",
             ) from None
+        finally:
+            if not whole:
+                held.clear()  # the error's traceback would keep them
 
-    async def _receive(self, request: Request, patience: asyncio.Timeout) -> Buffer:
+    async def _receive(self, request: Request, held: _Pages, patience: asyncio.Timeout) -> Buffer:
         loop = asyncio.get_running_loop()
         end = loop.time() + PATIENCE * self._timeout
-        held = bytearray()
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise Gone
             piece: bytes = message.get("body", b"")
-            size = len(held) + len(piece)
+            size = held.size + len(piece)
             if size > self._max_bytes:
                 raise self._too_large()
             if size > FREE:
                 self._hold(request, size)
-            if not (held or message.get("more_body", False)):
+            if not (held.size or message.get("more_body", False)):
                 return piece
-            held += piece
+            held.add(piece)
             if not message.get("more_body", False):
-                return held
+                return held.whole()
             patience.reschedule(min(end, loop.time() + self._timeout))
 
     async def decode(self, request: Request, raw: Buffer) -> Any:
@@ -132,9 +140,53 @@ class Bodies:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
 
 
+class _Pages:
+    """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never copied,
+    and it leaves nothing behind."""
+
+    def __init__(self, announced: int) -> None:
+        self.size = 0
+        self._announced = announced
+        self._small = bytearray()
+        self._pages: mmap.mmap | None = None
+
+    def add(self, piece: bytes) -> None:
+        """Append."""
+        size = self.size + len(piece)
+        if self._pages is None and size <= FREE:
+            self._small += piece
+        else:
+            if self._pages is None or size > len(self._pages):
+                self._grow(max(size, self._announced, 4 * self.size))
+            assert self._pages is not None
+            self._pages[self.size : size] = piece
+        self.size = size
+
+    def _grow(self, size: int) -> None:
+        """Move to `size` bytes of pages, which take no memory until they are written."""
+        before = self.whole()
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages[: self.size] = before
+        self._small, self._pages = bytearray(), pages
+
+    def whole(self) -> Buffer:
+        """All of it."""
+        return self._small if self._pages is None else memoryview(self._pages)[: self.size]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._small.clear()
+        if self._pages is not None:
+            self._pages.close()
+
+
 def _json_values(raw: Buffer) -> int:
     """About how many values there are; characters in strings count too, where they look like a value's end."""
-    return raw.count(b",") + CONTAINER_VALUES * (raw.count(b"{") + raw.count(b"["))
+    values = 0
+    for start in range(0, len(raw), COUNTED_AT_ONCE):
+        part = bytes(raw[start : start + COUNTED_AT_ONCE])
+        values += part.count(b",") + CONTAINER_VALUES * (part.count(b"{") + part.count(b"["))
+    return values
 
 
 def _packed_values(raw: Buffer, most: int) -> int:

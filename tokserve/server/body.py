@@ -62,7 +62,7 @@ def _weight(part: str) -> tuple[str, float]:
     return kind, float(said) if _Q.fullmatch(said) else 1.0
 
 
-def decode(raw: bytes | bytearray, packed: bool) -> Any:
+def decode(raw: bytes | bytearray | memoryview, packed: bool) -> Any:
     """The body as dictionaries and lists."""
     try:
         return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)

@@ -26,6 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
 LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep adds
+BLANK = 1 << 10  # bytes of white space that count as no body
 LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
 UNDER_WAY = 8  # most pieces sent and not yet acknowledged
 
@@ -134,7 +135,7 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
     }
     raw = await serving.bodies.read(request)
-    if raw.strip():
+    if len(raw) > BLANK or bytes(raw).strip():
         sent = await serving.bodies.decode(request, raw)
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")

@@ -180,7 +180,7 @@ _json_params = msgspec.json.Decoder(SamplingParams).decode
 _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
-def decode_body(raw: bytes | bytearray, packed: bool) -> AnyBody:
+def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
         asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
@@ -278,7 +278,7 @@ async def generate(serving: Serving, request: Request) -> Response:
     flight = await serving.start(
         request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text, entry_bytes=entry_bytes
     )
-    asked.token_ids = asked.token_ids_b64 = None  # the flight has them packed
+    asked.token_ids, asked.token_ids_b64, asked.sampling_params = None, None, UNSET  # what would keep the body
     render = _Render(serving, flight, asked, params, packed=body.wants_msgpack(request))
     headers = {"X-Request-Id": terms.request_id}
     if asked.stream:

@@ -22,6 +22,7 @@ from tokserve.server.watch import Watch
 T = TypeVar("T")
 SMALL = 1 << 15  # bytes up to which work is done at once
 LARGE = 1 << 20  # bytes from which work has the threads for large work
+TRIMMED = 1 << 16  # bytes from which work leaves so much free memory that it is returned to the system
 RECENT = 64  # ended pieces of work that are remembered
 TRIM_SECONDS = 1.0  # between the end of large work and the return of free memory to the system
 
@@ -86,7 +87,7 @@ async def run(size: int, work: Callable[[], T]) -> T:
     try:
         return await loop.run_in_executor(pool, lambda: context.run(LOG.run, route, work))
     finally:
-        if size >= LARGE:
+        if size >= TRIMMED:
             trim_soon()
 
 
