@@ -383,8 +383,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     max_body_values: Annotated[
         int,
-        about("Most values (numbers, strings, names) in a request body; an object or a list counts as eight, bytes as "
-              "one.", ge=1000),
+        about("Most values in a request body, counted before it is decoded: a number or a text is one, a name in an "
+              "object two, an object or a list eight.", ge=1000),
     ] = 2_000_000  # fmt: skip
     max_body_memory_bytes: Annotated[
         int,

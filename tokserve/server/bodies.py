@@ -23,6 +23,7 @@ HELD = "tokserve.body_memory"  # in the scope: bytes that the request's body cou
 FREE = 1 << 18  # bytes of a body that do not count: small requests pass when large ones have used up the memory
 VALUE_BYTES = 32  # memory that a decoded value takes, about
 CONTAINER_VALUES = 8  # values that an object or a list counts as: they take as long to decode
+NAME_VALUES = 3  # and a name of an entry of an object, with its value
 COUNTED = 1 << 13  # bytes from which the values of a body are counted
 COUNTED_AT_ONCE = 1 << 20
 PATIENCE = 10  # times `body_timeout` that a whole body may take
@@ -115,7 +116,7 @@ class Bodies:
         if values > self._max_values:
             raise TooLarge(
                 f"the body has more than {self._max_values} values (--max-body-values; an object or a list counts as "
-                f"{CONTAINER_VALUES})",
+                f"{CONTAINER_VALUES}, a name as {NAME_VALUES - 1})",
                 code="too_many_values",
             )
         self._hold(request, len(raw) + VALUE_BYTES * values)
@@ -141,8 +142,8 @@ class Bodies:
 
 
 class _Pages:
-    """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never copied,
-    and it leaves nothing behind."""
+    """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never
+    copied, and it leaves nothing behind."""
 
     def __init__(self, announced: int) -> None:
         self.size = 0
@@ -185,7 +186,8 @@ def _json_values(raw: Buffer) -> int:
     values = 0
     for start in range(0, len(raw), COUNTED_AT_ONCE):
         part = bytes(raw[start : start + COUNTED_AT_ONCE])
-        values += part.count(b",") + CONTAINER_VALUES * (part.count(b"{") + part.count(b"["))
+        values += part.count(b",") + NAME_VALUES * part.count(b":")
+        values += CONTAINER_VALUES * (part.count(b"{") + part.count(b"["))
     return values
 
 
@@ -196,7 +198,7 @@ def _packed_values(raw: Buffer, most: int) -> int:
         kind = raw[at]
         values += 1
         if 0x80 <= kind < 0xA0 or 0xDC <= kind < 0xE0:
-            values += CONTAINER_VALUES - 1
+            values += CONTAINER_VALUES - 1 + (NAME_VALUES - 2) * _entries(raw, at, kind)
         at += 1 + _size_after(raw, at, kind)
     return values
 
@@ -209,6 +211,14 @@ _COUNTED = {  # of those with a length in the bytes that follow: how many bytes,
     0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
     0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0),
 }  # fmt: skip
+
+
+def _entries(raw: Buffer, at: int, kind: int) -> int:
+    """How many entries a map has; none for an array."""
+    if kind < 0x90:
+        return kind - 0x80
+    width = {0xDE: 2, 0xDF: 4}.get(kind, 0)
+    return int.from_bytes(raw[at + 1 : at + 1 + width], "big")
 
 
 def _size_after(raw: Buffer, at: int, kind: int) -> int:

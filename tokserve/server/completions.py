@@ -93,9 +93,9 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     asked, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    params = sampling_params(serving, asked)
+    params = await off_loop(request, size, lambda: sampling_params(serving, asked))
     terms = msgspec.structs.replace(serving.terms(request, asked), score_each=True)
-    prompts = parse_prompts(asked.prompt)
+    prompts = await off_loop(request, size, lambda: parse_prompts(asked.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")

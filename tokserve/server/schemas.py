@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from tokserve.errors import RequestError
@@ -67,6 +68,19 @@ PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response",
 WITHIN = re.compile(r"^(chat|completion)_request\.")
 
 Body = TypeVar("Body", bound="RequestBody")
+MAX_NAMES = {"logit_bias": 1 << 18}  # entries of an object at the top of a body
+OTHER_MAX_NAMES = 1 << 12
+
+
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for inner in schema.values():
+            _fail_fast(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            _fail_fast(inner)
 
 
 class TextStreamOptions(BaseModel):
@@ -83,6 +97,13 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
     reasons: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists stop at their first wrong entry: a million of them would make a million errors."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     model: str | None = None
 
@@ -243,6 +264,7 @@ async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Bo
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
     """Validate a decoded body; returns it and the names of ignored fields.  Raises `RequestError` naming a field."""
     value = _as_in_json(value)
+    _check_names(value)
     try:
         body = kind.model_validate(value)
     except ValidationError as error:
@@ -287,6 +309,21 @@ def _check_json(value: Any, field: str) -> None:
     elif not isinstance(value, str | int | float | None):
         field = field[: errors.SHOWN]
         raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
+
+
+def _check_names(value: Any) -> None:
+    """Refuse objects with more names than any use of them: each wrong entry would make an error."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        most = MAX_NAMES.get(name, OTHER_MAX_NAMES)
+        if isinstance(each, dict) and len(each) > most:
+            field = name[: errors.SHOWN]
+            raise RequestError(f"{field} must have at most {most} names, got {len(each)}", field=field)
+    bias = value.get("logit_bias") if isinstance(value, dict) else None
+    if isinstance(bias, dict):
+        wrong = next((key for key, each in bias.items() if type(each) not in (int, float)), None)
+        if wrong is not None:
+            field = f"logit_bias.{wrong}"[: errors.SHOWN]
+            raise RequestError(f"{field}: input should be a valid number", field=field)
 
 
 def _as_in_json(value: Any) -> Any:
