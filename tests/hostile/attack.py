@@ -12,6 +12,8 @@ import json
 import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ COMPLETIONS, CHAT, GENERATE, TOKENIZE = (
     "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize",
 )  # fmt: skip
 MIB = 1 << 20
+STARVED = 0.05  # seconds that a process waits for a processor on a machine that is not to be trusted with times
 PATIENT = httpx.Timeout(180.0)
 
 
@@ -341,6 +344,42 @@ def odd_requests(url: str, rng: random.Random) -> list[Answer]:
 
 # --- the scene ---
 
+METRONOME = """
+import sys, threading, time
+worst = 0.0
+def beat():
+    global worst
+    while True:
+        start = time.monotonic()
+        time.sleep(0.01)
+        worst = max(worst, time.monotonic() - start - 0.01)
+threading.Thread(target=beat, daemon=True).start()
+for _ in sys.stdin:
+    print(worst, flush=True)
+    worst = 0.0
+"""
+
+
+class Metronome:
+    """A process that does nothing but sleep: how late it wakes is how much this machine lets every process wait."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", METRONOME], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def worst(self) -> float:
+        """The most seconds that it was late since the last call."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def end(self) -> None:
+        """End the process."""
+        with self._process:
+            self._process.kill()
+
 
 class Scene:
     """A server with a good client, whose seeded request must get the same bits, and soon, whatever others do."""
@@ -352,6 +391,7 @@ class Scene:
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.metronome = Metronome()
         self.want = self.good()
         self.rss = self.memory()
 
@@ -379,18 +419,28 @@ class Scene:
     def under(self, attack: Attack, seed: int = 0, *, stalls: int = 0, more_memory: int = 150 * MIB) -> list[Answer]:
         """Run an attack; asserts that the good client gets its bits meanwhile, that the event loop never stalls for
         250 ms, and that the memory comes back."""
-        before, answers = self.stalls(), []
+        answers: list[Answer] = []
+        self.metronome.worst()
+        before = self.stalls()
         thread = threading.Thread(target=lambda: answers.extend(attack(self.server.url, random.Random(seed))))
         thread.start()
         while thread.is_alive():
             assert self.good() == self.want
         thread.join()
         assert self.good() == self.want
-        lines = [line for line in self.server.log if "stalled" in line]
-        assert self.stalls() - before <= stalls, lines[-5:]
+        self.check_stalls(before + stalls)
         self.server.wait_idle()
         self.wait_for_memory(more_memory)
         return answers
+
+    def check_stalls(self, most: int, where: str = "") -> None:
+        """Assert that the event loop has stalled no more often than that; a machine that let a process wait that does
+        nothing says nothing about the server, and there is nothing to assert."""
+        if (late := self.metronome.worst()) > STARVED:
+            print(f"stalls are not judged: this machine let a process wait for {late:.2f} s {where}")
+        else:
+            lines = [line for line in self.server.log if "stalled" in line]
+            assert self.stalls() <= most, (where, lines[-5:])
 
     def wait_for_memory(self, more: int, seconds: float = 20.0) -> None:
         """Until the server has at most so many more bytes than at its start."""

@@ -15,7 +15,9 @@ from tests.hostile.attack import Answer, Scene
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     with Server("demo", "--body-timeout", "4") as server:
-        yield Scene(server)
+        made = Scene(server)
+        yield made
+        made.metronome.end()
 
 
 def said(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:
@@ -71,7 +73,9 @@ def test_replies_that_would_be_too_large_are_refused(scene: Scene) -> None:
 @pytest.mark.slow
 def test_all_logprobs_where_they_are_allowed() -> None:
     with Server("demo", "--max-logprobs", "-1") as server:
-        [answer] = Scene(server).under(attack.whole_vocabulary)
+        scene = Scene(server)
+        [answer] = scene.under(attack.whole_vocabulary)
+        scene.metronome.end()
         assert answer.status == 200 and answer.size > 50e6
 
 
