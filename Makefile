@@ -6,7 +6,7 @@ MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: install serve test test-all test-clients test-asan test-tsan test-wheel check format audit clean
+.PHONY: install serve test test-all test-random test-clients test-asan test-tsan test-wheel check format audit clean
 
 install: $(VENV)/.installed
 
@@ -26,7 +26,13 @@ test: install check
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: install check
+	@$(BIN)/python -m tests.needs
 	$(BIN)/python -m pytest -q -m 'not gpu and not multi_gpu and not network'
+
+# The fast tests, files and the tests in each in a random order: the same one for the same SEED.
+test-random: install
+	@seed=$${SEED:-$$(date +%s)}; echo "order of: make test-random SEED=$$seed"; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --random-order --random-order-seed=$$seed $(TESTS)
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run $(CLIENTS)

@@ -35,10 +35,12 @@ void use_tensors(nb::handle type, nb::handle capsule) {
   exchange = {api, reinterpret_cast<PyTypeObject*>(type.ptr())};
 }
 
-void set_threads(int n) {
+bool set_threads(int n, const std::vector<int>& cpus) {
   require(n >= 1 && n <= 1024, "set_threads", "wants 1 to 1024 threads");
+  require(cpus.empty() || static_cast<int>(cpus.size()) == n, "set_threads", "wants a CPU for each thread, or none");
+  for (const int cpu : cpus) require(cpu >= 0 && cpu < 65536, "set_threads", "a CPU has no such number");
   nb::gil_scoped_release unlocked;
-  pool().resize(n);
+  return pool().resize(n, cpus);
 }
 
 }  // namespace
@@ -70,7 +72,8 @@ NB_MODULE(_C, m) {
   m.def("arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
         "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
   m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
-  m.def("set_threads", set_threads, nb::arg("n"), "Compute with n threads, the calling one included.");
+  m.def("set_threads", set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>(),
+        "Compute with n threads, the calling one included, all others on the CPUs named; whether the system bound them.");
   m.def("threads", [] { return pool().threads(); });
   nb::class_<Record>(m, "Record", "Calls of ops in one thread, to be made again with the memory they had.")
       .def(nb::init<>())

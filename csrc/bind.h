@@ -31,14 +31,15 @@ void over_rows(int64_t rows, double cost, F&& f) {
 }
 
 // Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of about
-// 8 us, small enough to balance, large enough to share what a piece prepares.  `cost` is about nanoseconds of one core for all.
+// 8 us, small enough to balance, but of `fewest` panels where a thread has as many, to share what a piece prepares.  All
+// blocks of a range come in a row, so that a thread keeps its part of the weight.  `cost`: about ns of one core for all.
 template <class F>
-void over_panels(int64_t m, int64_t panels, double cost, const F& f) {
+void over_panels(int64_t m, int64_t panels, int64_t fewest, double cost, const F& f) {
   const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
-  const int64_t wanted = std::max<int64_t>(pool().threads(), static_cast<int64_t>(cost / blocks / 8000.0));
-  const int64_t pieces = std::min(panels, wanted);
+  const int64_t wanted = std::min(static_cast<int64_t>(cost / blocks / 8000.0), panels / fewest);
+  const int64_t pieces = std::min<int64_t>(panels, std::max<int64_t>(pool().threads(), wanted));
   parallel(blocks * pieces, [&](int64_t i) {
-    const int64_t block = i / pieces, piece = i % pieces;
+    const int64_t block = i % blocks, piece = i / blocks;
     f(block * kRowBlock, panels * piece / pieces, panels * (piece + 1) / pieces);
   });
 }

@@ -138,7 +138,7 @@ void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
     return;
   }
   const Unlocked unlocked;
-  over_panels(a.m, panels, cost, [&](int64_t row, int64_t begin, int64_t end) {
+  over_panels(a.m, panels, kernel.linear_panels(a), cost, [&](int64_t row, int64_t begin, int64_t end) {
     kernel.linear(a, row, begin, end, thread_scratch(scratch));
   });
 }

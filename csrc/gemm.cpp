@@ -73,6 +73,15 @@ int64_t linear_scratch(const LinearArgs& a) {
   return (kRowBlock * kPanel + kStretch<Plain<float>> + rows * rounded_up(a.k, 2)) * static_cast<int64_t>(sizeof(float));
 }
 
+int64_t linear_panels(const LinearArgs& a) {
+  int64_t panels = 1;
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    if (sizeof(typename FormatOf<T>::Format::Row) != sizeof(T)) panels = 4;
+  });
+  return panels;
+}
+
 void linear(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
   with_type(a.dtype, [&](auto x) { linear_typed<decltype(x)>(a, row0, begin, end, scratch); });
 }

@@ -216,8 +216,10 @@ struct Kernels {
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
-  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.
+  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first brings
+  // the rows of x into its own form, which is worth doing for linear_panels(args) panels at least.
   int64_t (*linear_scratch)(const LinearArgs&);
+  int64_t (*linear_panels)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
   // A group's x times rows [begin, end) of down [P * R][K], scaled, into inner [kLoraRows][P * R]; scratch holds
   // lora_scratch(args) bytes.  Then inner times up, added to columns [begin, end) of the group's rows of out.

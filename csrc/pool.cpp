@@ -1,5 +1,10 @@
 #include "pool.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <chrono>
 #include <cstdlib>
 #include <new>
@@ -11,8 +16,24 @@ namespace {
 constexpr uint32_t kClosed = 0xffffffffu;
 constexpr auto kSpin = std::chrono::microseconds(60);  // longer than the gap between two ops of a step
 
-uint32_t number(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
-uint32_t next(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
+uint32_t number(uint64_t word) { return static_cast<uint32_t>(word >> 32); }
+uint32_t low(uint64_t word) { return static_cast<uint32_t>(word); }
+
+// Runs the calling thread on this CPU only; false if the system refuses.
+bool bind([[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);
+  if (!set) return false;
+  const size_t size = CPU_ALLOC_SIZE(cpu + 1);
+  CPU_ZERO_S(size, set);
+  CPU_SET_S(cpu, size, set);
+  const bool bound = pthread_setaffinity_np(pthread_self(), size, set) == 0;
+  CPU_FREE(set);
+  return bound;
+#else
+  return false;
+#endif
+}
 
 void relax() {
 #if defined(__x86_64__)
@@ -40,28 +61,57 @@ void Pool::stop_workers() {
   stop_.store(false);
 }
 
-void Pool::resize(int n) {
+bool Pool::resize(int n, const std::vector<int>& cpus) {
   std::lock_guard lock(running_);
-  if (n == threads_.load()) return;
-  stop_workers();
-  threads_.store(n);
-  const uint32_t seen = number(ticket_.load());
-  for (int i = 1; i < n; i++) workers_.emplace_back([this, seen] { work(seen); });
+  std::atomic<bool> bound{true};
+  if (n != threads_.load() || !cpus.empty()) {
+    stop_workers();
+    threads_.store(n);
+    regions_.reset(new Region[n]);
+    const uint32_t seen = number(offer_.load());
+    std::atomic<int> begun{1};
+    for (int i = 1; i < n; i++) {
+      workers_.emplace_back([this, seen, i, &cpus, &bound, &begun] {
+        if (!cpus.empty() && !bind(cpus[i])) bound.store(false);
+        begun.fetch_add(1);  // the last use of what belongs to the caller
+        work(i, seen);
+      });
+    }
+    while (begun.load() < n) std::this_thread::yield();
+  }
+  return bound.load();
 }
 
-// Takes tasks of the offered list until none is left.  A claim is a compare-and-swap of the whole ticket, so it
-// succeeds only while the list whose fields were read is still the one offered.
-void Pool::help() {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
-  while (next(ticket) != kClosed) {
-    const Task task = task_.load(std::memory_order_acquire);
-    const void* context = context_.load(std::memory_order_acquire);
-    if (next(ticket) >= static_cast<uint64_t>(tasks_.load(std::memory_order_acquire))) return;
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-    task(context, next(ticket));
-    finished_.fetch_add(1, std::memory_order_release);
-    ticket = ticket_.load(std::memory_order_acquire);
+// The next task of a region of the offered list, or -1 if it has no more.  A thread that is late with a list that is over
+// claims nothing: it sees another offer, or the region's word has changed since, as all of its tasks were claimed.
+int64_t Pool::claim(int region, uint64_t offer, int64_t tasks) {
+  const int64_t begin = tasks * region / threads(), end = tasks * (region + 1) / threads();
+  if (begin == end) return -1;
+  std::atomic<uint64_t>& claimed = regions_[region].claimed;
+  uint64_t word = claimed.load(std::memory_order_acquire);
+  while (offer_.load(std::memory_order_acquire) == offer) {
+    const int64_t count = number(word) == number(offer) ? low(word) : 0;
+    if (begin + count >= end) return -1;
+    const uint64_t next = offer | static_cast<uint64_t>(count + 1);
+    if (claimed.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire)) return begin + count;
   }
+  return -1;
+}
+
+// Takes tasks of the offered list until none is left: of this thread's region, then of the regions after it.
+void Pool::help(int thread) {
+  const uint64_t offer = offer_.load(std::memory_order_acquire);
+  if (low(offer) == kClosed) return;
+  const Task task = task_.load(std::memory_order_acquire);
+  const void* context = context_.load(std::memory_order_acquire);
+  const int64_t tasks = tasks_.load(std::memory_order_acquire);
+  if (offer_.load(std::memory_order_acquire) != offer) return;  // the fields may be those of the next list
+  int64_t done = 0;
+  for (int i = 0; i < threads(); i++) {
+    const int region = (thread + i) % threads();
+    for (int64_t at; (at = claim(region, offer, tasks)) >= 0; done++) task(context, at);
+  }
+  if (done > 0) finished_.fetch_add(done, std::memory_order_release);
 }
 
 void Pool::run(int64_t tasks, Task task, const void* context) {
@@ -71,18 +121,19 @@ void Pool::run(int64_t tasks, Task task, const void* context) {
     for (int64_t i = 0; i < tasks; i++) task(context, i);
     return;
   }
-  const uint64_t list = static_cast<uint64_t>(number(ticket_.load()) + 1) << 32;
-  ticket_.store((list - (uint64_t{1} << 32)) | kClosed);
+  const uint32_t last = number(offer_.load());
+  const uint64_t list = static_cast<uint64_t>(last + 1 == 0 ? 1 : last + 1) << 32;  // 0: that of a fresh region
+  offer_.store(static_cast<uint64_t>(last) << 32 | kClosed);
   task_.store(task, std::memory_order_release);
   context_.store(context, std::memory_order_release);
   tasks_.store(tasks, std::memory_order_release);
   finished_.store(0, std::memory_order_release);
-  ticket_.store(list);
+  offer_.store(list);
   if (sleepers_.load() > 0) {
-    { std::lock_guard order(sleep_); }  // whoever counted itself as a sleeper is in wait() now, or will see the ticket
+    { std::lock_guard order(sleep_); }  // whoever counted itself as a sleeper is in wait() now, or will see the offer
     wake_.notify_all();
   }
-  help();
+  help(0);
   for (int spins = 0; finished_.load(std::memory_order_acquire) != tasks; spins++) {
     if (spins < 2000) relax();
     else std::this_thread::yield();
@@ -91,7 +142,7 @@ void Pool::run(int64_t tasks, Task task, const void* context) {
 
 // Returns when a list other than `seen` is offered (true) or the pool stops (false).
 bool Pool::wait(uint32_t seen) {
-  const auto arrived = [&] { return number(ticket_.load()) != seen && next(ticket_.load()) != kClosed; };
+  const auto arrived = [&] { return number(offer_.load()) != seen && low(offer_.load()) != kClosed; };
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
   for (int spins = 1; !stop_.load(std::memory_order_relaxed); spins++) {
     if (arrived()) return true;
@@ -105,10 +156,10 @@ bool Pool::wait(uint32_t seen) {
   return !stop_.load();
 }
 
-void Pool::work(uint32_t seen) {
+void Pool::work(int thread, uint32_t seen) {
   while (wait(seen)) {
-    seen = number(ticket_.load(std::memory_order_acquire));
-    help();
+    seen = number(offer_.load(std::memory_order_acquire));
+    help(thread);
   }
 }
 

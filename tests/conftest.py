@@ -7,12 +7,16 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
 # tests of real processes and sockets get a second try, shown in the summary as RERUN; tests of exactness never do
-LIVE = ("bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_wire.py")
+LIVE = (
+    "bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_wire.py", "hostile",
+    "fuzz/test_sizes.py",
+)  # fmt: skip
 EXACT = ("e2e/test_exact.py", "e2e/test_parallel.py")
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
@@ -36,15 +40,28 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_torch_thread() -> None:
+@pytest.fixture(autouse=True)
+def torch_as_at_the_start() -> None:
+    """One thread and the same random numbers for each test, whatever ran before: a runner sets the threads."""
     import torch
 
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def the_same_random_numbers() -> None:
-    import torch
-
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of Triton's interpreter sum in ascending order, where numpy.matmul leaves it to a BLAS and the shape."""
+    import numpy
+
+    def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
+        kind = dtype or numpy.result_type(a, b)
+        wide, other = a.astype(kind), b.astype(kind)
+        total = numpy.zeros((*wide.shape[:-1], other.shape[-1]), kind)
+        part = numpy.empty_like(total)
+        for k in range(wide.shape[-1]):
+            numpy.multiply(wide[..., k, None], other[..., k, None, :], out=part)
+            total += part
+        return total
+
+    monkeypatch.setattr(numpy, "matmul", matmul)

@@ -113,6 +113,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_prefix_caching: Annotated[
         bool, about("Reuse the KV pages of earlier requests that begin with the same tokens.")
     ] = True
+    grammar_cache_bytes: Annotated[
+        Positive,
+        about("Memory for compiled grammars (structured outputs) that are kept for later requests, the least recently "
+              "used dropped first (suffixes K, M, G are understood)."),
+    ] = 128 << 20  # fmt: skip
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +144,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_tokens: Annotated[
         NotNegative | None, about("The same for the prompt tokens of the requests that wait. Default: no limit.")
     ] = None
+    fair_clients: Annotated[
+        bool,
+        about("Share slots and prompt tokens of a step equally between clients that have requests; off: the scheduling "
+              "policy alone decides. One client may use everything either way."),
+    ] = True  # fmt: skip
+    max_requests_per_client: Annotated[
+        Positive | None,
+        about("Most requests (each choice is one) that a client may have in flight; one that would exceed it is "
+              "refused with 429. A client is an API key, or an address where no keys are used. Default: no limit."),
+    ] = None  # fmt: skip
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
     ] = 1
@@ -160,6 +175,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpu_threads: Annotated[
         Positive | None, about("Threads of the CPU kernels; default: the cores this process may use.")
     ] = None
+    cpu_bind: Annotated[
+        str,
+        about("CPUs that these threads are bound to, one each: a list such as 0-15,32-47 (as many threads then run), "
+              "none, or auto: all that this process may use, if they have several memory nodes and a thread each."),
+    ] = "auto"  # fmt: skip
     cpu_arithmetic: Annotated[
         Literal["auto", "fma", "pairs", "amx"],
         about("How a CPU multiplies bfloat16. fma: one chain of float32 multiply-adds, the same bits on every CPU; "
@@ -203,6 +223,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         about("Where an update goes: beside the old weights, which keep serving, or in their place (nothing is served "
               "until it is complete); auto: beside, if a second set fits in the free memory."),
     ] = "auto"  # fmt: skip
+    check_weights: Annotated[
+        Literal["finite", "off"],
+        about("finite: an update with a weight that is not finite, or not in the server's dtype, is rolled back at its "
+              "commit."),
+    ] = "finite"  # fmt: skip
     weight_transfer_timeout: Annotated[
         float, about("Seconds that a weight transfer waits for its sender before it fails.", gt=0, le=FOR_EVER)
     ] = 300.0
@@ -274,6 +299,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_remote_control: Annotated[
         bool, about("Without any keys, answer control routes to other machines too: they can change the weights.")
     ] = False
+    allowed_hosts: Annotated[
+        list[str] | None,
+        about("Name in the Host header that control and introspection routes answer to (repeatable; *: any). Default: "
+              "where only this machine can connect, localhost, 127.0.0.1, [::1] and the host itself; else any."),
+    ] = None  # fmt: skip
     reject_while_paused: Annotated[
         bool, about("Refuse requests (503) while the engine is paused or asleep; else they wait.")
     ] = False
@@ -299,6 +329,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         about("Return the reasoning that a model writes first separately from the content: qwen3 (between <think> and "
               "</think>), deepseek_r1 (the same, even without an opening <think>) or mistral ([THINK]). Default: it "
               "stays in the content."),
+    ] = None  # fmt: skip
+    client_header: Annotated[
+        str | None,
+        about("Header that a reverse proxy sets to its client's address (such as X-Forwarded-For, of which the last "
+              "address counts), to tell clients without API keys apart; without a proxy anybody can set it. Default: "
+              "the address of the connection."),
     ] = None  # fmt: skip
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
     keep_alive: Annotated[
@@ -342,6 +378,42 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 10.0
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one request may cost others (docs/security.md).  Further bounds follow from the model."""
+
+    max_stop_strings: Annotated[
+        int, about("Most stop strings of a request, and most of its stop_token_sequences.", ge=0)
+    ] = 1024
+    max_bad_words: Annotated[int, about("Most bad_words of a request, and most of its bad_token_sequences.", ge=0)] = (
+        1024
+    )
+    max_words_bytes: Annotated[
+        int, about("Most bytes of a request's stop strings together, and of its bad_words together.", ge=1)
+    ] = 64 << 10
+    max_messages: Annotated[int, about("Most messages of a chat, parts of contents and tool calls included.", ge=1)] = (
+        1 << 14
+    )
+    max_body_values: Annotated[
+        int,
+        about("Most values in a request body, counted before it is decoded: a number or a text is one, a name in an "
+              "object two, an object or a list eight.", ge=1000),
+    ] = 2_000_000  # fmt: skip
+    max_body_memory_bytes: Annotated[
+        int,
+        about("Most bytes of request bodies in memory at once, beyond the first 256 KiB of each; a request that would "
+              "exceed it is refused with 503.", ge=1 << 20),
+    ] = 512 << 20  # fmt: skip
+    body_timeout: Annotated[
+        float,
+        about("Longest silence in seconds while a request body arrives, else 408; all of a body may take ten times as "
+              "long.", gt=0, le=FOR_EVER),
+    ] = 30.0  # fmt: skip
+    max_reply_bytes: Annotated[
+        int,
+        about("Largest reply, as estimated from the choices, tokens and logprobs that a request asks for.", ge=1 << 20),
+    ] = GIB  # fmt: skip
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
 
@@ -352,6 +424,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
     server: ServerConfig = ServerConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @classmethod
     def make(cls, **values: Any) -> Config:

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.errors import StartError
+from tokserve.resolve import cpu_list
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
+NODES = Path("/sys/devices/system/node")
 STAGES = 4  # copies to a GPU that may be under way at once
 LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
@@ -44,6 +46,28 @@ def set_threads(count: int | None) -> int:
     threads = count or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     return threads
+
+
+def bound_cpus(option: str, threads: int) -> list[int]:
+    """CPUs for the threads of the kernels, one each, node by node; empty: the threads are not bound.
+
+    `option` is `cpu_bind`: with `auto` threads are bound where there are several memory nodes and a thread for each CPU
+    this process may use, so that memory which a thread touched first stays near it.
+    """
+    if option == "none":
+        return []
+    if option != "auto":
+        return cpu_list(option)
+    allowed = os.sched_getaffinity(0)
+    lists = [path.read_text(encoding="utf-8").strip() for path in sorted(NODES.glob("node[0-9]*/cpulist"), key=_number)]
+    nodes = [[cpu for cpu in cpu_list(text) if cpu in allowed] for text in lists if text]
+    if len([node for node in nodes if node]) < 2 or threads != len(allowed):
+        return []
+    return [cpu for node in nodes for cpu in node]
+
+
+def _number(path: Path) -> int:
+    return int(path.parent.name.removeprefix("node"))
 
 
 def give_back_memory() -> None:

@@ -61,6 +61,12 @@ class TooLarge(RequestError):
     status = 413
 
 
+class TimedOut(RequestError):
+    """408: the body did not arrive; the connection is closed."""
+
+    status = 408
+
+
 class Overloaded(RequestError):
     """503: a queue is full or the server is stopping; try again after `retry_after` seconds."""
 
@@ -73,7 +79,7 @@ class Overloaded(RequestError):
 
 
 class QueueFull(Overloaded):
-    """429: the request would wait behind more than the queue's limits allow; nothing of it was kept."""
+    """429: the queue, or the client itself, has more requests than its limit allows; nothing of this one was kept."""
 
     status = 429
 
@@ -128,6 +134,7 @@ BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS
 
 REFUSALS = (  # what a `Verdict` may say
     "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
+    "client_limit",
 )  # fmt: skip
 
 
@@ -135,7 +142,7 @@ def refused(refusal: str, message: str, retry_after: int = 1, field: str = "") -
     """The error of a request that the engine refused; `field`: the sampling parameter at fault, or ""."""
     if refusal == "duplicate_id":
         return Conflict(message, field="request_id", code=refusal)
-    if refusal == "queue_full":
+    if refusal in ("queue_full", "client_limit"):
         return QueueFull(message, retry_after=retry_after, code=refusal)
     if refusal in ("draining", "paused"):
         return Overloaded(message, retry_after=retry_after, code=refusal)

@@ -1,7 +1,7 @@
 """What the front end and the engine process say to each other: msgpack over ZeroMQ.
 
-To the engine: `Submit`, `Abort`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.  Arrays
-travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
+To the engine: `Submit`, `Abort`, `Stall`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.
+Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
 deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
 part in it.  Text never appears here, nor does anything about HTTP.
 """
@@ -48,13 +48,15 @@ class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """What a client sent as one: all of `adds` are accepted or none, and a `Verdict` says which before any output.
 
-    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.
+    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.  `client`: who is
+    served in turns with other clients, "" if there is only one.
     """
 
     call_id: int
     key: str
     adds: list[Add]
     group: str = ""
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
@@ -65,6 +67,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
 
     rids: list[str]
     reason: str = "abort_user"
+
+
+class Stall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
+    """The client of these requests does not read what it has been sent (`stalled`), or reads again.  Meanwhile they get
+    no tokens."""
+
+    rids: list[str]
+    stalled: bool
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -92,10 +102,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def cut(self, count: int) -> Logprobs:
         """The first `count` rows."""
-        n, w = 4 * count, 4 * count * self.width
+        return self.part(0, count)
+
+    def part(self, start: int, end: int) -> Logprobs:
+        """The rows from `start` to before `end`."""
+        rows, tops = slice(4 * start, 4 * end), slice(4 * start * self.width, 4 * end * self.width)
         return Logprobs(
-            self.token_logprobs[:n], self.ranks[:n], self.top_ids[:w], self.top_logprobs[:w], self.width, self.mode
-        )
+            self.token_logprobs[rows], self.ranks[rows], self.top_ids[tops], self.top_logprobs[tops], self.width,
+            self.mode,
+        )  # fmt: skip
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -103,7 +118,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     reason: stop | length | repetition | abort | deadline | error.  detail: eos | stop_token | stop_sequence | grammar |
     max_tokens | context | repetition | abort_user | abort_disconnect | abort_stop_string | abort_pause |
-    abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden | error.  `stop`: the token id or sequence
+    abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
+    grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to
     that).
     """
@@ -160,7 +176,12 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `tokens_by_age`: tokens of ended requests, by how many times the weights had changed since they were made.
     `deferred`: a gauge; those of the `waiting` that could have run and were passed over in the last step, because the
-    prompt tokens they share with another request are being computed, or their grammar is being compiled.
+    prompt tokens they share with another request are being computed, or their grammar is being compiled; and those
+    whose client does not read.
+    `grammar_bytes`, `grammars_compiling`: gauges of the compiled grammars that are kept, and of those on their way;
+    `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
+    requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
+    made room for another client.
     """
 
     running: int = 0
@@ -177,6 +198,12 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     nan_requests: int = 0
     tokens_by_age: list[int] = []
     deferred: int = 0
+    grammar_bytes: int = 0
+    grammars_compiling: int = 0
+    grammar_refusals: int = 0
+    clients: int = 0
+    stalled: int = 0
+    displaced: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
@@ -295,7 +322,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     field: str = ""
 
 
-ToEngine = Submit | Abort | Call
+ToEngine = Submit | Abort | Stall | Call
 FromEngine = Verdict | Step | Reply | Ready | Status | Dead
 
 encode = msgspec.msgpack.Encoder().encode

@@ -8,17 +8,20 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tokserve import checkpoint
-from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, ServerConfig
+from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
 from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
+LONGEST_CONTEXT = 1 << 25  # tokens: beyond all models; there are tables with a row per position
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 
 
@@ -51,10 +54,14 @@ def resolve(config: Config) -> Config:
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
-        runtime=replace(
-            config.runtime, device=device, cpu_threads=config.runtime.cpu_threads or len(os.sched_getaffinity(0))
+        runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
+        server=replace(
+            config.server,
+            served_model_name=names,
+            api_key=keys,
+            ui=_ui(config.server),
+            allowed_hosts=_allowed_hosts(config.server),
         ),
-        server=replace(config.server, served_model_name=names, api_key=keys, ui=_ui(config.server)),
     )
     _check(resolved)
     return resolved
@@ -68,11 +75,49 @@ def _tokenizer(config: Config) -> str | None:
     return str(checkpoint.locate(name, weights=False, what="tokenizer"))
 
 
+def cpu_list(text: str) -> list[int]:
+    """CPU numbers in Linux's list format, as `0-3,8`, in their order.  Raises StartError naming cpu_bind."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise StartError(f"option cpu_bind: expected auto, none or CPUs such as 0-15,32-47, got {text!r}")
+        cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return cpus
+
+
+def _cpu_threads(runtime: RuntimeConfig) -> int:
+    """The number of threads: as given, or one for each CPU they are bound to, or that this process may use."""
+    allowed = os.sched_getaffinity(0)
+    if runtime.cpu_bind in ("auto", "none"):
+        return runtime.cpu_threads or len(allowed)
+    cpus = cpu_list(runtime.cpu_bind)
+    if len(set(cpus)) < len(cpus) or not allowed.issuperset(cpus):
+        raise StartError(
+            f"option cpu_bind: expected different CPUs of those that this process may use, got {runtime.cpu_bind!r}"
+        )
+    if runtime.cpu_threads not in (None, len(cpus)):
+        raise StartError(f"option cpu_bind: names {len(cpus)} CPUs for {runtime.cpu_threads} threads (cpu_threads)")
+    return len(cpus)
+
+
 def _ui(server: ServerConfig) -> bool:
     """Whether to serve the page: where only this machine can see it, if nothing else is said."""
     if server.ui is not None:
         return server.ui
     return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
+
+
+def _allowed_hosts(server: ServerConfig) -> list[str]:
+    """The names that the Host header may have.  A web page in a browser of this machine can reach an address that only
+    this machine can, under the page's own name (DNS rebinding)."""
+    if server.allowed_hosts is not None:
+        if not all(server.allowed_hosts):
+            raise StartError("option allowed_hosts: must not be empty")
+        return server.allowed_hosts
+    if server.uds is None and (server.host == "localhost" or _is_loopback(server.host)):
+        return [*LOCAL_HOSTS, server.host]
+    return ["*"]
 
 
 def _is_loopback(host: str) -> bool:
@@ -145,6 +190,13 @@ def _dtype(asked: str, hf: dict[str, Any]) -> Any:
 
 def _max_model_len(asked: int | None, hf: dict[str, Any]) -> int:
     limit = hf.get("max_position_embeddings")
+    if asked is not None and asked > LONGEST_CONTEXT:
+        raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {asked}")
+    if asked is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
+        raise StartError(
+            f"config.json's max_position_embeddings is {limit}, and at most {LONGEST_CONTEXT} can be served; give "
+            "--max-model-len"
+        )
     if not isinstance(limit, int):
         if asked is None:
             raise StartError("config.json has no max_position_embeddings; give --max-model-len")

@@ -24,6 +24,7 @@ from tokserve.messages import (
     Logprobs,
     Ready,
     Reply,
+    Stall,
     Step,
     StepStats,
     Submit,
@@ -184,6 +185,8 @@ class FakeEngine:
             return answers
         if isinstance(message, Abort):
             return self._abort(message.rids, message.reason)
+        if isinstance(message, Stall):
+            return []
         return self._call(message)
 
     def _abort(self, rids: Sequence[str], reason: str) -> list[FromEngine]:

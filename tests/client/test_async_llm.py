@@ -28,7 +28,7 @@ from tokserve.errors import (
     StartError,
     Unavailable,
 )
-from tokserve.messages import Abort, Add, Call, Dead, Finish, StepStats, Submit, Verdict, pack_ids, unpack_ids
+from tokserve.messages import Abort, Add, Call, Dead, Finish, Stall, StepStats, Submit, Verdict, pack_ids, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.text.tokenizer import Tokenizer
 
@@ -447,16 +447,33 @@ def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play:
     play(scene)
 
 
+def test_a_consumer_that_cannot_take_more_says_so(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        stream = llm.stream([1], SamplingParams(n=2), request_id="r")
+        await stream.accepted()
+        engine.step(tokens("r#0", [5], stop()))
+        await stream.__anext__()
+        stream.stall(True)
+        stream.stall(False)
+        assert await waited(engine, Stall, 2) == [Stall(["r#1"], True), Stall(["r#1"], False)]
+        engine.step(tokens("r#1", [5], stop()))
+        assert (await collect(stream))[0].index == 1
+        stream.stall(True)  # nothing is left to be stalled
+        assert not await llm.abort("r") or len([m for m in engine.received if isinstance(m, Stall)]) == 2
+
+    play(scene)
+
+
 def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(n=2, max_tokens=1)
         orders = [Order(prompt, params, "cmpl-r", first_choice=2 * i) for i, prompt in enumerate(([5], [6, 7], [8]))]
-        streams = llm.submit([llm.prepare(order) for order in orders], "g")
+        streams = llm.submit([llm.prepare(order) for order in orders], "g", "10.0.0.1")
         for same in ("r", "chatcmpl-r"):
             with pytest.raises(Conflict):
                 llm.stream([1], PLAIN, request_id=same)
         [submit] = await waited(engine, Submit)
-        assert (submit.key, submit.group) == ("r", "g")
+        assert (submit.key, submit.group, submit.client) == ("r", "g", "10.0.0.1")
         assert [add.rid for add in submit.adds] == [f"r#{i}" for i in range(6)]
         results = await asyncio.gather(*(collect(stream) for stream in streams))
         assert [[c.token_ids for c in result] for result in results] == [[[5]] * 2, [[6]] * 2, [[8]] * 2]

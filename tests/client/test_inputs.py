@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,37 @@ def test_terms_that_can() -> None:
     assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-3, "x" * 128, 1, 1)
 
 
-@pytest.mark.parametrize(("each", "scored"), [(False, [2, None, None]), (True, [2, 2, 2])])
-def test_the_prompt_is_scored_once(each: bool, scored: list[int | None]) -> None:
+@pytest.mark.parametrize("each", [False, True])
+def test_the_prompt_is_scored_once(each: bool) -> None:
     params = SamplingParams(n=3, prompt_logprobs=2, prompt_logprobs_start=1, seed=5)
-    adds = inputs().prepare(Order([1, 2, 3], params, score_each=each)).adds
-    assert [add.sampling.prompt_logprobs for add in adds] == scored
-    assert [add.sampling.prompt_logprobs_start for add in adds] == [1 if count else 0 for count in scored]
+    prepared = inputs().prepare(Order([1, 2, 3], params, score_each=each))
+    assert [add.sampling.prompt_logprobs for add in prepared.adds] == [2, None, None]
+    assert [add.sampling.prompt_logprobs_start for add in prepared.adds] == [1, 0, 0]
+    assert [choice.awaits_scores for choice in prepared.choices] == [False, each, each]
+
+
+def test_a_prompt_of_one_token_has_no_scores_to_wait_for() -> None:
+    params = SamplingParams(n=2, prompt_logprobs=2)
+    assert not inputs().prepare(Order([1], params, score_each=True)).choices[1].awaits_scores
+
+
+@pytest.mark.parametrize(
+    ("params", "field", "words"),
+    [
+        ({"stop": ["s"] * 1025}, "stop", "at most 1024 entries .--max-stop-strings., got 1025"),
+        ({"stop": ["s" * 40_000, "t" * 40_000]}, "stop", "at most 65536 bytes together"),
+        ({"bad_words": ["w"] * 100_000}, "bad_words", "at most 1024 entries .--max-bad-words."),
+        ({"stop_token_sequences": [[1, 2]] * 1025}, "stop_token_sequences", "at most 1024 entries"),
+        ({"bad_token_sequences": [[1] * 70_000]}, "bad_token_sequences", "at most 65536 ids together"),
+        ({"allowed_token_ids": [1] * (VOCAB + 1)}, "allowed_token_ids", f"at most {VOCAB} entries"),
+        ({"logit_bias": dict.fromkeys(range(VOCAB + 1), 0.0)}, "logit_bias", f"at most {VOCAB} entries"),
+        ({"extra_args": {"a": "x" * 70_000}}, "extra_args", "at most 65536 bytes"),
+    ],
+)
+def test_lists_longer_than_any_use_of_them(params: dict[str, Any], field: str, words: str) -> None:
+    error = refusal(asked(**params))
+    assert error.field == field
+    assert re.search(words, error.message), error.message
 
 
 def test_the_engine_gets_no_text_fields() -> None:

@@ -90,3 +90,26 @@ def test_the_listener_is_told_of_the_end_too_and_there_is_one() -> None:
     delivery.listen(None)
     delivery.tell()
     assert told == ["news"]
+
+
+def test_choices_that_share_the_prompts_scores_wait_for_them() -> None:
+    scores = logprobs_for([1, 2], 3)
+    choices = [Choice(index, f"r#{index}", awaits_scores=index > 0) for index in range(3)]
+    delivery = Delivery("r", choices)
+    assert not bring(choices[1], [5]) and not bring(choices[2], [6], stop()), "nothing is handed out yet"
+    choices[0].accept([7], None, Extra(0, None, scores))
+    assert delivery.offer(choices[0])
+    taken = {delta.index: delta for delta in delivery.take()}
+    assert {index: delta.token_ids for index, delta in taken.items()} == {0: [7], 1: [5], 2: [6]}
+    assert all(delta.prompt_logprobs == scores for delta in taken.values())
+    assert bring(choices[1], [8]) and next(delivery.take()).prompt_logprobs is None, "they come once"
+    bring(choices[0], [], stop()), bring(choices[1], [], stop())
+    assert len(list(delivery.take())) == 2 and delivery.ended
+
+
+def test_a_first_choice_that_ends_without_scores_holds_up_no_other() -> None:
+    choices = [Choice(index, f"r#{index}", awaits_scores=index > 0) for index in range(2)]
+    delivery = Delivery("r", choices)
+    assert not bring(choices[1], [5])
+    assert bring(choices[0], [], stop())
+    assert {delta.index for delta in delivery.take()} == {0, 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -14,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-import pytest
+
+from tests import needs
 
 PATIENCE = 60.0
 FLAGS = [
@@ -24,20 +24,13 @@ FLAGS = [
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of a reference to an element, as the standard has it
 
 
-def binaries() -> tuple[str, str]:
-    """Chromium and its driver; skips the test where there are none."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if browser is None or driver is None:
-        pytest.skip("needs Chromium and ChromeDriver (Debian: apt-get install chromium chromium-driver)")
-    return browser, driver
-
-
 class Browser:
     """Use as a context manager."""
 
     def __init__(self, width: int = 1280, height: int = 1000) -> None:
-        browser, driver = binaries()
+        needs.CHROMIUM.or_skip()
+        browser, driver = needs.browser()
+        assert browser and driver
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
         self._http = httpx.Client(timeout=PATIENCE)

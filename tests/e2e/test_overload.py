@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,13 +14,14 @@ import httpx
 import psutil
 import pytest
 
+from tests import needs
 from tests.e2e.server import Server
 from tests.e2e.test_soak import more_files, version
 
 GENERATE = "/inference/v1/generate"
 HEAD = b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 PROMPT, PARAMS = [5, 20, 31], {"max_tokens": 8, "seed": 3, "logprobs": 1, "ignore_eos": True}
-CONNECTIONS = 10_000
+CONNECTIONS = needs.OPEN_FILES - 200
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,7 @@ async def idle(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_thousand_connections() -> None:
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < CONNECTIONS + 200:
-        pytest.skip("too few open files are allowed (ulimit -n)")
+    needs.FILES.or_skip()
     with Server("demo", "--tokens-only", "--keep-alive", "900") as server:
         processes = [psutil.Process(server.process.pid), server.engine()]
         files = [process.num_fds() for process in processes]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-import resource
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from tests import needs
 from tests.e2e.server import Server
 
 IDLE, STREAMS = 2000, 500
@@ -94,8 +94,7 @@ def more_files(processes: list[psutil.Process], before: list[int]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_thousand_idle_connections_and_five_hundred_streams() -> None:
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * (IDLE + STREAMS):
-        pytest.skip("too few open files are allowed (ulimit -n)")
+    needs.FILES.or_skip()
     with Server("demo", "--keep-alive", "600") as server:
         processes = [psutil.Process(server.process.pid), server.engine()]
         files = [process.num_fds() for process in processes]

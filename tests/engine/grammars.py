@@ -50,11 +50,13 @@ def compiled(machine: Machine) -> Grammar:
 class LateGrammars:
     """In place of `Grammars`: each is compiled, or cannot be, when the dice say so."""
 
+    num_bytes = num_compiling = num_refused = 0
+
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._due: list[Future[Grammar]] = []
 
-    def compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+    def compile(self, asked: StructuredOutputs, client: str = "") -> Future[Grammar]:
         self._due.append(Future())
         return self._due[-1]
 
@@ -63,6 +65,8 @@ class LateGrammars:
         for future in list(self._due):
             if self._rng.random() < share:
                 self._due.remove(future)
+                if not future.set_running_or_notify_cancel():
+                    continue
                 if self._rng.random() < 0.2:
                     future.set_exception(RequestError("cannot be used", field="structured_outputs.regex"))
                 else:

@@ -33,6 +33,7 @@ from tokserve.messages import (
     FromEngine,
     Logprobs,
     Reply,
+    Stall,
     Step,
     StepStats,
     Submit,
@@ -309,6 +310,8 @@ class ScriptedExecutor:
                 raise RequestError("no adapter", field="lora_path")
             self.adapter_read = args["lora_path"]
             self.adapter_from_anywhere = args["anywhere"]
+        elif method == "is_same_update":
+            return self.staged == self.weights
         elif method == "checksums":
             return {"all": str(self.weights)}
         elif method == "checkpoint_checksums":
@@ -546,16 +549,22 @@ class Engine:
         self.owners[rid] = owner
         return add
 
-    def submit(self, key: str, *adds: Add, group: str = "", owner: bytes = b"A") -> Verdict:
+    def submit(self, key: str, *adds: Add, group: str = "", owner: bytes = b"A", client: str = "") -> Verdict:
         """Submit requests under one key; the engine's word on them."""
-        self.core.receive(owner, Submit(7, key, list(adds), group))
+        self.core.receive(owner, Submit(7, key, list(adds), group, client))
         return self.verdicts[-1]
 
-    def add(self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", group: str = "", **fields: Any) -> Add:
+    def add(
+        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", group: str = "", client: str = "", **fields: Any
+    ) -> Add:
         """Submit one request, whose id is its key as well; it must be accepted."""
         add = self.make(rid, prompt, owner=owner, **fields)
-        assert self.submit(rid, add, group=group, owner=owner) == Verdict(7)
+        assert self.submit(rid, add, group=group, owner=owner, client=client) == Verdict(7)
         return add
+
+    def stall(self, *rids: str, stalled: bool = True, owner: bytes = b"A") -> None:
+        """Their client does not read, or reads again."""
+        self.core.receive(owner, Stall(list(rids), stalled))
 
     def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", group: str = "") -> None:
         """Submit `count` requests of 40 tokens under one key, with ids "key#0" and so on; they must be accepted."""

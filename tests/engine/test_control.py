@@ -437,6 +437,25 @@ def test_nobody_else_has_a_part_in_a_whole_update() -> None:
     assert answers(engine, 9)[0].result["weight_version"] == "two" and engine.executor.weights == "w2"
 
 
+def test_a_version_that_serves_is_refused_for_other_weights() -> None:
+    engine = Engine()
+    assert update(engine, "w1", "0").result["epoch"] == 1, "the first update may have the name of the start"
+    assert update(engine, "w2", "one").error is None
+    refused = update(engine, "w3", "one")
+    assert refused.status == 409 and refused.field == "weight_version" and "version one serve" in str(refused.error)
+    assert engine.executor.weights == "w2" and state(engine) == "running"
+    assert update(engine, "w2", "one").result["epoch"] == 3, "a client that has not heard of its success sends it again"
+    assert update(engine, "w3", "two").error is None and engine.executor.weights == "w3"
+
+
+@pytest.mark.parametrize("version", ["a\0b", "a\r\nb", "\x7f", "\u2028"])
+def test_versions_are_printable(version: str) -> None:
+    engine = Engine()
+    for method, name in (("finish_weight_update", "weight_version"), ("update_weight_version", "new_version")):
+        reply = ask(engine, method, **{name: version})
+        assert reply.status == 400 and reply.field == name and "printable" in str(reply.error)
+
+
 def test_a_label_is_a_new_epoch() -> None:
     engine = Engine()
     engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)

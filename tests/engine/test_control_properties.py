@@ -24,7 +24,7 @@ from tokserve.params import StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
 ENDS = {"abort_user", "abort_pause", "abort_quarantine", "abort_disconnect", "deadline", "queue_timeout"}
-FOLLOWED = ENDS | {"eos", "grammar", "max_tokens", "context", "error"}  # ends of requests with a grammar
+FOLLOWED = ENDS | {"eos", "grammar", "max_tokens", "context", "error", "grammar_limit"}  # of requests with a grammar
 REFUSALS = {"quarantined", "paused", "model_not_found", "queue_full", "invalid"}
 CONTEXT = 40
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.config import Config, ModelConfig
-from tokserve.engine import grammar
-from tokserve.engine.grammar import Compiler, Grammars, Matcher
+from tokserve.engine.grammar import LIMITS, STATE_BYTES, Compiler, Cost, Follower, Matcher
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 
@@ -28,7 +24,6 @@ WIDTH = 300  # of the logits: more than the tokenizer has
 EOS = 287
 SPECIAL = {285, 286, 287}
 ANY = StructuredOutputs(regex=r"(.|\n)*")
-BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))  # gigabytes, minutes
 
 
 @cache
@@ -297,57 +292,30 @@ def test_without_a_tokenizer_a_request_is_told(tmp_path: Path) -> None:
             Compiler(directory, WIDTH, [EOS]).compile(StructuredOutputs(regex="a"))
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    made = Grammars(Config(model=ModelConfig(model=str(DEMO_DIR))), WIDTH, [EOS])
-    yield made
-    made.close()
+HOPELESS = [  # they compile, and their second token comes to a limit
+    {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}},
+    {"regex": "(a|b|ab)*" * 1800},
+    {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(40)) + 'r40: "a"'},
+]
 
 
-def test_what_has_been_compiled_is_kept_and_what_failed_is_not(grammars: Grammars) -> None:
-    asked = StructuredOutputs(regex="abc")
-    assert grammars.compile(asked).result() is grammars.compile(asked).result()
-    wrong = StructuredOutputs(regex="(")
-    first = grammars.compile(wrong)
-    with pytest.raises(RequestError, match="unclosed group"):
-        first.result()
-    assert grammars.compile(wrong) is not first
+@pytest.mark.parametrize("asked", HOPELESS, ids=["optional", "regex", "doubling"])
+def test_a_trial_refuses_what_fails_with_its_second_token(asked: dict[str, Any]) -> None:
+    outputs = StructuredOutputs(**asked)
+    outputs.validate()
+    (field,) = asked
+    with pytest.raises(RequestError, match=f"^structured_outputs.{field} cannot be used: its texts come to a limit"):
+        compiler().try_out(outputs.plain())
 
 
-def test_a_grammar_that_has_come_to_a_limit_is_compiled_anew(grammars: Grammars) -> None:
-    asked, other = StructuredOutputs(regex="ab+"), StructuredOutputs(regex="ab*")
-    first, second = grammars.compile(asked).result(), grammars.compile(other).result()
-    grammars.forget(first)
-    assert grammars.compile(other).result() is second
-    assert grammars.compile(asked).result() is not first
-
-
-def test_a_bomb_goes_off_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars.compile(StructuredOutputs(regex="before")).result()  # the process is there
-    with monkeypatch.context() as patch:
-        patch.setattr(grammar, "SECONDS", 0.3)
-        with pytest.raises(RequestError, match="compiling it takes more than") as caught:
-            grammars.compile(StructuredOutputs(grammar=BOMB)).result()
-        assert caught.value.field == "structured_outputs.grammar"
-    assert grammars.compile(StructuredOutputs(regex="after")).result()
-
-
-def test_a_crash_happens_elsewhere(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars._trial.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars._trial, "_command", [sys.executable, "-c", "print('[]', flush=True); input()"])
-        with pytest.raises(RequestError, match="compiling it takes more than"):
-            grammars.compile(StructuredOutputs(regex="two")).result()
-    assert grammars.compile(StructuredOutputs(regex="two")).result()
-
-
-def test_a_process_that_was_killed_between_trials_is_no_clients_fault(grammars: Grammars) -> None:
-    grammars.compile(StructuredOutputs(regex="three")).result()
-    process = grammars._trial._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    assert grammars.compile(StructuredOutputs(regex="four")).result()
+def test_a_grammar_counts_as_larger_the_longer_it_is_followed() -> None:
+    made = compiler().compile(ANY)
+    made.cost = Cost(size=1000, per_token=10.0)
+    follower = Follower(made, ends=True)
+    follower.push(5)
+    assert made.size == 1010
+    made.followed = 10**9
+    assert made.size == 1000 + STATE_BYTES * LIMITS["max_lexer_states"]
 
 
 @pytest.mark.parametrize("width", [285, 288, 320])

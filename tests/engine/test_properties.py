@@ -22,6 +22,7 @@ class Arrival:
     fields: tuple[tuple[str, Any], ...]
     abort_after: int | None
     owner: bytes
+    client: str = ""
 
 
 @st.composite
@@ -54,6 +55,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         tuple(fields.items()),
         draw(st.sampled_from([None, None, None, 0, 1, 4, 9])),
         draw(st.sampled_from([b"A", b"B"])),
+        draw(st.sampled_from(["", "", "x", "y"])),
     )
 
 
@@ -80,7 +82,7 @@ def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -
         for number, arrival in enumerate(script):
             if arrival.turn == turn:
                 rid = f"r{number}"
-                engine.add(rid, arrival.prompt, owner=arrival.owner, **dict(arrival.fields))
+                engine.add(rid, arrival.prompt, owner=arrival.owner, client=arrival.client, **dict(arrival.fields))
                 if arrival.abort_after is not None:
                     aborts.append((turn + arrival.abort_after, rid))
         for when, rid in aborts:

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.scripted import EOS, VOCAB, Engine
 from tokserve.engine.grammar import Grammar
-from tokserve.errors import RequestError
+from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import Step, Submit, Verdict
 from tokserve.params import StructuredOutputs
 
@@ -29,13 +29,13 @@ class Grammars:
     def __init__(self) -> None:
         self.futures: list[Future[Grammar]] = []
 
-    def compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+    def compile(self, asked: StructuredOutputs, client: str = "") -> Future[Grammar]:
         self.futures.append(Future())
         return self.futures[-1]
 
     def finish(self) -> None:
         for future in self.futures:
-            if not future.done():
+            if not future.done() and future.set_running_or_notify_cancel():
                 future.set_result(compiled(self.machine()))
 
 
@@ -119,11 +119,11 @@ def test_outputs_follow_their_grammars_beside_others(depth: int) -> None:
     for rid in rids:
         tokens = engine.tokens(rid)
         assert all(token in may for token, may in zip(tokens, [*STEPS, set(EOS)], strict=False))
-        assert (detail(engine, rid), len(tokens)) == (("error", 3) if tokens[2] == 16 else ("eos", 4))
+        assert (detail(engine, rid), len(tokens)) == (("grammar_limit", 3) if tokens[2] == 16 else ("eos", 4))
         ends.add(detail(engine, rid))
     for i in range(6):
         engine.check_complete(f"a{i}")
-    assert ends == {"eos", "error"}, "the seeds show only one of the two ends"
+    assert ends == {"eos", "grammar_limit"}, "the seeds show only one of the two ends"
     engine.check_empty()
 
 
@@ -155,7 +155,7 @@ def test_a_complete_text_that_no_eos_may_follow_ends_the_output(barrier: dict[st
     grammars.finish()
     engine.run()
     ends = {(detail(engine, f"g{i}"), len(engine.tokens(f"g{i}")), engine.tokens(f"g{i}")[2]) for i in range(6)}
-    assert ends <= {("grammar", 3, 6), ("error", 3, 16)} and ("grammar", 3, 6) in ends
+    assert ends <= {("grammar", 3, 6), ("grammar_limit", 3, 16)} and ("grammar", 3, 6) in ends
     engine.check_empty()
 
 
@@ -183,8 +183,8 @@ def test_an_abort_while_compiling_is_accepted_first() -> None:
     told = [m for _, m in engine.messages if isinstance(m, Verdict) or (isinstance(m, Step) and m.rids)]
     assert told[0] == Verdict(9) and isinstance(told[1], Step)
     assert detail(engine, "g") == "abort_user"
-    for future in grammars.futures:
-        future.set_exception(RequestError("no such thing", field="structured_outputs.regex"))
+    assert grammars.futures[0].cancelled()
+    grammars.futures[1].set_exception(RequestError("no such thing", field="structured_outputs.regex"))
     engine.run()
     assert verdicts(engine) == [Verdict(9)], "it was accepted, so what fails later fails alone"
     finish = engine.received["h"].finish
@@ -241,8 +241,7 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     engine.core._following.patience = 0.0
     while not machine.reached.is_set():
         if not engine.step():
-            there.wait(LONG)
-            there.clear()
+            machine.reached.wait(0.001)  # or a mask is there, which only a step finds out
     return engine, machine, there
 
 
@@ -274,7 +273,7 @@ def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> N
     for i in range(3):
         future: Future[Grammar] = Future()
         future.set_result(compiled(Machine()))
-        engine.core._admission._grammars.compile = lambda _, future=future: future  # type: ignore[method-assign, misc]
+        engine.core._admission._grammars.compile = lambda *_, future=future: future  # type: ignore[method-assign, misc]
         send(engine, f"h{i}", seed=i, call_id=30 + i)
     engine.run()
     assert all(engine.received[f"h{i}"].finish is not None for i in range(3))
@@ -309,7 +308,8 @@ def test_a_grammar_that_others_have_exhausted_ends_a_request_and_not_the_engine(
     engine.run()
     for rid in "gh":
         finish = engine.received[rid].finish
-        assert finish is not None and finish.reason == "error" and "too complex" in (finish.message or "")
+        assert finish is not None and (finish.reason, finish.detail) == ("error", "grammar_limit")
+        assert "too complex" in (finish.message or "")
     engine.check_complete("a")
     engine.check_empty()
 
@@ -345,3 +345,44 @@ def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_
 
 def test_vocabulary_fits_a_word() -> None:
     assert VOCAB <= 32, "the machine above says its mask in one word"
+
+
+def test_an_abort_cancels_the_grammar_of_its_request_only() -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    send(engine, "i", call_id=10)
+    engine.abort("g", "h", call_id=None)
+    assert [future.cancelled() for future in grammars.futures] == [True, True, False]
+    grammars.finish()
+    engine.run()
+    assert engine.tokens("i") and detail(engine, "g") == detail(engine, "h") == "abort_user"
+    engine.check_empty()
+
+
+def test_a_deadline_cancels_the_grammar() -> None:
+    engine, grammars = made()
+    send(engine, "g", deadline_ms=5)
+    engine.clock.now += 1.0
+    engine.run()
+    assert grammars.futures[0].cancelled() and detail(engine, "g") == "deadline"
+    engine.check_empty()
+
+
+def test_one_choice_that_ends_does_not_hold_up_the_others() -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    engine.abort("g", call_id=None)
+    grammars.finish()
+    engine.run()
+    assert detail(engine, "g") == "abort_user" and engine.tokens("h")
+    engine.check_empty()
+
+
+def test_grammars_that_take_all_memory_refuse_a_request_like_a_full_queue() -> None:
+    engine, grammars = made()
+    send(engine, "g", "h")
+    grammars.futures[0].set_exception(QueueFull("no room for grammars", retry_after=5))
+    grammars.futures[1].set_exception(QueueFull("no room for grammars", retry_after=5))
+    engine.run()
+    assert verdicts(engine) == [Verdict(9, "queue_full", "no room for grammars", 5)]
+    engine.check_empty()

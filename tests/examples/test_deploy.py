@@ -6,7 +6,6 @@ import configparser
 import json
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import needs
 from tests.server.fake_llm import site
 from tokserve.cli.main import parser
 
@@ -80,12 +80,10 @@ def test_systemd_unit() -> None:
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("needs systemd-analyze")
+    needs.SYSTEMD.or_skip()
     unit = tmp_path / "tokserve.service"
     unit.write_text((FOLDER / "tokserve.service").read_text().replace("/opt/tokserve/bin/tokserve", "/bin/true"))
-    done = subprocess.run([analyze, "verify", "--recursive-errors=no", unit], capture_output=True, text=True)
+    done = subprocess.run(["systemd-analyze", "verify", "--recursive-errors=no", unit], capture_output=True, text=True)
     complaints = [line for line in done.stderr.splitlines() if "tokserve.service" in line]
     assert not complaints, complaints
 

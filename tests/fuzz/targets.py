@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import json
 import random
 from collections.abc import Callable, Coroutine
@@ -26,6 +28,8 @@ from tokserve.text.tokenizer import Tokenizer
 
 Target = Callable[[bytes], None]
 Route = Callable[[Request], Coroutine[Any, Any, Any]]
+LOOP = asyncio.new_event_loop()
+atexit.register(LOOP.close)
 SERVING = site().app.state.serving
 TOKENIZERS = [Tokenizer(Backend.from_str(make())) for make in KINDS.values()]
 CALLS = (
@@ -47,19 +51,9 @@ def bodies(given: bytes) -> None:
     packed, raw = bool(given[0] & 1), given[1:]
     route = ROUTES[(given[0] >> 1) % len(ROUTES)]
     try:
-        finish(route(_request(raw, packed)))
+        LOOP.run_until_complete(route(_request(raw, packed)))
     except RequestError as error:
         assert error.status < 500, error
-
-
-def finish(steps: Coroutine[Any, Any, Any]) -> None:
-    """Run what never has to wait."""
-    try:
-        steps.send(None)
-    except StopIteration:
-        return
-    steps.close()
-    raise AssertionError("a decoder waits for something")
 
 
 def _request(raw: bytes, packed: bool) -> Request:
@@ -73,10 +67,10 @@ def _request(raw: bytes, packed: bool) -> Request:
 
 async def _generate(request: Request) -> None:
     packed = body.is_msgpack(request)
-    asked = tokens.decode_body(await body.read(request, 1 << 20), packed)
+    asked = tokens.decode_body(await SERVING.bodies.read(request), packed)
     prompt, fields = tokens.prompt_of(asked)
     params = tokens.decode_params(asked.sampling_params, packed)
-    SERVING.check([prompt], params, SERVING.terms(request, asked), fields)
+    await SERVING.check(request, [prompt], params, SERVING.terms(request, asked), fields)
 
 
 async def _chat(request: Request) -> None:
@@ -92,7 +86,7 @@ async def _completions(request: Request) -> None:
 
 
 async def _abort(request: Request) -> None:
-    await aborts.read(request, 1 << 20)
+    await aborts.read(request, SERVING.bodies)
 
 
 def _handler(

@@ -3,11 +3,13 @@
 import pytest
 
 from tests.fuzz.run import NAMES, fuzz
+from tokserve import log
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_unexpected(name: str) -> None:
     fuzz(name, 1500)
+    assert log.request_id.get() is None  # a request's id stays in the request's context
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 LENGTH = 150  # longer than every window and every original context
+LARGEST = 1e-4  # |difference| of float32 logits that the contract allows; about 5e-5 at most on any kernels
 
 
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -85,7 +86,7 @@ def test_float32_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     expected = oracle_logits(model, ids)
     assert expected.std() > 1.5  # sharp enough for a difference to show
     found = prefill(ours(tmp_path / "ours"), ids)
-    assert (found - expected).abs().max() < 1e-4
+    assert (found - expected).abs().max() < LARGEST
     model.save_pretrained(tmp_path / "theirs")
     assert torch.equal(prefill(ours(tmp_path / "theirs"), ids), found)
 
@@ -101,6 +102,8 @@ def test_greedy_decoding_equals_transformers(name: str, tmp_path: Path) -> None:
         expected = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64, do_sample=False
         )[0, len(prompt) :].tolist()
+    first, second = oracle_logits(model, prompt + expected)[len(prompt) - 1 : -1].topk(2).values.unbind(-1)
+    assert (first - second).min() > 2 * LARGEST  # so no rounding within the tolerance chooses another token
     driver = Driver(ours(tmp_path))
     found: list[int] = []
     pending = prompt
@@ -124,9 +127,9 @@ def test_dynamic_rope_past_the_original_length_equals_cached_generation(tmp_path
             rows.append(step.logits[0, -1])
     decoder = ours(tmp_path, max_model_len=128)
     found = prefill(decoder, ids)
-    assert (found - torch.stack(rows)).abs().max() < 1e-4
+    assert (found - torch.stack(rows)).abs().max() < LARGEST
     within = oracle_logits(oracle(tmp_path), ids[:32])
-    assert (found[:32] - within).abs().max() < 1e-4
+    assert (found[:32] - within).abs().max() < LARGEST
     assert torch.equal(found[:32], prefill(ours(tmp_path), ids[:32]))
 
 
@@ -137,7 +140,7 @@ def test_older_config_spelling(family: str, tmp_path: Path) -> None:
     hf["rope_scaling"] = {"type": "linear", "factor": 2.0}
     model = oracle(write_checkpoint(tmp_path, hf))
     ids = random_ids(LENGTH, hf["vocab_size"])
-    assert (prefill(ours(tmp_path), ids) - oracle_logits(model, ids)).abs().max() < 1e-4
+    assert (prefill(ours(tmp_path), ids) - oracle_logits(model, ids)).abs().max() < LARGEST
 
 
 def sharp_checkpoint(directory: Path, family: str) -> Path:
@@ -163,9 +166,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: P
     own = torch.cat([prefill(decoder, ids).log_softmax(-1) for ids in texts]) - exact
     assert own.abs().mean() <= 1.2 * theirs.abs().mean()
     assert own.abs().max() <= 1.2 * theirs.abs().max()
-    drawn = torch.multinomial(exact.exp(), 4, replacement=True, generator=torch.Generator().manual_seed(0))
-    chosen = own.gather(1, drawn)
-    assert chosen.mean().abs() <= 0.1 * chosen.abs().mean()
+    expected, size = (exact.exp() * own).sum(-1), (exact.exp() * own.abs()).sum(-1)  # over the draws of each position
+    assert expected.mean().abs() <= 0.1 * size.mean()
     assert own.mean().abs() <= 0.1 * own.abs().mean()
 
 

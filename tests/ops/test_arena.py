@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests import needs
 from tokserve.ops.arena import ALIGNMENT, CHUNK, HUGE, Arena
-
-SMAPS = Path("/proc/self/smaps")
-ADVISED = sys.platform == "linux" and Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 def mappings() -> Iterator[tuple[int, int, list[str]]]:
     """Begin, end and flags of each."""
     begin = end = 0
-    for line in SMAPS.read_text().splitlines():
+    for line in needs.MAPPINGS.read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = int(found[1], 16), int(found[2], 16)
         elif line.startswith("VmFlags:"):
@@ -60,7 +55,7 @@ def test_small_tensors_share_a_mapping_that_begins_with_a_huge_page() -> None:
     assert arena.empty(1, torch.uint8).data_ptr() == ends(second)[1]
 
 
-@pytest.mark.skipif(not ADVISED, reason="no huge pages in this kernel")
+@needs.HUGE.skips()
 def test_the_mapping_is_advised_to_be_of_huge_pages() -> None:
     arena = Arena()
     for tensor in (arena.empty(10, torch.uint8), arena.empty(CHUNK, torch.uint8)):
@@ -68,7 +63,7 @@ def test_the_mapping_is_advised_to_be_of_huge_pages() -> None:
         assert flags is not None and "hg" in flags
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell what is mapped")
+@needs.SMAPS.skips()
 def test_a_mapping_goes_with_its_last_tensor() -> None:
     arena = Arena()
     first, second = arena.empty(HUGE, torch.uint8), arena.empty(HUGE, torch.uint8)

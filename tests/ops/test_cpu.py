@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -219,6 +220,24 @@ def test_bits_do_not_depend_on_threads(name: str) -> None:
         for _ in range(3):
             for a, b in zip(run(name, arguments), alone, strict=True):
                 assert torch.equal(a, b)
+
+
+def test_many_more_threads_than_cores_give_the_same_bits() -> None:
+    """Threads that come late, lists with fewer tasks than threads, threads on one CPU."""
+    x = randn(64, 512)
+    weights = [CALLS["pack_linear"](randn(rows, 512, seed=rows)) for rows in (200, 2048)]
+    _C.set_threads(1)
+    alone = [CALLS["linear"](x, packed, None) for packed in weights]
+    cpus = sorted(os.sched_getaffinity(0))
+    for bound in ([], [cpus[i % len(cpus)] for i in range(64)]):
+        assert _C.set_threads(64, bound)
+        for _ in range(20):
+            for packed, expected in zip(weights, alone, strict=True):
+                assert torch.equal(CALLS["linear"](x, packed, None), expected)
+    assert not _C.set_threads(2, [cpus[0], 60000])
+    for wrong in ([0], [0, -1]):
+        with pytest.raises(ValueError, match="set_threads"):
+            _C.set_threads(2, wrong)
 
 
 def test_splits_on_threads_are_splits_in_one_tile() -> None:

@@ -67,9 +67,10 @@ def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int = MO
     for size in sizes:
         rows = torch.tensor(rng.choices(range(count), k=size))
         same(outputs(call(rows)), tuple(x[rows] for x in whole))
-    torch.set_num_threads(2)
-    same(outputs(call(torch.arange(count))), whole)
-    same(outputs(call(torch.arange(1))), tuple(x[:1] for x in whole))
+    for threads in (2, 5):
+        torch.set_num_threads(threads)
+        same(outputs(call(torch.arange(count))), whole)
+        same(outputs(call(torch.arange(1))), tuple(x[:1] for x in whole))
     torch.set_num_threads(1)
 
 
@@ -229,6 +230,22 @@ def test_norm_rope_store_tokens_stand_alone(
     rows_stand_alone(lambda rows: stored(rows, None, None), trials=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "rows"), [(1008, 16), (1536, 7), (3072, 130)])
+@every("linear", "linear_int8", "gated_linear", "gated_linear_int8")
+def test_long_sums_do_not_depend_on_threads(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
+    """MKL cuts K between threads on Intel processors: here from 384 on, everywhere above 1,000."""
+    rows += rows % 2
+    x, packed = randn(dtype, 1, MOST, columns), packing(PACKING[name], name, call)(randn(dtype, 2, rows, columns))
+    last = torch.float32 if name in ("linear", "linear_int8") else None
+    for tokens in (1, 17, MOST):
+        torch.set_num_threads(1)
+        alone = call(x[:tokens], packed, None, last)
+        for threads in (2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(call(x[:tokens], packed, None, last), alone)
+
+
 @every("linear", "linear_int8")
 def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -> None:
     x, weight = randn(torch.bfloat16, 1, MOST, 192), randn(torch.bfloat16, 2, 256, 192)
@@ -267,14 +284,18 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     rows_stand_alone(calls[name], trials=5)
 
 
-@every("logprobs", "filter_logits")
+@every("logprobs", "filter_logits", "draw", "rms_norm", "add_rms_norm", "quantize_rows")
 def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, call: Any) -> None:
-    logits = randn(torch.float32, 4, 3, 40001)
+    logits, weight = randn(torch.float32, 4, 3, 40001), randn(torch.float32, 5, 40001)
     logits[:, 5] = 12.0  # the sum of exp is near 1, where its logarithm shows every bit
     tenth, off = torch.full((3,), 0.1), torch.zeros(3)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "logprobs": lambda r: call(logits[r], r, 3, None, None),
         "filter_logits": lambda r: call(logits[r], off[r].int(), tenth[r], off[r]),
+        "draw": lambda r: call(logits[r], r, r, off[r].bool(), None, False, 3),
+        "rms_norm": lambda r: call(logits[r], weight, 1e-6),
+        "add_rms_norm": lambda r: call(logits[r], logits[r].flip(1), weight, 1e-6),
+        "quantize_rows": lambda r: call(logits[r]),
     }
     rows_stand_alone(calls[name], count=3, trials=2)
 

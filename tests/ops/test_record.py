@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import needs
 from tokserve import ops
 from tokserve.ops.record import Memory, Unrecordable, record
 from tokserve.ops.registry import load_extension
 
-pytestmark = pytest.mark.skipif(load_extension("cpu") is not None, reason="there are no compiled ops")
+load_extension("cpu")
+pytestmark = needs.EXTENSION.skips()
 
 HEADS, KV_HEADS, DIM, HIDDEN, PAGE, BLOCKS, VOCAB = 4, 2, 32, 96, 16, 8, 200
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
+
 ROOT = Path(__file__).parent.parent.parent
 BY_HAND = """\
 printf '%s\\n' "$*" >> {log}
@@ -21,7 +23,7 @@ case "$service:{answer}" in
   *) echo "requests.exceptions.ConnectionError: no such host" >&2; exit 1;;
 esac
 """
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = needs.MAKE.skips()
 
 
 def audit(directory: Path, answer: str) -> tuple[int, str, list[str]]:

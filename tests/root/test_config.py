@@ -166,6 +166,11 @@ def test_a_download_that_fails_says_why(error: type[Exception], reason: str, mon
         ({"otlp_traces_endpoint": "collector:4318"}, "otlp_traces_endpoint: expected an http URL"),
         ({"hf_overrides": {"torch_dtype": "float64"}}, "dtype is 'float64'; choose one with --dtype: float32, bfloat"),
         ({"hf_overrides": {"max_position_embeddings": None}}, "give --max-model-len"),
+        (
+            {"hf_overrides": {"max_position_embeddings": 10**12}},
+            "max_position_embeddings is 1000000000000",
+        ),
+        ({"max_model_len": 10**12}, "option max_model_len: must be at most 33554432"),
     ],
 )
 def test_options_that_would_serve_nobody_or_not_as_meant(checkpoint: Path, option: Any, text: str) -> None:
@@ -224,3 +229,47 @@ def test_a_gpu_is_taken_where_there_is_one_with_its_kernels(checkpoint: Path, mo
     assert resolved(quantization="fp8", kv_cache_dtype="fp8_e4m3") == ("cuda", 64)
     with pytest.raises(StartError, match="kv_cache_dtype fp8 needs a GPU"):
         resolved(device="cpu", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("bind", "threads", "words"),
+    [
+        ("0-", None, "option cpu_bind: expected auto, none or CPUs such as 0-15,32-47, got '0-'"),
+        ("3-1", None, "option cpu_bind: expected auto, none or CPUs"),
+        ("numa", None, "option cpu_bind: expected auto, none or CPUs"),
+        ("0,0", None, "option cpu_bind: expected different CPUs of those that this process may use, got '0,0'"),
+        ("0,9", None, "option cpu_bind: expected different CPUs of those that this process may use, got '0,9'"),
+        ("0-3", 2, "option cpu_bind: names 4 CPUs for 2 threads (cpu_threads)"),
+    ],
+)
+def test_cpus_that_threads_cannot_be_bound_to_are_refused(
+    bind: str, threads: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    with pytest.raises(StartError) as refused:
+        resolve(Config.make(cpu_bind=bind, cpu_threads=threads))
+    assert str(refused.value).startswith(words)
+
+
+def test_there_is_a_thread_for_each_cpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert resolve(Config.make(cpu_bind="1-2,0")).runtime.cpu_threads == 3
+    assert resolve(Config.make(cpu_bind="none")).runtime.cpu_threads == 4
+    assert resolve(Config.make(cpu_threads=1)).runtime.cpu_threads == 1
+
+
+def test_cpu_options_are_refused_on_another_device() -> None:
+    for option in ({"cpu_arithmetic": "fma"}, {"cpu_kernels": "avx2"}):
+        with pytest.raises(StartError, match=f"option {next(iter(option))} is for a CPU, and the device is cuda"):
+            resolve(Config.make(device="cuda", **option))
+
+
+def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> None:
+    def hosts(**options: object) -> list[str] | None:
+        return resolve(Config.make(model="demo", **options)).server.allowed_hosts
+
+    local = ["localhost", "127.0.0.1", "[::1]"]
+    assert hosts() == [*local, "127.0.0.1"] and hosts(host="127.0.0.5") == [*local, "127.0.0.5"]
+    assert hosts(host="::1") == [*local, "::1"]
+    assert hosts(host="0.0.0.0") == hosts(uds="/tmp/x.sock") == hosts(host="10.0.0.3") == ["*"]
+    assert hosts(allowed_hosts=["box.lan"]) == ["box.lan"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from tests import needs
 from tokserve import device
 
 
@@ -23,7 +23,7 @@ def test_threads_are_set_and_default_to_the_cores_of_this_process() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have nothing to trim")
+@needs.GLIBC.skips()  # other allocators have nothing to trim
 def test_memory_between_what_is_in_use_goes_back_to_the_system() -> None:
     blocks = [bytes(20_000) for _ in range(4_000)]  # small enough to come from the heap, not from a mapping
     last = blocks[-1]
@@ -87,3 +87,28 @@ def test_free_memory_knows_the_first_version_of_control_groups(root: Path) -> No
     )
     group(root / "fs/memory", {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "9"})
     assert device.free_memory() == 200_007
+
+
+def nodes(root: Path, *lists: str) -> Path:
+    """As /sys/devices/system/node of a machine whose memory nodes have these CPUs."""
+    for number, cpus in enumerate(lists):
+        (root / f"node{number}").mkdir()
+        (root / f"node{number}" / "cpulist").write_text(cpus + "\n")
+    return root
+
+
+def test_threads_are_bound_node_by_node_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6})
+    monkeypatch.setattr(device, "NODES", nodes(tmp_path, "0-1,4-5", "2-3,6-7", ""))
+    assert device.bound_cpus("auto", 7) == [0, 1, 4, 5, 2, 3, 6], "CPUs that may not be used are left out"
+    assert device.bound_cpus("auto", 4) == [], "not a thread for each CPU"
+    assert device.bound_cpus("none", 7) == []
+    assert device.bound_cpus("6,0-2", 4) == [6, 0, 1, 2]
+
+
+def test_threads_are_not_bound_on_one_memory_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(device, "NODES", nodes(tmp_path, "0-1", "2-3"))
+    assert device.bound_cpus("auto", 2) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import needs
 from tests.adapters import write_adapter
 from tests.models.test_float8 import QWEN, compressed, quantize
 from tests.models.test_load import stored
@@ -26,7 +27,7 @@ from tokserve.runner.runner import Runner
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    needs.GPU.skips(),
 ]
 BIG = {  # the shapes of Qwen3-0.6B, four layers of it
     "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,

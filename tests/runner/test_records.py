@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import needs
 from tests.runner.drive import Driver, make_runner
 from tests.runner.test_runner import jobs, outcomes
 from tokserve.models.decoder import Decoder
@@ -17,7 +18,8 @@ from tokserve.ops.registry import load_extension
 from tokserve.runner.records import MOST_ROWS, Records
 from tokserve.runner.runner import Runner
 
-pytestmark = pytest.mark.skipif(load_extension("cpu") is not None, reason="there are no compiled ops")
+load_extension("cpu")
+pytestmark = needs.EXTENSION.skips()
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"dtype": "bfloat16"}),

@@ -27,6 +27,7 @@ from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.staging import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
@@ -281,6 +282,46 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_changes(bench: Bench, way
     runner.background("finish_update", {})
     runner.call("commit_update", {})
     assert outcome(runner, facts) == bench.want_new
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_weights_that_are_not_finite_are_named_and_nothing_changes(bench: Bench, way: Any, value: float) -> None:
+    runner, facts = start(bench.old)
+    tensors = faulty(bench, DOWN, lambda t: t.clone().index_fill_(1, torch.tensor([3]), value))
+    runner.background("begin_update", {"have_weights": True})
+    way(runner, tensors)
+    with pytest.raises(RequestError, match=f"{DOWN} is not finite in float32") as caught:
+        runner.background("finish_update", {})
+    assert caught.value.code == "weights_not_finite"
+    assert outcome(runner, facts) == bench.want_old
+
+
+def test_weights_that_are_not_finite_are_taken_if_nobody_checks(bench: Bench) -> None:
+    runner, _ = start(bench.old, check_weights="off")
+    runner.background("begin_update", {"have_weights": True})
+    by_stream(runner, faulty(bench, DOWN, lambda t: t * float("nan")))
+    runner.background("finish_update", {})
+
+
+def test_weights_that_leave_the_range_of_the_servers_dtype_are_not_finite() -> None:
+    big = torch.tensor([1.0, 7e4])
+    assert is_finite(big, torch.float32) and not is_finite(big, torch.float16)
+    assert is_finite(torch.tensor([]), torch.float32)
+    eighths = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
+    assert is_finite(eighths, torch.bfloat16)
+    assert not is_finite(torch.tensor([0x7F, 0xFF], dtype=torch.uint8).view(torch.float8_e4m3fn), torch.bfloat16)
+
+
+def test_the_same_weights_are_recognised(bench: Bench) -> None:
+    runner, facts = start(bench.old)
+    assert outcome(runner, facts) == bench.want_old
+    for directory, same in ((bench.old, True), (bench.new, False)):
+        runner.background("begin_update", {"have_weights": True})
+        by_stream(runner, {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()})
+        runner.background("finish_update", {})
+        assert runner.background("is_same_update", {}) is same
+        runner.background("abort_update", {})
 
 
 def test_a_truncated_or_overlong_body_is_refused(bench: Bench) -> None:

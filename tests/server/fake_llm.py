@@ -107,6 +107,7 @@ class FakeStream:
         self.abort_reason: str | None = None
         self.wake = asyncio.Event()
         self.group = ""
+        self.stalls: list[bool] = []
         self._line: deque[Completion] = deque()
         self._choices = [_Choice(self, index) for index in range(self.params.n)]
         self._error: Exception | None = None
@@ -120,6 +121,9 @@ class FakeStream:
         if self.llm.refuse is not None:
             self._forget(self.llm.refused)
             raise self.llm.refuse
+
+    def stall(self, stalled: bool) -> None:
+        self.stalls.append(stalled)
 
     def listen(self, listener: Callable[[], None]) -> None:
         self._playing = asyncio.create_task(self._play(listener))
@@ -311,7 +315,7 @@ class FakeLLM:
         self._orders[prepared.adds[0].rid] = order
         return prepared
 
-    def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[FakeStream]:
+    def submit(self, prepared: Sequence[Prepared], group_id: str = "", client: str = "") -> list[FakeStream]:
         """`streams` are by key, and the number of their first choice if there are several."""
         key = prepared[0].key
         if self._of(key):

@@ -118,7 +118,9 @@ def test_checksums_in_memory_and_of_the_checkpoint() -> None:
 
 BAD = [
     ("/pause?clear_cache=perhaps", None, "clear_cache"), ("/pause", {"node": "keep"}, "node"),
-    ("/sleep?level=two", None, "level"), ("/sleep", {"tags": ["disk"]}, "tags[0]"),
+    ("/sleep?level=two", None, "level"), ("/sleep", {"level": 2**63}, "level"), ("/sleep", {"level": -1}, "level"),
+    ("/sleep?level=36893488147419103232", None, "level"),
+    ("/sleep", {"tags": ["disk"]}, "tags[0]"),
     ("/wake_up", {"tags": "weights"}, "tags"),
     ("/init_weight_transfer_engine", {}, "init_info"), ("/update_weights", {}, "update_info"),
     ("/update_weights", {"weight_dir": None}, "update_info"), ("/update_weights", {"update_info": []}, "update_info"),
@@ -271,6 +273,28 @@ def test_without_keys_control_is_for_this_machine() -> None:
     assert status(s, AWAY, "/resume/") == 403
     assert status(s, AWAY, "/abort_requests") == 400  # not a control route
     assert status(site(allow_remote_control=True), AWAY) == 200
+
+
+HOSTS = ["localhost", "127.0.0.1", "[::1]", "box.lan"]
+
+
+@pytest.mark.parametrize("path", ["/resume", "/sleep", "/inference/v1/requests", "/server_info", "/metrics"])
+def test_only_allowed_hosts_may_control_or_look_inside(path: str) -> None:
+    """A page whose name leads to this machine sends its own name, and no Origin with a GET."""
+    s = site(allowed_hosts=HOSTS)
+
+    def code(host: str) -> Any:
+        answer = asked_by(s, HERE, path, Host=host)
+        return answer.json()["error"]["code"] if answer.status_code == 403 else None
+
+    assert [code(host) for host in ("evil.example", "evil.example:8000", "[::2]:80", "localhost.evil.example")] == [
+        "host_not_allowed"
+    ] * 4
+    for host in ("localhost", "LOCALHOST:9", "127.0.0.1:8000", "[::1]:8000", "[::1]", "box.lan.", "localhost:"):
+        assert code(host) is None, host
+    s = site(allowed_hosts=["*"])
+    assert code("evil.example") is None
+    assert asked_by(site(allowed_hosts=HOSTS), HERE, "/v1/completions", Host="evil.example").status_code == 400
 
 
 def test_an_api_key_opens_control_too_if_there_is_no_admin_key() -> None:

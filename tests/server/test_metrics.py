@@ -7,6 +7,7 @@ import time
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
 from tokserve.server.metrics import SAMPLED, VLLM_NAMES
+from tokserve.server.stalls import Stalls
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -16,7 +17,7 @@ NAMES = [
     "request_decode_time_seconds_bucket", "request_aborts_total", "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket", "request_params_n_bucket", "request_params_max_tokens_bucket",
     "num_requests_waiting_by_reason", "cache_config_info", "request_inference_time_seconds_bucket",
-    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket", "event_loop_lag_seconds_bucket", "event_loop_stall_seconds_bucket",
     "stream_serialization_seconds_bucket", "http_requests_in_flight",
 ]  # fmt: skip
 
@@ -47,13 +48,18 @@ def test_content_type_is_prometheus() -> None:
 
 def test_the_engines_statistics() -> None:
     s = site()
-    s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1)
+    s.llm.stats = StepStats(2, 3, 16, 8, 64, 100, 4, 1000, 500, 800, 200, 1, deferred=1,
+        grammar_bytes=77, grammars_compiling=6, grammar_refusals=9, clients=5, stalled=13, displaced=21)  # fmt: skip
     found = values(s)
     assert found["tokserve:num_requests_running"] == 2 and found["tokserve:num_requests_waiting"] == 3
     assert found["tokserve:kv_cache_usage_perc"] == 0.25 and found["tokserve:num_preemptions_total"] == 4
     assert found["tokserve:prompt_tokens_total"] == 1000 and found["tokserve:generation_tokens_total"] == 500
     assert found["tokserve:prefix_cache_queries_total"] == 800 and found["tokserve:prefix_cache_hits_total"] == 200
     assert found["tokserve:nan_requests_total"] == 1
+    assert found["tokserve:grammar_cache_bytes"] == 77 and found["tokserve:grammars_compiling"] == 6
+    assert found["tokserve:grammar_refusals_total"] == 9
+    assert found["tokserve:clients"] == 5 and found["tokserve:num_requests_stalled"] == 13
+    assert found["tokserve:displaced_requests_total"] == 21
     assert found['tokserve:num_requests_waiting_by_reason{reason="capacity"}'] == 2
     assert found['tokserve:num_requests_waiting_by_reason{reason="deferred"}'] == 1
 
@@ -140,10 +146,10 @@ def test_a_blocked_event_loop_shows() -> None:
     s = site()
 
     async def block() -> None:
-        watching = asyncio.create_task(s.app.state.serving.metrics.watch_loop(0.01))
+        watching = asyncio.create_task(Stalls(s.app.state.serving.metrics.woke, 0.01).watch())
         await asyncio.sleep(0)
         time.sleep(0.2)
-        while not values_now()["tokserve:event_loop_lag_seconds_count"]:
+        while not values_now()["tokserve:event_loop_stall_seconds_count"]:
             await asyncio.sleep(0.001)
         watching.cancel()
 
@@ -152,3 +158,4 @@ def test_a_blocked_event_loop_shows() -> None:
 
     asyncio.run(block())
     assert values(s)["tokserve:event_loop_lag_seconds_sum"] > 0.15
+    assert values(s)["tokserve:event_loop_stall_seconds_sum"] > 0.15

@@ -161,3 +161,65 @@ def test_the_time_for_a_head_runs_whatever_dribbles_in() -> None:
             assert wire.closed
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("version", [b"2.0", b"0.9"])
+def test_other_versions_of_http_are_refused(version: bytes) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            feed(connection, wire, b"GET / HTTP/" + version + b"\r\nHost: a\r\n\r\n")
+            assert wire.closed and wire.written.startswith(b"HTTP/1.1 505 "), wire.written
+            assert b'"code":"http_version"' in wire.written
+
+    asyncio.run(scene())
+
+
+def chunked(count: int, size: int) -> bytes:
+    return (b"%x\r\n" % size + b"x" * size + b"\r\n") * count
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (chunked(1000, 1), b"HTTP/1.1 200 "), (chunked(5000, 100), b"HTTP/1.1 200 "),
+        (chunked(2000, 1), b"HTTP/1.1 400 "), (chunked(100, 2000) + chunked(8000, 1), b"HTTP/1.1 400 "),
+    ],
+)  # fmt: skip
+def test_a_body_in_many_tiny_chunks_is_refused(body: bytes, answer: bytes) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            feed(connection, wire, HEAD + b"\r\n", body, b"0\r\n\r\n")
+            while not wire.written:
+                await asyncio.sleep(0.001)
+            assert wire.written.startswith(answer), wire.written
+            assert (b'"code":"small_chunks"' in wire.written) == answer.endswith(b"400 ")
+
+    asyncio.run(scene())
+
+
+def test_the_pieces_of_a_body_are_gathered() -> None:
+    messages: list[bytes] = []
+
+    async def reader(scope: Any, receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            messages.append(message["body"])
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scene() -> None:
+        with connected(reader) as (connection, wire):
+            feed(connection, wire, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(999):
+                feed(connection, wire, b"x")
+                await asyncio.sleep(0)
+            while b"".join(messages) != b"x" * 999:  # they arrive though the body goes on
+                await asyncio.sleep(0.001)
+            feed(connection, wire, b"y")
+            while not wire.written:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(scene())
+    assert b"".join(messages) == b"x" * 999 + b"y" and len(messages) < 100

@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
+from tests.server.fake_llm import Caller, FakeStream, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import Completion
 from tokserve.params import SamplingParams
-from tokserve.server import body, sse, tokens
+from tokserve.server import holes, logprobs, sse, tokens
 from tokserve.server.sse import _Wire, failure
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
@@ -84,29 +83,82 @@ def test_packed_columns_in_a_stream_have_no_per_token_objects() -> None:
         assert event["choices"][0]["logprobs"]["shape"] == [1, 1]
 
 
-@pytest.mark.parametrize("path", [GENERATE, CHAT, COMPLETIONS])
-def test_a_long_reply_is_written_beside_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bodies: dict[str, Any] = {
-        GENERATE: BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}},
-        CHAT: CHAT_BODY | {"logprobs": True, "top_logprobs": 2},
-        COMPLETIONS: {"prompt": [5, 6, 8], "max_tokens": 6, "seed": 3, "logprobs": 2, "echo": True},
-    }
-    writers = []
+SCORED = {"max_tokens": 6, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
+LONG: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, BODY | {"sampling_params": SCORED}),
+    (GENERATE, BODY | {"sampling_params": SCORED | {"n": 3, "prompt_logprobs_start": 2}, "token_ids": [5, 6, 8, 9]}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "logprobs_format": "arrays"}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "logprobs_format": "base64"}),
+    (GENERATE, BODY | {"sampling_params": SCORED, "token_ids": [5]}),
+    (CHAT, CHAT_BODY | {"logprobs": True, "top_logprobs": 2, "n": 2, "prompt_logprobs": 2}),
+    (COMPLETIONS, {"prompt": [5, 6, 8], "max_tokens": 6, "seed": 3, "logprobs": 2, "echo": True, "n": 2}),
+    (COMPLETIONS, {"prompt": ["abc", "de"], "max_tokens": 2, "seed": 3, "prompt_logprobs": 2, "logprobs": 1}),
+    (COMPLETIONS, {"prompt": "abc", "max_tokens": 2, "seed": 3, "logprobs": -1, "echo": True}),
+]
 
-    def reply(*args: Any) -> Any:
-        writers.append(threading.current_thread().name)
-        return written(*args)
 
-    written = body.reply
-    monkeypatch.setattr(body, "reply", reply)
-    replies = []
-    for large in (sse.LARGE, 1):
-        monkeypatch.setattr(sse, "LARGE", large)
-        answer = site().post(path, bodies[path] | {"request_id": "r"})
-        assert answer.status_code == 200, answer.text
-        replies.append(answer.json() | {"created": 0})
-    assert replies[0] == replies[1]
-    assert not writers[0].startswith("asyncio_") and writers[1].startswith("asyncio_")  # a thread of `to_thread`
+@pytest.mark.parametrize(("path", "asked"), LONG[:4] + LONG[5:])
+def test_a_long_reply_is_made_in_parts_beside_the_loop(
+    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = site(max_logprobs=-1)
+    whole = s.post(path, asked | {"request_id": "r"})
+    monkeypatch.setattr(sse, "LARGE", 1)
+    monkeypatch.setattr(holes, "PART", 3)
+    parts = s.post(path, asked | {"request_id": "r"})
+    assert whole.status_code == parts.status_code == 200, parts.text
+    assert whole.json() | {"created": 0} == parts.json() | {"created": 0}
+    assert whole.headers["content-length"] and "content-length" not in parts.headers
+    assert whole.headers["content-type"] == parts.headers["content-type"]
+    assert parts.headers["x-request-id"] == "r"
+
+
+@pytest.mark.parametrize(("path", "asked"), LONG)
+def test_large_deltas_of_a_stream_are_made_beside_the_loop(
+    path: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def events() -> list[dict[str, Any]]:
+        return [event | {"created": 0} for event in site(max_logprobs=-1).events(path, asked | {"request_id": "r"})]
+
+    def tokens(events: list[dict[str, Any]]) -> dict[int, list[Any]]:
+        """What each choice says, however it is cut into events."""
+        said: dict[int, list[Any]] = {}
+        for choice in (choice for event in events for choice in event["choices"]):
+            logprobs = choice["logprobs"] or {}
+            said.setdefault(choice["index"], []).extend(logprobs.get("content") or logprobs.get("tokens") or [])
+        return said
+
+    at_once = events()
+    monkeypatch.setattr(sse, "LARGE", 1)
+    later = events()
+    assert tokens(later) == tokens(at_once)
+    assert sum("prompt_logprobs" in event for event in later) == sum("prompt_logprobs" in event for event in at_once)
+    assert later[-1] == at_once[-1]
+
+
+def test_a_large_delta_that_cannot_be_made_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("no")
+
+    monkeypatch.setattr(sse, "LARGE", 1)
+    monkeypatch.setattr(logprobs, "objects", fail)
+    asked = BODY | {"sampling_params": {"max_tokens": 6, "logprobs": 2}}
+    assert site().events(GENERATE, asked)[-1]["error"]["type"] == "internal_error"
+
+
+def test_a_reply_that_would_be_too_large_is_refused() -> None:
+    s = site(max_reply_bytes=1 << 20, max_model_len=4096, max_logprobs=20)
+    params = {"max_tokens": 4000, "logprobs": 20, "n": 2}
+    answer = s.post(GENERATE, BODY | {"sampling_params": params})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "reply_too_large"
+    assert answer.json()["error"]["param"] == "sampling_params.logprobs"
+    assert not s.llm.calls, "it is refused before the engine knows"
+    columns = BODY | {"sampling_params": params | {"n": 1}, "logprobs_format": "arrays"}
+    assert s.post(GENERATE, columns).status_code == 400
+    assert s.post(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 20}}).status_code == 200
+    assert s.events(GENERATE, BODY | {"sampling_params": params | {"max_tokens": 100}})
+    echo = {"prompt": [5] * 500, "logprobs": 20, "echo": True, "max_tokens": 1, "n": 64, "stream": True}
+    assert s.post(COMPLETIONS, echo).json()["error"]["param"] == "logprobs"
 
 
 def test_what_is_ready_is_one_write() -> None:
@@ -152,7 +204,7 @@ def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
             await slow.wait()
 
         wire = _Wire(send, 60.0)
-        wire.start(freed.set)
+        wire.start(freed.set, lambda stalled: None)
         wire.write(b"slow")
         assert wire.blocked
         wire._last = -60.0
@@ -177,7 +229,7 @@ def test_the_end_waits_for_a_blocked_comment() -> None:
             sent.append(message["body"])
 
         wire = _Wire(send, 60.0)
-        wire.start(lambda: None)
+        wire.start(lambda: None, lambda stalled: None)
         wire._last = -60.0
         wire._tick()
         ending = asyncio.create_task(wire.end(b"end"))
@@ -216,6 +268,47 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
     assert [write.count(b"data: {") for write in writes] == [1, 1, 18, 0]
     events = parse_events(b"".join(writes).decode())
     assert len(joined(events)[0]["token_ids"]) == 20
+
+
+def test_a_stream_that_nobody_reads_makes_no_tokens_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> tuple[list[bool], Site]:
+        s = site()
+        body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 40, "n": 2}}
+        caller = SlowReader(s, GENERATE, body)
+        await caller.wait_for(lambda _: bool(stalls()))
+        caller.going.set()
+        await caller.task
+        return stalls(), s
+
+    def stalls() -> list[bool]:
+        return [stalled for stream in made for stalled in stream.stalls]
+
+    made: list[FakeStream] = []
+    start = FakeStream.__init__
+    monkeypatch.setattr(FakeStream, "__init__", lambda self, *args: (start(self, *args), made.append(self))[0])
+    monkeypatch.setattr(sse, "PATIENCE", 0.01)
+    seen, s = asyncio.run(scene())
+    assert seen == [True, False] and s.llm.ended == {"slow"}
+
+
+def test_a_reader_that_is_a_little_slow_is_not_stalled() -> None:
+    async def scene() -> list[bool]:
+        stalls: list[bool] = []
+        slow, freed = asyncio.Event(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await slow.wait()
+
+        wire = _Wire(send, 60.0)
+        wire.start(freed.set, stalls.append)
+        wire.write(b"slow")
+        slow.set()
+        await freed.wait()
+        assert wire._patience is not None and wire._patience.cancelled()
+        wire.stop()
+        return stalls
+
+    assert asyncio.run(scene()) == []
 
 
 def test_a_slow_reader_that_leaves_aborts() -> None:

@@ -341,7 +341,6 @@ def test_a_message_without_content_or_calls_has_an_empty_one(chatml: Pair) -> No
         assert chatml.ours.text([{"role": role, "content": None}], template=source) == f"<{role}>"
 
 
-@pytest.mark.skipif(not (DEMO / "tokenizer.json").is_file(), reason="the demo model is not built yet")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_demo_model_equals_transformers(count: int) -> None:
     theirs = oracle(DEMO)

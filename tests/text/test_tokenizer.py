@@ -188,7 +188,6 @@ def test_threads_may_share_a_tokenizer() -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(not (DEMO / "tokenizer.json").is_file(), reason="the demo model is not built yet")
 def test_demo_model_equals_transformers() -> None:
     ours, theirs = Tokenizer.load(DEMO), oracle(DEMO)
     for text in [*TEXTS, "What is 47 + 38?", "Reverse: abc"]:

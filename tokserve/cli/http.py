@@ -11,6 +11,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -24,6 +25,7 @@ from tokserve.server.counters import Place
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies, after the first signal and after further ones
 ABORT_SECONDS = 5.0  # for the engine to abort requests, as it may hang
+SWITCH = 1e-3  # seconds that a thread with large work keeps the interpreter's lock from the event loop
 DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process exits
 
 
@@ -62,12 +64,11 @@ class ApiServer:
 
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Serve until a signal or the engine's death; returns the exit code."""
-        server, app, tracing = self._http
+        server, app, tracing, stalls, stop_workers = self._http
+        sys.setswitchinterval(SWITCH)
         gc.freeze()  # what exists now lives as long as the process: collections need not visit it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = [
-            asyncio.create_task(each) for each in (_watch(self.llm, server), app.state.serving.metrics.watch_loop())
-        ]
+        watching = [asyncio.create_task(each) for each in (_watch(self.llm, server), stalls.watch())]
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -75,6 +76,7 @@ class ApiServer:
                 task.cancel()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
+            stop_workers()
         return 1 if self.llm.dead else 0
 
     async def end(self) -> None:
@@ -83,11 +85,14 @@ class ApiServer:
 
 
 def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
-    """The uvicorn server, the app, and the tracing (or None)."""
+    """The uvicorn server, the app, the tracing (or None), what measures the event loop's stalls, and what ends the
+    threads for large work."""
     import uvicorn
 
+    from tokserve.server import workers
     from tokserve.server.app import build_app
     from tokserve.server.protocol import Protocol
+    from tokserve.server.stalls import Stalls
 
     s = config.server
     tracing = _tracing(config) if s.otlp_traces_endpoint else None
@@ -109,7 +114,7 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
-    return Server(settings), app, tracing
+    return Server(settings), app, tracing, Stalls(app.state.serving.metrics.woke), workers.stop
 
 
 def _tracing(config: Config) -> Any:

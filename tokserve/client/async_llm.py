@@ -25,7 +25,7 @@ from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
 from tokserve.config import Config
 from tokserve.errors import EngineDead, RequestError
-from tokserve.messages import Abort, Step, Submit, Verdict
+from tokserve.messages import Abort, Stall, Step, Submit, Verdict
 from tokserve.params import SamplingParams
 from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
@@ -213,8 +213,9 @@ class AsyncLLM:
         assert self._inputs is not None
         return self._inputs.prepare(order)
 
-    def submit(self, prepared: Sequence[Prepared], group_id: str = "") -> list[Stream]:
-        """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.
+    def submit(self, prepared: Sequence[Prepared], group_id: str = "", client: str = "") -> list[Stream]:
+        """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.  `client`:
+        who is served in turns with other clients.
 
         They share one request_id, and their choices are numbered consecutively (`Order.first_choice`).  Raises
         Conflict for an id in use here, RequestError for values that no message can hold, EngineDead.
@@ -224,7 +225,7 @@ class AsyncLLM:
         submission = self._requests.enter(call_id, prepared)
         adds = [add for each in prepared for add in each.adds]
         try:
-            self._connection.send(Submit(call_id, prepared[0].key, adds, group_id))
+            self._connection.send(Submit(call_id, prepared[0].key, adds, group_id, client))
         except UNSENDABLE as error:
             self._requests.judge(Verdict(call_id, "invalid", f"the request cannot be sent: {error}"))
             raise RequestError(f"the request cannot be sent: {error}") from None
@@ -234,6 +235,12 @@ class AsyncLLM:
     def release(self, delivery: Delivery) -> None:
         """Forget a request; the engine aborts what has not ended."""
         self._send_abort(self._requests.give_up(delivery), "abort_disconnect")
+
+    def stall(self, delivery: Delivery, stalled: bool) -> None:
+        """The consumer cannot take more for now, or can again."""
+        rids = delivery.open_rids()
+        if rids and self._connection.down is None:
+            self._connection.send(Stall(rids, stalled))
 
     def _send_abort(self, rids: list[str], reason: str) -> None:
         if rids:

@@ -20,16 +20,18 @@ import numpy as np
 
 from tokserve import checkpoint
 from tokserve.client.outputs import Choice, TextRules
-from tokserve.config import Config, ModelConfig
+from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import Add, Ready
 from tokserve.params import SamplingParams
 from tokserve.text.detokenizer import Detokenizer
+from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # of the `id` of replies
 MAX_SALT = 128
 MAX_ID = 1024
+MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
 INT32, INT64 = 1 << 31, 1 << 63
@@ -97,11 +99,13 @@ class Inputs:
         self._tokenizer = tokenizer
         self._has_priority = config.scheduler.scheduling_policy == "priority"
         self._max_logprobs = config.model.max_logprobs
+        self._limits = config.limits
 
     def prepare(self, order: Order) -> Prepared:
         """Check a request and build its messages.  Raises RequestError for the first thing wrong with it."""
         params = order.params
         _check_sizes(order)
+        check_lists(params, self._limits, self._ready.vocab_size)
         prompt, length = self._check_prompt(order.prompt)
         params.validate()
         self._check_vocabulary(params)
@@ -113,9 +117,8 @@ class Inputs:
         seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: null, to some clients
         bad = self._bad_sequences(params)
         self._check_choice_left(params, bad)
-        sampling = unscored = params.for_engine(seed=None, bad_token_sequences=bad)
-        if not order.score_each:
-            unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)
+        sampling = params.for_engine(seed=None, bad_token_sequences=bad)
+        unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)  # computed once
         stops = params.stop_strings()
         adds = [
             Add(
@@ -125,15 +128,22 @@ class Inputs:
             )
             for i in range(params.n)
         ]  # fmt: skip
-        rules = TextRules(order.text, params.include_stop_str_in_output)
+        shares = order.score_each and params.prompt_logprobs is not None and length > 1
+        rules, searched = TextRules(order.text, params.include_stop_str_in_output), StopStrings(stops)
         choices = [
-            Choice(i, add.rid, not order.stream, self._detokenizer(params, order.text), rules)
+            Choice(
+                i,
+                add.rid,
+                not order.stream,
+                self._detokenizer(params, order.text, searched),
+                rules,
+                awaits_scores=shares and i > 0,
+            )
             for i, add in enumerate(adds)
         ]
         return Prepared(request_id, key, seed, prompt, adds, choices)
 
-    def _detokenizer(self, params: SamplingParams, text: bool) -> Detokenizer | None:
-        stops = params.stop_strings()
+    def _detokenizer(self, params: SamplingParams, text: bool, stops: StopStrings) -> Detokenizer | None:
         if not stops and not (text and params.detokenize):
             return None
         tokenizer = self._tokenizer()
@@ -267,9 +277,36 @@ def _check_sizes(order: Order) -> None:
             _refuse(name, f"must fit in {end.bit_length()} bits")
     if params.extra_args is not None:
         try:
-            msgspec.msgpack.encode(params.extra_args)
+            size = len(msgspec.msgpack.encode(params.extra_args))
         except (OverflowError, TypeError):
             _refuse("extra_args", "holds a number that does not fit in 64 bits, or a value that JSON cannot represent")
+        if size > MAX_EXTRA:
+            _refuse("extra_args", f"must have at most {MAX_EXTRA} bytes, got {size}")
+
+
+def check_lists(params: SamplingParams, limits: LimitsConfig, vocab_size: int) -> None:
+    """Refuse lists that are longer than any use of them, before anything is done with their entries."""
+    stops, words = params.stop_strings(), params.bad_words
+    for name, entries, most, option in (
+        ("stop", stops, limits.max_stop_strings, "--max-stop-strings"),
+        ("stop_token_sequences", params.stop_token_sequences, limits.max_stop_strings, "--max-stop-strings"),
+        ("bad_words", words, limits.max_bad_words, "--max-bad-words"),
+        ("bad_token_sequences", params.bad_token_sequences, limits.max_bad_words, "--max-bad-words"),
+    ):
+        if len(entries) > most:
+            _refuse(name, f"must have at most {most} entries ({option}), got {len(entries)}")
+    for name, texts in (("stop", stops), ("bad_words", words)):
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if size > limits.max_words_bytes:
+            _refuse(name, f"must have at most {limits.max_words_bytes} bytes together (--max-words-bytes), got {size}")
+    for name in ("stop_token_sequences", "bad_token_sequences"):
+        count = sum(map(len, getattr(params, name)))
+        if count > limits.max_words_bytes:
+            _refuse(name, f"must have at most {limits.max_words_bytes} ids together (--max-words-bytes), got {count}")
+    for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "logit_bias"):
+        count = len(getattr(params, name) or ())
+        if count > vocab_size:
+            _refuse(name, f"must have at most {vocab_size} entries, one per token id, got {count}")
 
 
 def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:

@@ -60,17 +60,23 @@ NO_TEXT = TextRules()
 
 
 class Choice:
-    """One engine request.  `hold`: nothing is handed out before the end."""
+    """One engine request.  `hold`: nothing is handed out before the end.
+
+    `awaits_scores`: the prompt's logprobs come from the first choice of the request, with the first delta; until they
+    are there, nothing is handed out.
+    """
 
     __slots__ = (
         "_cached", "_count", "_detokenizer", "_finish", "_hit", "_ids", "_logprobs", "_prompt_logprobs", "_rules",
-        "_spans", "_texts", "delivery", "finished", "hold", "index", "rid", "waiting",
+        "_spans", "_texts", "awaits_scores", "delivery", "finished", "hold", "index", "rid", "scored", "waiting",
     )  # fmt: skip
 
     def __init__(
         self, index: int, rid: str, hold: bool = False,
-        detokenizer: Detokenizer | None = None, rules: TextRules = NO_TEXT,
+        detokenizer: Detokenizer | None = None, rules: TextRules = NO_TEXT, *, awaits_scores: bool = False,
     ) -> None:  # fmt: skip
+        self.awaits_scores = awaits_scores
+        self.scored = False  # the prompt's logprobs have come, or will not
         self.index = index
         self.rid = rid
         self.hold = hold
@@ -99,13 +105,14 @@ class Choice:
         finish = extra.finish
         if extra.prompt_logprobs is not None:
             self._prompt_logprobs = extra.prompt_logprobs
+            self.scored = True
         if extra.cached:
             self._cached = extra.cached
         stopped = self._hit is None and self._take_tokens(ids, logprobs, finish)
         if finish is not None:
             self._finish = finish
             self._spans = extra.spans
-            self.finished = True
+            self.finished = self.scored = True
         return stopped and finish is None
 
     def _take_tokens(self, ids: list[int], logprobs: Logprobs | None, finish: Finish | None) -> bool:
@@ -130,7 +137,14 @@ class Choice:
     @property
     def ready(self) -> bool:
         """There is something to fetch."""
-        return self.finished or (self._hit is None and not self.hold)
+        return not self.awaits_scores and (self.finished or (self._hit is None and not self.hold))
+
+    def share_scores(self, others: Sequence[Choice]) -> list[Choice]:
+        """Give the prompt's logprobs to the choices that await them; returns those of them that have outputs."""
+        for other in others:
+            other.awaits_scores = False
+            other._prompt_logprobs = self._prompt_logprobs
+        return [other for other in others if other.finished or other._count]
 
     def take(self) -> Completion:
         """Everything since the last call, as one delta."""
@@ -169,6 +183,7 @@ class Delivery:
         self.request_id = request_id
         self.choices = choices
         self.num_open = len(choices)
+        self._awaiting = [choice for choice in choices if choice.awaits_scores]
         self._line: deque[Choice] = deque()  # choices with something to fetch
         self._listener: Callable[[], None] | None = None
         self._error: RequestError | None = None
@@ -183,6 +198,14 @@ class Delivery:
         """`choice` has accepted an output.  True: there is something new to fetch, so `tell` must be called."""
         if choice.finished:
             self.num_open -= 1
+        is_new = False
+        if self._awaiting and choice is self.choices[0] and choice.scored:
+            for other in choice.share_scores(self._awaiting):
+                is_new |= self._line_up(other)
+            self._awaiting = []
+        return self._line_up(choice) or is_new
+
+    def _line_up(self, choice: Choice) -> bool:
         if choice.waiting or not choice.ready:
             return False
         choice.waiting = True

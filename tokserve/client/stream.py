@@ -21,6 +21,9 @@ class Owner(Protocol):
     def release(self, delivery: Delivery) -> None:
         """Abort what has not ended."""
 
+    def stall(self, delivery: Delivery, stalled: bool) -> None:
+        """Let what has not ended make no tokens (`stalled`), or go on."""
+
     def release_soon(self, delivery: Delivery) -> None:
         """As `release`, from any thread."""
 
@@ -97,6 +100,11 @@ class Stream:
         """Call `listener` in the event loop's thread whenever there is something new to `take`, an error included.
         It must not raise."""
         self._delivery.listen(listener)
+
+    def stall(self, stalled: bool) -> None:
+        """The consumer cannot take more for now (`stalled`), or can again: meanwhile no tokens are made.  The tokens
+        are the same in the end."""
+        self._owner.stall(self._delivery, stalled)
 
     def close(self) -> None:
         """Abort what has not ended; call it in the event loop's thread."""

@@ -13,7 +13,7 @@ from tokserve.config import Config
 from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.front_ends import Emit
-from tokserve.engine.grammar import Grammars
+from tokserve.engine.grammars import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
@@ -46,6 +46,8 @@ class Admission:
         self.num_received = 0  # requests that were accepted, and the number of the next
         self.closed = False  # for good: the engine is about to end
         self.undecided = Undecided(emit, self._withdraw, fail)
+        self._fair = config.scheduler.fair_clients
+        self._max_of_client = config.scheduler.max_requests_per_client
         self._reject_while_paused = config.server.reject_while_paused
         self._limits = limits
         self._registry = registry
@@ -88,18 +90,26 @@ class Admission:
         if self._registry.in_use(submit.key, (add.rid for add in submit.adds)):
             message = f"request_id {submit.key!r} is in use by a request in flight"
             return Verdict(submit.call_id, "duplicate_id", message)
+        live = self._scheduler.num_live(submit.client)
+        if self._max_of_client is not None and submit.client and live + len(submit.adds) > self._max_of_client:
+            message = (
+                f"this client has {live} requests in flight, and {len(submit.adds)} more would exceed its share of "
+                f"{self._max_of_client} (--max-requests-per-client)"
+            )
+            return Verdict(submit.call_id, "client_limit", message)
         excess = self._scheduler.excess([len(add.prompt) // 4 for add in submit.adds], now)
         return None if excess is None else Verdict(submit.call_id, "queue_full", *excess)
 
     def _requests(self, identity: bytes, submit: Submit, received: float) -> list[Request]:
         """One of each `Add`, with the grammar it waits for begun.  Raises RequestError."""
+        client, share = submit.client, None if self._fair else ""
         requests = [
-            Request(add, identity, number, received, self._limits, self._adapters.find(add.adapter))
+            Request(add, identity, number, received, self._limits, self._adapters.find(add.adapter), client, share)
             for number, add in enumerate(submit.adds, self.num_received)
         ]
         for request in requests:
             if request.params.structured_outputs is not None:
-                request.grammar = self._grammars.compile(request.params.structured_outputs)
+                request.grammar = self._grammars.compile(request.params.structured_outputs, submit.client)
                 request.grammar.add_done_callback(lambda _: self._wake())
         return requests
 

@@ -27,14 +27,14 @@ from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.following import Following
 from tokserve.engine.front_ends import Emit, FrontEnds
-from tokserve.engine.grammar import Grammars
+from tokserve.engine.grammars import Grammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Limits, Request
 from tokserve.engine.scheduler import Scheduler
 from tokserve.engine.verb import STEP_BOUNDARY, Verb, Wait
 from tokserve.errors import RequestError, StartError, Unavailable
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Call, Ready, Reply, Status, Submit, ToEngine
+from tokserve.messages import Abort, Call, Ready, Reply, Stall, Status, StepStats, Submit, ToEngine
 from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class EngineCore:
         self._registry = Registry()
         self._deadlines = Deadlines()
         self._following = Following(wake)
-        self._front_ends = FrontEnds(emit, clock, self.scheduler.stats)
+        self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
             config, self.limits, self._registry, self.scheduler, self.adapters, self.grammars, self._deadlines,
             emit, self._fail, wake,
@@ -158,7 +158,7 @@ class EngineCore:
         if self._flights:
             self._collect()
             return True
-        if self.scheduler.num_waiting and not self.control.idle_is_fine and not self._awaits_grammars:
+        if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
         self._rest()
         return False
@@ -172,9 +172,11 @@ class EngineCore:
         return self.control.frozen or any(task.wait is STEP_BOUNDARY for task in self._tasks)
 
     @property
-    def _awaits_grammars(self) -> bool:
-        """Requests may wait although nothing runs: for a grammar, or for one whose mask is late."""
-        return bool(self._admission.undecided) or bool(self._following)
+    def _may_wait(self) -> bool:
+        """Requests may wait although nothing runs: for a verb, a grammar, a mask that is late, or their client."""
+        if self.control.idle_is_fine or self._admission.undecided or self._following:
+            return True
+        return self.scheduler.num_stalled > 0
 
     def _advance_grammars(self) -> None:
         """Take the grammars and the masks that have come since the last turn."""
@@ -253,6 +255,11 @@ class EngineCore:
         if isinstance(message, Submit):
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
+        elif isinstance(message, Stall):
+            for rid in message.rids:
+                stalled = self._registry.find(rid, identity)
+                if stalled is not None:
+                    self.scheduler.stall(stalled, message.stalled)
         elif isinstance(message, Abort):
             found = [self._registry.find(rid, identity) for rid in message.rids]
             self._abort([request for request in found if request is not None], message.reason)
@@ -418,6 +425,13 @@ class EngineCore:
             "in_flight": len(self._flights), "steps": stats.steps,
         }  # fmt: skip
         self._emit(identity, Reply(call_id, state))
+
+    def _gauges(self) -> StepStats:
+        grammars = self.grammars
+        return msgspec.structs.replace(
+            self.scheduler.stats(), grammar_bytes=grammars.num_bytes, grammars_compiling=grammars.num_compiling,
+            grammar_refusals=grammars.num_refused,
+        )  # fmt: skip
 
     def _stats(self, identity: bytes, call_id: int) -> None:
         """Gauges and counters of this moment, ahead of the reply."""

@@ -1,33 +1,26 @@
-"""Structured outputs: grammars are compiled beside the loop, and followed token by token.
+"""Structured outputs: a grammar is compiled, and an output follows it token by token.
 
 llguidance does both: it reads the model's tokenizer.json and says, as a bit per vocabulary id, which tokens keep the
-text on a path to a sentence.  It is loaded, with the tokenizer, when the first grammar comes.  A few hundred bytes of
-grammar can ask for all the memory there is, so each is tried in a process of its own before the engine compiles it;
-what the library spends on a token is bounded by `LIMITS`.  Knows no requests, no steps and no logits.
+text on a path to a sentence.  It is loaded, with the tokenizer, when the first grammar comes.  `LIMITS` bound what the
+library spends on a token and how many states a grammar may have.  What compiling costs is not bounded here: a few
+hundred bytes of grammar can need all the memory there is, so `trials` compiles each in another process first.  Knows no
+requests, no steps and no logits.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
-import resource
-import select
-import subprocess
-import sys
-import threading
+import random
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
-from tokserve.config import Config
 from tokserve.errors import RequestError
 from tokserve.params import WHITE, StructuredOutputs
 from tokserve.plan import UInt32
@@ -35,36 +28,55 @@ from tokserve.plan import UInt32
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 128  # compiled grammars
-SECONDS = 10.0  # to compile one
-START_SECONDS = 60.0  # of the process for trials
-MEMORY = 2 << 30  # bytes of its address space
-NICENESS = 10  # of the compiling thread and process: steps go first
+NICENESS = 10  # of threads and processes that compile or compute slow masks: steps go first
 NO_TOKENIZER = "structured_outputs needs a tokenizer (tokenizer.json), and there is none"
+PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 256 << 20  # bytes of address space; the library descends a frame per rule that another names
 SHOWN = 300  # characters of the library's complaint
+STATE_BYTES = 2048  # of a lexer state, the upper end of the library's own estimate; 400 were measured
+WALKS, WALK_TOKENS, WALK_SECONDS = 3, 8, 0.2  # of the texts that a trial writes
 LIMITS: dict[str, Any] = {  # what one grammar may cost, in the library's units
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,  # 10 ms, 50 for the worst known
     "step_max_items": 20_000,  # some ms
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,  # some 2 kB each
+    "max_lexer_states": 20_000,  # `STATE_BYTES` each
     "max_grammar_size": 100_000,
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What a compiled grammar costs.  `size`: bytes; `per_token`: bytes it grows by with a token that follows it;
+    `seconds`: to compile it."""
+
+    size: int = 0
+    per_token: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Grammar:
     """What outputs of one form begin from, and sets of ids, a bit for each.
 
     `sentinels`: the library's EOS tokens, of the tokenizer's vocabulary.  Of the model's: `eos`, its own, and `barred`,
-    ids that no text has (the sentinels, and bits past the last id).
+    ids that no text has (the sentinels, and bits past the last id).  `cost`: as measured in a trial; `followed`: tokens
+    of outputs that have followed it.
     """
 
     machine: LLMatcher
     sentinels: UInt32
     barred: UInt32
     eos: UInt32
+    cost: Cost = Cost()
+    followed: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, estimated: the size that the trial measured, and since then growth at the trial's pace, up
+        to the limit of lexer states.  The library does not report its memory."""
+        growth = min(self.cost.per_token * self.followed, STATE_BYTES * LIMITS["max_lexer_states"])
+        return self.cost.size + int(growth)
 
 
 class Matcher:
@@ -113,6 +125,7 @@ class Follower:
         self.due = True
         self.slow = False  # the last `look` took long
         self.error: str | None = None  # why it cannot go on
+        self.limited = False  # because the grammar has come to a limit
         self.grammar = grammar
         self._ends = ends
         self._matcher: Matcher | None = None
@@ -121,6 +134,7 @@ class Follower:
     def push(self, token: int) -> None:
         """The token has come."""
         self._token = token
+        self.grammar.followed += 1
         self.due = True
 
     def look(self) -> None:
@@ -134,6 +148,7 @@ class Follower:
             self.error = None
         except RequestError as error:
             self.error = error.message
+            self.limited = True
 
     def done(self) -> None:
         """In the thread that pushes: what `look` has found may be used."""
@@ -187,6 +202,29 @@ class Compiler:
             raise unusable(field, error.message) from None
         return grammar
 
+    def try_out(self, asked: StructuredOutputs) -> Cost:
+        """Compile, and write the beginnings of a few random texts: some grammars compile, but come to a limit with
+        their second token.  Measures the memory as growth of this process, which must do nothing else meanwhile.
+        Raises RequestError that names the field."""
+        before, began = resident(), time.monotonic()
+        grammar = self.compile(asked)
+        compiled, seconds = resident(), time.monotonic() - began
+        chance, tokens = random.Random(0), 0
+        try:
+            for _ in range(WALKS):
+                matcher = Matcher(grammar, ends=False)
+                for _ in range(WALK_TOKENS):
+                    if matcher.complete or time.monotonic() - began > seconds + WALK_SECONDS:
+                        break
+                    allowed = np.flatnonzero(np.unpackbits(matcher.words.view(np.uint8), bitorder="little"))
+                    matcher.advance(int(chance.choice(allowed)))
+                    tokens += 1
+        except RequestError as error:
+            why = f"its texts come to a limit of grammars within {WALK_TOKENS} tokens: {error.message}"
+            raise unusable(f"structured_outputs.{asked.kind}", why) from None
+        now = resident()
+        return Cost(max(0, now - before), max(0, now - compiled) / max(1, tokens), seconds)
+
     def load(self) -> LLTokenizer:
         """The tokenizer, at least as wide as the model's logits.  Raises RequestError."""
         if self._tokenizer is None:
@@ -204,104 +242,18 @@ class Compiler:
         return self._tokenizer
 
 
-class Grammars:
-    """Compiles beside the loop, in one thread, and keeps what it has compiled."""
-
-    def __init__(self, config: Config, vocab_size: int, eos: Sequence[int]) -> None:
-        tokenizer = None if config.server.tokens_only else config.model.tokenizer or config.model.model
-        self._compiler = Compiler(tokenizer, vocab_size, eos)
-        self._trial = Trial(tokenizer, vocab_size)
-        self._kept: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "grammar", _yield_to_steps)  # starts its thread with the first grammar
-
-    def compile(self, asked: StructuredOutputs) -> Future[Grammar]:
-        """The grammar; it may be there already.  The future's exception is a RequestError that names the field."""
-        key = msgspec.msgpack.encode(asked)
-        known = self._kept.get(key)
-        if known is not None and not (known.done() and known.exception() is not None):
-            self._kept.move_to_end(key)
-            return known
-        usual = threading.stack_size(STACK)  # for the thread that the pool may start now
-        try:
-            future = self._kept[key] = self._pool.submit(self._compile, asked)
-        finally:
-            threading.stack_size(usual)
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return future
-
-    def forget(self, grammar: Grammar) -> None:
-        """Compile it anew for the next request: outputs share what the library has found out about a grammar, and its
-        limits with it, so one that has come to a limit would fail others at once."""
-        for key, known in list(self._kept.items()):
-            if known.done() and known.exception() is None and known.result() is grammar:
-                del self._kept[key]
-
-    def close(self) -> None:
-        """End the thread and its process."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._trial.interrupt()
-        self._pool.shutdown()
-        self._trial.close()
-
-    def _compile(self, asked: StructuredOutputs) -> Grammar:
-        self._trial.run(asked)
-        return self._compiler.compile(asked)
+def resident() -> int:
+    """Bytes of anonymous memory of this process, without what was freed."""
+    give_back()
+    with open("/proc/self/statm", "rb") as file:
+        _, total, shared, *_ = map(int, file.read().split())
+    return (total - shared) * PAGE
 
 
-class Trial:
-    """A process in which every grammar is compiled once before it is in the engine's own: what takes too long, or all
-    the memory there is, or crashes the library, does it there."""
-
-    def __init__(self, tokenizer: str | None, vocab_size: int) -> None:
-        self._command = [sys.executable, "-m", __name__, json.dumps([tokenizer, vocab_size])]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def run(self, asked: StructuredOutputs) -> None:
-        """Raises RequestError that names the field."""
-        field = f"structured_outputs.{asked.kind}"
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it has ended between two trials: for want of memory elsewhere, say
-        if self._process is None:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            if self._answer(START_SECONDS) is None:
-                raise unusable(field, "the process that tries grammars does not start")
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError):  # no answer comes then
-            stdin.write(msgspec.json.encode(asked) + b"\n")
-            stdin.flush()
-        answer = self._answer(SECONDS)
-        if answer is None:
-            raise unusable(field, f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB")
-        wrong = msgspec.json.decode(answer, type=list[str])
-        if wrong:
-            raise RequestError(wrong[1], field=wrong[0])
-
-    def _answer(self, seconds: float) -> bytes | None:
-        """A line; None if none comes, and then the process is gone."""
-        assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        line = self._process.stdout.readline() if ready else b""
-        if line:
-            return line
-        self.close()
-        return None
-
-    def interrupt(self) -> None:
-        """From any thread: make a trial that runs fail."""
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+def give_back() -> None:
+    """Return freed memory to the system, where the C library can: a few milliseconds."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unusable(field: str, why: str) -> RequestError:
@@ -346,37 +298,3 @@ def _shortened(complaint: str) -> str:
     if line == "NoExtensionBias":
         return "no text has this form"
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."
-
-
-def _yield_to_steps() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def main() -> None:
-    """The other process: a line of JSON for a grammar, and as its answer [] or [field, message]."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    tokenizer, vocab_size = json.loads(sys.argv[1])
-    compiler = Compiler(tokenizer, vocab_size, eos=())
-
-    def serve() -> None:
-        with suppress(RequestError):  # it is told to every client
-            compiler.load()
-        print("[]", flush=True)
-        for line in sys.stdin.buffer:
-            wrong: list[str] = []
-            end = int(time.process_time() + 2 * SECONDS)  # for the case that nobody is left to end this process
-            resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-            try:
-                compiler.compile(msgspec.json.decode(line, type=StructuredOutputs))
-            except RequestError as error:
-                wrong = [error.field or "", error.message]
-            print(json.dumps(wrong), flush=True)
-
-    threading.stack_size(STACK)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
-
-
-if __name__ == "__main__":
-    main()

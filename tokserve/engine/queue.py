@@ -33,6 +33,10 @@ class Queue:
         """In order.  The queue must not be changed meanwhile."""
         return iter(self._requests)
 
+    def __reversed__(self) -> Iterator[Request]:
+        """Against the order.  The queue must not be changed meanwhile."""
+        return reversed(self._requests)
+
     def __getitem__(self, index: int) -> Request:
         return self._requests[index]
 

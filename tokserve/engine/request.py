@@ -58,17 +58,23 @@ class Request:
     pending = 0
     in_flight = 0
     blocks_sent = 0  # entries of the block table that the device has
+    drawn = False  # a token has been planned since it got its slot, so its prompt is computed
+    stalled = False  # its client does not read what it has already
     grammar: Future[Grammar] | None = None  # until it is there, the request waits for it
     cached: int | None = None  # prompt tokens found in the cache at the first admission
     admitted: float | None = None
 
     def __init__(
-        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None
-    ) -> None:
-        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock."""
+        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None,
+        client: str = "", share: str | None = None,
+    ) -> None:  # fmt: skip
+        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock.  `share`: of whose
+        share of the slots it takes one, if not the client's."""
         params = add.sampling
         self.rid = add.rid
         self.owner = owner
+        self.client = client
+        self.share = client if share is None else share
         self.number = number  # in order of receipt
         self.received = received
         self.arrival = add.arrival  # the front end's clock; for order only
@@ -212,7 +218,8 @@ class Request:
         assert self.follower is not None
         if self.follower.error is not None:
             message = f"structured_outputs cannot be followed: {self.follower.error}"
-            self.end("error", "error", now, message=message)
+            detail = "grammar_limit" if self.follower.limited else "error"
+            self.end("error", detail, now, message=message)
         elif self.follower.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
             self.end("stop", "grammar", now)
 

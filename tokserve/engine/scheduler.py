@@ -9,7 +9,7 @@ flight mentions is not freed until its result is here.  Knows no clock, no messa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,6 +18,7 @@ import numpy as np
 from tokserve.config import SchedulerConfig
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import PackedRows
+from tokserve.engine.fairness import FairQueue, Shares
 from tokserve.engine.policies import POLICIES
 from tokserve.engine.queue import Queue, QueueLimits
 from tokserve.engine.request import Request, State
@@ -25,6 +26,7 @@ from tokserve.messages import AGES, StepStats
 from tokserve.plan import Masks, NewRow, StepPlan, StepResult
 
 EPOCHS_KEPT = 1000
+DISPLACED = 8  # most preemptions a step in favour of other clients
 
 
 @dataclass(slots=True)
@@ -60,6 +62,18 @@ class _Draft:
         self.rows.append(Row(request, start, count, start + count == request.wanted))
         self.budget -= count
 
+    def extend(self, row: Row, count: int) -> None:
+        row.count += count
+        row.samples = row.start + row.count == row.request.wanted
+        self.budget -= count
+
+    def drop(self, request: Request) -> None:
+        for row in self.rows:
+            if row.request is request:
+                self.rows.remove(row)
+                self.budget += row.count
+                return
+
 
 @dataclass(slots=True)
 class Counters:
@@ -67,6 +81,7 @@ class Counters:
 
     steps: int = 0  # steps
     preemptions: int = 0  # preemptions
+    displaced: int = 0  # preemptions
     prompt_tokens: int = 0
     output_tokens: int = 0
     prefix_queries: int = 0
@@ -81,6 +96,10 @@ class Scheduler:
     A request fits when its blocks do: all blocks of its known tokens are allocated at admission (and one block for
     each running request must be left, so that admission does not cause preemption at once); only growth by new
     tokens can then run out of blocks, and preempts.
+
+    Clients are served alike (`fairness`): the one with the fewest slots is next, and while it waits for a slot or for
+    blocks, a client with at least two slots more gives up its last request's.  A request that is stalled gets no
+    tokens; it keeps its slot and its blocks until somebody else needs them.
     """
 
     def __init__(self, config: SchedulerConfig, cache: Cache, weight_version: str) -> None:
@@ -89,8 +108,11 @@ class Scheduler:
         self.counters = Counters()
         self._config = config
         self._cache = cache
-        policy = POLICIES[config.scheduling_policy]
-        self._waiting = Queue(policy)
+        self._policy = policy = POLICIES[config.scheduling_policy]
+        self.shares = Shares()
+        self._waiting = FairQueue(policy, self.shares)
+        self._parked: set[Request] = set()  # stalled, and without a slot
+        self._stalled: set[Request] = set()
         self._limits = QueueLimits(config.max_queued_requests, config.max_queued_tokens)
         self._short = False  # blocks were missing when the last plan was made, so a free slot may mean nothing
         self._deferred = 0  # waiting requests that the last plan passed over
@@ -106,12 +128,26 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parked)
+
+    @property
+    def num_stalled(self) -> int:
+        """Requests whose client does not read."""
+        return len(self._stalled)
+
+    def num_live(self, client: str) -> int:
+        """Requests of a client that have not ended."""
+        return self.shares.live[client]
 
     @property
     def num_free_slots(self) -> int:
         """Slots that a request could enter."""
         return len(self._free_slots)
+
+    @property
+    def _num_open(self) -> int:
+        """Requests that may enter now: no more run than there are slots, and tokens in a step."""
+        return min(len(self._free_slots), self._config.max_num_batched_tokens - len(self._running))
 
     @property
     def running(self) -> Iterable[Request]:
@@ -122,12 +158,13 @@ class Scheduler:
         """Gauges and counters of this moment."""
         pool, count = self._cache.pool, self.counters
         return StepStats(
-            running=len(self._running), waiting=len(self._waiting), blocks_held=pool.num_held,
+            running=len(self._running), waiting=self.num_waiting, blocks_held=pool.num_held,
             blocks_cached=pool.num_cached, blocks_total=pool.total, steps=count.steps, preemptions=count.preemptions,
             prompt_tokens=count.prompt_tokens, output_tokens=count.output_tokens,
             prefix_queries=count.prefix_queries, prefix_hits=count.prefix_hits, nan_requests=count.nan_requests,
             tokens_by_age=count.tokens_by_age.copy(),
-            deferred=min(self._deferred, len(self._waiting)),
+            deferred=min(self._deferred, len(self._waiting)) + len(self._parked),
+            clients=len(self.shares.live), stalled=len(self._stalled), displaced=count.displaced,
         )  # fmt: skip
 
     def use_weights(self, version: str, epoch: int) -> None:
@@ -147,7 +184,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a new request wait for its turn."""
         self._waiting.add(request)
+        self.shares.came(request)
         self._limits.entered(request.prompt_len)
+
+    def stall(self, request: Request, stalled: bool) -> None:
+        """Its client does not read what it has been sent, or reads again."""
+        request.stalled = stalled
+        if stalled:
+            self._stalled.add(request)
+            return
+        self._stalled.discard(request)
+        if request in self._parked:
+            self._parked.remove(request)
+            self._waiting.add(request)
 
     def excess(self, lengths: Sequence[int], now: float) -> tuple[str, int] | None:
         """Why new requests with prompts of these lengths may not wait, and after how many seconds to ask again.
@@ -162,12 +211,16 @@ class Scheduler:
 
     def drop(self, request: Request) -> None:
         """A request that has a `finish` stops here; slot and blocks follow when no step in flight mentions it."""
-        if request.state is State.WAITING:
+        if request in self._parked:
+            self._parked.remove(request)
+        elif request.state is State.WAITING:
             self._waiting.remove(request)
             if request.admitted is None:
                 self._limits.gone(request.prompt_len)
         elif request.state is State.RUNNING:
-            self._running.remove(request)
+            self._stop_running(request)
+        self._stalled.discard(request)
+        self.shares.ended(request)
         request.state = State.ENDED
         if request.slot >= 0:
             self._leave(request)
@@ -176,16 +229,25 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to compute before the next `update` or `add`."""
+        self._displace()
+        draft = self._draft(now)
+        while not draft.rows and draft.short and self._displace():  # those who held the blocks do not run
+            draft = self._draft(now)
+        return self._plan(draft) if draft.rows else None
+
+    def _draft(self, now: float) -> _Draft:
         draft = _Draft(self._config.max_num_batched_tokens)
         self._deferred = 0
         self._continue(draft)
         if not draft.short:
             self._admit(draft, now)
+        self._fill(draft)
         self._short = draft.short
-        return self._plan(draft) if draft.rows else None
+        return draft
 
     def _continue(self, draft: _Draft) -> None:
-        """Rows for running requests: those that lack one token first, so that no prompt delays them."""
+        """Rows for running requests: those that lack one token first, so that no prompt delays them.  Prompts of a
+        client take at most its share of what is left, so that other clients' requests can enter."""
         prompts = []
         for request in list(self._running):
             if request.state is not State.RUNNING or not request.may_draw:  # preempted by one before it, or no mask
@@ -193,11 +255,37 @@ class Scheduler:
             wanted = request.wanted
             if wanted - request.computed > 1:
                 prompts.append(request)
+            elif self._holds_still(request):
+                continue
             elif wanted < request.limit and draft.budget and self._make_room(request, draft):
                 draft.add(request, 1)
+        shares = dict.fromkeys(self.shares.present, max(1, draft.budget // max(1, len(self.shares.present))))
         for request in prompts:
-            if request.state is State.RUNNING and draft.budget:
-                draft.add(request, self._chunk(request, draft.budget))
+            budget = min(draft.budget, shares[request.share])
+            if request.state is State.RUNNING and budget:
+                count = self._chunk(request, budget)
+                draft.add(request, count)
+                shares[request.share] -= count
+
+    def _fill(self, draft: _Draft) -> None:
+        """What nobody else has used of the budget goes to running prompts that were cut to their client's share."""
+        if not draft.budget or len(self.shares.present) < 2:
+            return
+        rows = {row.request: row for row in draft.rows}
+        for request in self._running:
+            row = rows.get(request)
+            count = 0 if row is None else row.count
+            if request.wanted - request.computed > max(1, count) and request.may_draw and draft.budget:
+                more = self._chunk(request, count + draft.budget) - count
+                if row is None:
+                    draft.add(request, more)
+                elif more > 0:
+                    draft.extend(row, more)
+
+    def _holds_still(self, request: Request) -> bool:
+        """It gets no tokens, as its client does not read those it has.  Its prompt is computed all the same, since
+        others may wait for that; and a verb that waits for the end of all requests waits for no client."""
+        return request.stalled and request.drawn and self.barrier is None
 
     def _chunk(self, request: Request, budget: int) -> int:
         count = min(request.wanted - request.computed, budget)
@@ -211,20 +299,83 @@ class Scheduler:
             draft.short = True
             if self._leaving:  # their blocks are free when the step in flight is answered
                 return False
-            victim = self._running[len(self._running) - 1]
+            victim = self._victim()
             self._preempt(victim)
+            draft.drop(victim)
             if victim is request:
                 return False
         return True
+
+    def _victim(self) -> Request:
+        """Who gives up its blocks: a stalled request, else the last of the client with the most slots.  Where no client
+        has two, the last of all: so the first of all always gets on."""
+        most = max(self.shares.running.values())
+        last: Request | None = None
+        for request in reversed(self._running):
+            if self._holds_still(request):
+                return request
+            if last is None and (most == 1 or self.shares.running[request.share] == most):
+                last = request
+        assert last is not None
+        return last
+
+    def _displace(self) -> bool:
+        """Preempt for waiting requests that find no slot, or no blocks: stalled requests, and those of clients with
+        more slots than the one that waits.  Whether any was preempted."""
+        if self.barrier is not None and self._parked:
+            for request in self._parked:
+                self._waiting.add(request)
+            self._parked.clear()
+        contested = len(self.shares.present) > 1 or self._stalled
+        if not contested or not self._waiting or (self._num_open and not self._short):
+            return False
+        room = 0 if self._short else self._num_open + len(self._leaving)
+        most = room + (1 if self._short else DISPLACED)  # blocks: one after the other, until there are enough
+        running = self.shares.running.copy()
+        before = self.counters.displaced
+        for place, request in enumerate(list(islice(filter(self._may_enter, self._waiting), most))):
+            if place >= room:
+                victim = self._to_displace(request, running)
+                if victim is None:
+                    break
+                self._preempt(victim)
+                self.counters.displaced += 1
+                running[victim.share] -= 1
+            running[request.share] += 1
+        return self.counters.displaced > before
+
+    def _to_displace(self, waiting: Request, running: Mapping[str, int]) -> Request | None:
+        """Whose slot and blocks a waiting request may have; `running`: slots by client."""
+        level = self._policy(waiting)[0]
+        heavy = max(running, key=lambda share: running[share], default="")
+        owed = running.get(heavy, 0) > running.get(waiting.share, 0) + 1
+        last: Request | None = None
+        for request in reversed(self._running):
+            if self._holds_still(request):
+                return request
+            if last is None and owed and request.share == heavy and self._policy(request)[0] >= level:
+                last = request
+        return last
+
+    def _may_enter(self, request: Request) -> bool:
+        """Neither the barrier, nor its grammar or mask, nor a prefix on its way, nor its client keeps it waiting."""
+        if self.barrier is not None and request.number >= self.barrier:
+            return False
+        stalled = request.stalled and self.barrier is None
+        return request.may_draw and not stalled and not self._cache.must_wait(request.table)
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests; no step may be in flight."""
         for request in list(self._running):
             self._preempt(request)
 
+    def _stop_running(self, request: Request) -> None:
+        self._running.remove(request)
+        self.shares.left(request)
+
     def _preempt(self, request: Request) -> None:
         self.counters.preemptions += 1
-        self._running.remove(request)
+        self._stop_running(request)
         request.state = State.LEAVING
         self._leave(request)
 
@@ -233,30 +384,30 @@ class Scheduler:
         another, whose grammar or mask is not there yet, or that is behind the barrier, is passed over; one that does
         not fit holds up those behind it.
 
-        There is budget left only when every running request has its row, so no more requests run than tokens fit
-        in a step, and each gets on.
+        No more requests run than tokens fit in a step, so each gets on.
         """
-        index = 0
-        while index < len(self._waiting) and draft.budget and self._free_slots and not draft.short:
-            request = self._waiting[index]
+        order = self._waiting.order()
+        while draft.budget and self._num_open > 0 and not draft.short:
+            request = next(order, None)
+            if request is None:
+                break
             hits = None
-            behind = self.barrier is not None and request.number >= self.barrier
-            if not behind and request.may_draw and not self._cache.must_wait(request.table):
+            if self._may_enter(request):
                 usable = request.reusable_blocks(self._cache.block_size)
                 hits = self._cache.find(request.table, request.tokens, usable)
             if hits is None:
-                index += 1
+                self._deferred += 1
             elif self._cache.admit(request.table, request.tokens, hits, spare=len(self._running)):
                 self._enter(request, hits, now)
                 draft.new.append(request.new_row())
                 draft.add(request, self._chunk(request, draft.budget))
             else:
                 draft.short = True
-        self._deferred = index
 
     def _enter(self, request: Request, hits: int, now: float) -> None:
         self._waiting.remove(request)
         self._running.add(request)
+        self.shares.entered(request)
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
         request.computed = min(hits * self._cache.block_size, request.reusable)
@@ -283,6 +434,7 @@ class Scheduler:
                 request.blocks_sent = len(table)
             request.computed += row.count
             request.pending += row.samples
+            request.drawn = request.drawn or row.samples
             request.in_flight += 1
             if request.follower is not None and row.samples:
                 masked.append(request)
@@ -357,9 +509,13 @@ class Scheduler:
         self._done.append(request.slot)
         request.slot = -1
         request.computed = request.blocks_sent = 0
+        request.drawn = False
         if request.state is State.LEAVING:
             request.state = State.WAITING
-            self._waiting.add(request)
+            if request.stalled:
+                self._parked.add(request)
+            else:
+                self._waiting.add(request)
 
 
 def _masks(requests: Sequence[Request]) -> Masks | None:

@@ -1,7 +1,8 @@
 """Submissions whose verdict is still due: they are entered and queued, but a grammar of theirs is being compiled.
 
 So a grammar that cannot be used refuses the request instead of failing it later, and whatever can happen to a waiting
-request (abort, deadline, a full queue) can happen to these too.  Knows nothing of grammars beyond their futures.
+request (abort, deadline, a full queue) can happen to these too; its grammar is then cancelled.  Knows nothing of
+grammars beyond their futures.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokserve.engine.request import Request
-from tokserve.errors import RequestError
+from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import Verdict
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Undecided:
         """A request ends before its output begins: the client hears first that it was accepted."""
         if request in self._of:
             self._accept(self._of[request])
+            if request.grammar is not None:
+                request.grammar.cancel()
 
     def decide(self) -> list[Request]:
         """Of those whose grammars are all there; returns the requests that begin to follow theirs."""
@@ -57,7 +60,8 @@ class Undecided:
             if all(grammar.done() for grammar in grammars):
                 for request in submission.requests:
                     del self._of[request]
-                error = next((each for each in (grammar.exception() for grammar in grammars) if each), None)
+                needed = (grammar.exception() for grammar in grammars if not grammar.cancelled())
+                error = next((each for each in needed if each), None)
                 if error is None:
                     begun += self._begin(submission)
                 else:
@@ -79,11 +83,15 @@ class Undecided:
 
     def _refuse(self, submission: _Submission, error: BaseException) -> None:
         verdict = Verdict(submission.call_id, "internal", "the grammar could not be compiled")
-        if isinstance(error, RequestError):
+        if isinstance(error, QueueFull):
+            verdict = Verdict(submission.call_id, "queue_full", error.message, error.retry_after or 1)
+        elif isinstance(error, RequestError):
             verdict = Verdict(submission.call_id, "invalid", error.message, field=error.field or "")
         else:
             logger.error("a grammar could not be compiled", exc_info=error)
         for request in submission.requests:
+            if request.grammar is not None:
+                request.grammar.cancel()
             if request.finish is None and submission.told:
                 self._fail(request, verdict.message)
             elif request.finish is None:

@@ -213,6 +213,8 @@ class Weights:
     def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
         update.closed = True
         yield from self._staged(update, "finish_update")
+        if weight_version is not None and epoch is None:
+            yield from self._check_new(update, weight_version)
         yield STEP_BOUNDARY
         self._check_open(update)
         committed = False
@@ -275,9 +277,27 @@ class Weights:
             raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
+    def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, None, None]:
+        """Refuse the version that serves for other weights: one name would stand for two.
+
+        The same weights may come again, from a client that has not heard of its success, and the first update may have
+        the name of the start.
+        """
+        comparable = self.can_compute and not self.touched
+        if weight_version != self.version or not self.epoch or not comparable:
+            return
+        is_same = yield from self._staged(update, "is_same_update")
+        if not is_same:
+            reason = f"other weights of version {weight_version} serve already"
+            self._fail(update, reason)
+            yield from self._background("abort_update")
+            raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
+
     def _check_version(self, version: str | None, field: str = "weight_version") -> None:
         if version is not None and not 0 < len(version) <= MAX_VERSION:
             raise RequestError(f"a weight version must have 1 to {MAX_VERSION} characters", field=field)
+        if version is not None and not version.isprintable():
+            raise RequestError("a weight version must have printable characters only", field=field)
 
     def _opened(self, weight_version: str | None = None) -> Update:
         """`weight_version`: what it is to make."""

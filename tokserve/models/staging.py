@@ -26,11 +26,14 @@ class Staging:
     of pushed tensors.
 
     Where its config.json says how float8 weights are scaled, a weight may come as float8, and its scale for itself.
+    `check_finite`: `finish` refuses weights that are not.
     """
 
-    def __init__(self, decoder: Decoder, *, checksums: bool = True) -> None:
+    def __init__(self, decoder: Decoder, *, checksums: bool = True, check_finite: bool = True) -> None:
         self._decoder = decoder
         self.provenance = decoder.provenance = Provenance(enabled=checksums)
+        self._check_finite = check_finite
+        self._not_finite: list[str] = []  # in the order in which they came
         self._wanted = decoder.parameters_by_name()
         self._known = self._wanted | ({HEAD: self._wanted[EMBEDDING]} if decoder.spec.tied else {})
         self._block = decoder.spec.float8_block
@@ -75,6 +78,8 @@ class Staging:
         if own is None:
             return
         self._came.add(_by_any_name(own))
+        if self._check_finite and not all(is_finite(part, self._decoder.dtype) for part in _parts(tensor)):
+            self._not_finite.append(name)
         if own in self._places:
             self._cache_scales[own] = _plain(tensor).clone()
             return
@@ -121,6 +126,14 @@ class Staging:
         )
         if problems := [weights.counted(kind, names) for kind, names in kinds if names]:
             raise RequestError(f"the update is not complete: {'; '.join(problems)}")
+        if self._not_finite:
+            count = len(self._not_finite)
+            others = f", nor are {count - 1} others" if count > 1 else ""
+            raise RequestError(
+                f"{self._not_finite[0]} is not finite in {str(self._decoder.dtype).removeprefix('torch.')}{others} "
+                "(--check-weights)",
+                code="weights_not_finite",
+            )
         if len(set(self._shared.values())) > 1:
             raise RequestError(f"{HEAD} differs from {EMBEDDING}, but the model ties them")
         if self._decoder.float8_cache:
@@ -142,6 +155,20 @@ def _by_any_name(own: str) -> str:
     """The same for all names of one weight's scale."""
     weight = float8.scaled_by(own)
     return own if weight is None else weight + float8.SCALES[0]
+
+
+def is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value is finite, and still is when it becomes a `dtype`.  One pass, which makes no copy."""
+    if tensor.numel() == 0:
+        return True
+    if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity: all bits but the sign are NaN
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(torch.stack((low, high)).to(dtype)).all())
+
+
+def _parts(tensor: Tensor | Scaled) -> tuple[Tensor, ...]:
+    return (tensor.values, tensor.scales) if isinstance(tensor, Scaled) else (tensor,)
 
 
 def _plain(tensor: Tensor | Scaled) -> Tensor:

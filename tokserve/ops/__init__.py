@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -64,11 +64,17 @@ logprobs = sampling.logprobs.reference
 
 
 def bind(
-    device: str, overrides: Mapping[str, str] | None = None, threads: int | None = None, *, exact: bool = True
+    device: str,
+    overrides: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    *,
+    cpus: Sequence[int] = (),
+    exact: bool = True,
 ) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
     `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
+    `cpus`: one for each of them, to bind them to.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
     for a name that does not exist.  `exact` False: products may be those of the device's own library, where a row's
     bits may depend on the batch.  Weights packed before a bind that changes how a product is done are not valid after
@@ -79,7 +85,7 @@ def bind(
         overrides = dict.fromkeys(products, FAST[device]) | dict(overrides or {})
     chosen = choose(device, overrides or {})
     if threads is not None:
-        set_threads(device, threads)
+        set_threads(device, threads, cpus)
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
     for name, value in (bound | {"home": torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)

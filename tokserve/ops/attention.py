@@ -3,7 +3,8 @@
 A token's bits must not depend on the chunk it came in or on who else is in the batch.  So queries sit in tiles by
 absolute position (tile = position // TILE, place in it = position % TILE), keys come in splits by absolute position,
 both always filled up to full size: the matrix products of a token have one shape and hold it in one place.  Masked
-keys weigh exactly zero; splits merge in ascending order.  The rest is elementwise and done for real tokens only.
+keys weigh exactly zero; splits merge in ascending order.  Products run on one thread: a library may cut their sums by
+the number of threads.  The rest is elementwise, or a sum over one row, and done for real tokens only.
 The caches' shape is [B,Hk,P,D]: how the P * D elements of a head lie in its place of a page is the affair of the
 implementation, so the three ops are chosen together.  Here they lie as rows [P,D].
 This file must not know layers, requests or who owns a page.
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from tokserve.ops import elementwise
 from tokserve.ops.registry import op
+from tokserve.ops.serial import one_thread
 
 TILE = 8  # query positions of one product
 SPLIT = 128  # keys of one product
@@ -295,7 +297,8 @@ def _products(tiled: Tensor, matrix: Tensor, batch: _Batch) -> Tensor:
     width = matrix.shape[-1]
     shape = (batch.num_tiles, TILE * group, depth)
     product = tiled.new_empty(kv_heads, batch.num_tiles, TILE * group, width)
-    for head in range(kv_heads):
-        shared = matrix[head].expand(batch.num_tiles, depth, width)
-        torch.bmm(tiled[head].view(shape), shared, out=product[head])
+    with one_thread():
+        for head in range(kv_heads):
+            shared = matrix[head].expand(batch.num_tiles, depth, width)
+            torch.bmm(tiled[head].view(shape), shared, out=product[head])
     return product.view(kv_heads, -1, group, width).index_select(1, batch.places)

@@ -9,6 +9,7 @@ products want them (csrc/pages.h).  This file holds no arithmetic and must not k
 from __future__ import annotations
 
 import atexit
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +29,12 @@ atexit.register(_C.set_threads, 1)
 _weights = Arena()
 
 
-def set_threads(count: int) -> None:
-    """Compute with `count` threads, the calling one included; results do not depend on it."""
-    _C.set_threads(count)
+def set_threads(count: int, cpus: Sequence[int] = ()) -> bool:
+    """Compute with `count` threads, the calling one included; results do not depend on it.
+
+    `cpus`: one for each thread, which all but the calling one are bound to; False if the system refused that.
+    """
+    return bool(_C.set_threads(count, list(cpus)))
 
 
 @elementwise.rms_norm.implement("cpp", device="cpu")

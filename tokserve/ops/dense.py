@@ -1,10 +1,12 @@
 """What is done with a packed weight: the product x W^T, the same with a gated activation, the lookup of its rows.
 
-Products run as fixed row tiles, so that a row's bits do not depend on how many rows there are.
+Products run as fixed row tiles on one thread, so that a row's bits depend neither on how many rows there are nor on
+the number of threads.
 
-A BLAS picks its order of summation by the shape of the call.  So there is one shape per weight: TILE rows (the last
-tile is filled up with zeros) by a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32,
-twice the memory of a 16-bit checkpoint: right for a reference, which has to return float32 sums from any dtype.
+A BLAS picks its order of summation by the shape of the call and by the number of threads: MKL cuts K between them on
+Intel processors.  So there is one shape per weight, on one thread: TILE rows (the last tile is filled up with zeros) by
+a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32, twice the memory of a 16-bit
+checkpoint: right for a reference, which has to return float32 sums from any dtype.
 This file must not know what a weight is for.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from tokserve.ops import elementwise
 from tokserve.ops.registry import PRODUCTS, no_samples, op
+from tokserve.ops.serial import one_thread
 
 TILE = 16  # rows of one product
 ALIGN = 16  # weight sides: one cache line of float32
@@ -72,8 +75,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     rows = torch.zeros(tiles * TILE, depth)
     rows[:tokens, : packed.columns] = x
     sums = torch.empty(tiles * TILE, width)
-    for start in range(0, tiles * TILE, TILE):
-        torch.mm(rows[start : start + TILE], packed.packed, out=sums[start : start + TILE])
+    with one_thread():
+        for start in range(0, tiles * TILE, TILE):
+            torch.mm(rows[start : start + TILE], packed.packed, out=sums[start : start + TILE])
     result = sums[:tokens, : packed.rows]
     if bias is not None:
         result = result + bias.float()

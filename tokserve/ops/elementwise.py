@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve.ops.registry import normal, op
+from tokserve.ops.serial import one_thread
 
 TOLERANCE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (1e-6, 8e-3), torch.float16: (1e-6, 1e-3)}
 GELU_SCALE = math.sqrt(2.0 / math.pi)
@@ -41,8 +42,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    square = (x * x).sum(-1, keepdim=True) / x.shape[-1]  # [T,1]
-    return x * torch.rsqrt(square + eps) * weight.float()
+    square = x * x
+    with one_thread():  # torch cuts one long row by the number of threads
+        mean = square.sum(-1, keepdim=True) / x.shape[-1]  # [T,1]
+    return x * torch.rsqrt(mean + eps) * weight.float()
 
 
 def _add_norm_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

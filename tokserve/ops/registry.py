@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -122,11 +122,14 @@ def load_extension(device: str) -> str | None:
     return None
 
 
-def set_threads(device: str, count: int) -> None:
-    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use."""
+def set_threads(device: str, count: int, cpus: Sequence[int] = ()) -> None:
+    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use and which
+    CPUs to bind them to."""
     registrations = sys.modules.get(EXTENSIONS[device][1])
-    if registrations is not None and hasattr(registrations, "set_threads"):
-        registrations.set_threads(count)
+    if registrations is None or not hasattr(registrations, "set_threads"):
+        return
+    if not registrations.set_threads(count, cpus):
+        logger.warning("the system does not let threads be bound to CPUs; they run unbound")
 
 
 def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:

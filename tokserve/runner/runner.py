@@ -104,7 +104,8 @@ class Runner:
         self._device = device.use(runtime.device)
         if config.quantization == "fp8":
             self._device.require_float8("quantization")
-        bound = ops.bind(runtime.device, runtime.ops, threads, exact=runtime.exact)
+        cpus = device.bound_cpus(runtime.cpu_bind, threads)
+        bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
         kernels = cpu_kernels(bound, runtime, config.dtype)
         if bound["linear"] != "torch":
             device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
@@ -366,6 +367,7 @@ class Runner:
             "receive_update": self._sync.receive,
             "feed_update": self._sync.feed,
             "finish_update": self._sync.finish,
+            "is_same_update": lambda: self._sync.is_same(self._model),
             "abort_update": self._sync.abort,
             "forget_weights": self._sync.forget,
             "checksums": lambda: checksums(self._model),

@@ -81,11 +81,12 @@ def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "we
     """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
     try:
         path = Path(os.path.realpath(os.path.expanduser(name)))
-    except ValueError:  # a zero byte, or what no file system can say
+        is_there = path.is_dir()
+    except (ValueError, OSError):  # a zero byte, what no file system can say, or a name that is too long
         raise RequestError(f"{field} is no path", field=field) from None
     if not _is_within(path, allowed):
         raise Forbidden(f"{name} is not within --allowed-weight-dirs", field=field)
-    if not path.is_dir():
+    if not is_there:
         raise RequestError(f"no directory {name}", field=field)
     return path
 

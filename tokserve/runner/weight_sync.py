@@ -20,6 +20,7 @@ from tokserve.config import BACKENDS, PACKING, WeightsConfig
 from tokserve.device import Device
 from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
+from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
@@ -123,7 +124,10 @@ class WeightSync:
         """Prepare for tensors; whether the weights that serve can stay where they are meanwhile."""
         where = self._config.weight_staging
         room = not have_weights or self._device.free_memory() > SPARE * self._num_bytes()
-        self._staging = Staging(self._blank(), checksums=self._config.weight_checksums)
+        config = self._config
+        self._staging = Staging(
+            self._blank(), checksums=config.weight_checksums, check_finite=config.check_weights == "finite"
+        )
         return not have_weights or where == "beside" or (where == "auto" and room)
 
     def abort(self) -> None:
@@ -210,6 +214,10 @@ class WeightSync:
             self.abort()
             raise Conflict("tensors are still coming")
         self._complete = staging.finish()
+
+    def is_same(self, current: Decoder) -> bool:
+        """Whether the complete set has the bits of the one that serves."""
+        return self._complete is not None and checksums(self._complete) == checksums(current)
 
     def take(self, old: Decoder) -> Decoder:
         """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step."""

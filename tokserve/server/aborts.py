@@ -13,7 +13,10 @@ from starlette.responses import Response
 from tokserve.client.inputs import bare_id
 from tokserve.errors import RequestError
 from tokserve.server import body
+from tokserve.server.bodies import Bodies
 from tokserve.server.serving import Serving
+
+MAX_IDS = 1 << 14  # that the engine looks for between two steps
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,13 +34,15 @@ class AbortReply(msgspec.Struct):
     results: dict[str, str]
 
 
-async def read(request: Request, limit: int) -> AbortBody:
-    """The body, of `limit` bytes at most.  Raises `RequestError`."""
-    value, _ = await body.load(request, limit)
+async def read(request: Request, bodies: Bodies) -> AbortBody:
+    """The body.  Raises `RequestError`."""
+    value, _ = await bodies.load(request)
     asked = body.convert(value, AbortBody)
     given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
     if not given and asked.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
+    if len(asked.request_ids or ()) > MAX_IDS:
+        raise RequestError(f"request_ids must have at most {MAX_IDS} entries", field="request_ids")
     if len(given) > 1:
         raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
     return asked
@@ -45,7 +50,7 @@ async def read(request: Request, limit: int) -> AbortBody:
 
 async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /abort_requests"""
-    asked = await read(request, serving.max_body)
+    asked = await read(request, serving.bodies)
     if asked.all:
         results = await serving.llm.abort_all()
     elif asked.group_id:

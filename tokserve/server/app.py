@@ -6,6 +6,7 @@ responses of one shape here.  Must not know what any route does.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -41,10 +42,10 @@ from tokserve.server import (
     tokens,
 )  # fmt: skip
 from tokserve.server.auth import Keys
-from tokserve.server.body import Gone
 from tokserve.server.counters import Place
 from tokserve.server.openapi import Endpoint
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
+from tokserve.server.watch import Gone
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -117,6 +118,9 @@ ENDPOINTS = (
     Endpoint(("GET",), "/inference/v1/requests", live.requests, reply=live.LiveRequests, control=True),
     Endpoint(("GET",), "/", page.page),
 )
+INTROSPECTION = frozenset({
+    "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
+})  # fmt: skip
 CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 
 
@@ -154,9 +158,11 @@ def build_app(
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     app.router.routes.extend(_routes(serving))
     server = config.server
+    hosts = server.allowed_hosts
     keys = Keys(
-        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control
-    )
+        server.api_key or [], server.admin_api_key or [], control=CONTROL, remote_control=server.allow_remote_control,
+        hosts=None if hosts is None or "*" in hosts else hosts, guarded=INTROSPECTION,
+    )  # fmt: skip
     app.add_middleware(Guard, keys=keys)
     app.add_exception_handler(HTTPException, _http_error)
     return app
@@ -165,13 +171,17 @@ def build_app(
 def _routes(serving: Serving) -> Iterable[Route]:
     for endpoint in ENDPOINTS:
         handler = admin.no_text if endpoint.text and not serving.text else endpoint.handler
-        yield Route(endpoint.path, _answering(serving, handler), methods=endpoint.methods, name=endpoint.path)
+        yield Route(
+            endpoint.path, _answering(serving, handler, endpoint.path), methods=endpoint.methods, name=endpoint.path
+        )
 
 
-def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """The handler, with every exception turned into a response."""
+def _answering(serving: Serving, handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, with every exception turned into a response, in a task that has the route as its name."""
 
     async def answer(request: Request) -> Response:
+        if task := asyncio.current_task():
+            task.set_name(f"{request.method} {path}")
         try:
             return await handler(serving, request)
         except RequestError as error:
@@ -181,6 +191,8 @@ def _answering(serving: Serving, handler: Handler) -> Callable[[Request], Awaita
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request))
+        finally:
+            serving.bodies.release(request)
 
     return answer
 

@@ -1,4 +1,7 @@
-"""API keys: which paths need which key, and whether a request carries it.  Must not know what routes do."""
+"""API keys and host names: which paths need which key, and whether a request carries it and names an allowed host.
+
+Must not know what routes do.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,26 @@ class Keys:
     """The accepted keys, as digests, so that a comparison takes the same time for any guess.
 
     Control routes need an admin key if there is one, else any key; without any keys they answer only to this machine,
-    unless `remote_control`.  An admin key opens all routes.
+    unless `remote_control`.  An admin key opens all routes.  `hosts`: the names by which `guarded` routes and those of
+    control may be called, with any port; None: any.
     """
 
     def __init__(
         self, keys: Iterable[str], admin: Iterable[str] = (), *, control: Container[str] = (),
-        remote_control: bool = False,
+        remote_control: bool = False, hosts: Iterable[str] | None = None, guarded: Container[str] = (),
     ) -> None:  # fmt: skip
         self._admin = [_digest(key.encode()) for key in admin]
         self._digests = [_digest(key.encode()) for key in keys]
         self._control = control
         self._remote_control = remote_control
+        self._hosts = None if hosts is None else frozenset(map(_bare_host, hosts))
+        self._guarded = guarded
 
     def check(self, scope: Scope) -> None:
         """Raise `Unauthorized` or `Forbidden` unless the caller may use the path."""
         path = _path(scope)
+        if self._hosts is not None and (path in self._control or path in self._guarded):
+            _check_host(scope, self._hosts)
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if path in self._control:
             self._check_control(scope, header)
@@ -54,6 +62,26 @@ class Keys:
                 )
             if any(name == b"origin" for name, _ in scope["headers"]):  # a web page in a browser of this machine
                 raise Forbidden("without an API key, control routes do not answer to web pages", code="remote_control")
+
+
+def _check_host(scope: Scope, allowed: Container[str]) -> None:
+    """Browsers send the name that they have looked up, which the page's owner may point anywhere."""
+    host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+    if host and _bare_host(host) not in allowed:
+        raise Forbidden(
+            f"the host {host[:200]!r} is not allowed here; --allowed-hosts lets control and introspection routes "
+            "answer to it",
+            code="host_not_allowed",
+        )
+
+
+def _bare_host(host: str) -> str:
+    """A host in lower case, without a port; IPv6 addresses without brackets."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, colon, port = host.rpartition(":")
+    return (name if colon and (port.isdigit() or not port) and ":" not in name else host).removesuffix(".")
 
 
 def _check_key(header: bytes, digests: list[bytes], route: str = "") -> None:

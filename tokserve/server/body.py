@@ -1,69 +1,31 @@
-"""Request bodies in, reply bodies out: the size limit, content types, JSON or msgpack.
+"""Request bodies in, reply bodies out: content types, JSON or msgpack.
 
-Every POST route reads through here, so limits and refusals are the same everywhere.  Must not know what the values
-mean.
+How a body arrives is `bodies`' business.  Must not know what the values mean.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError, TooLarge
+from tokserve.errors import RequestError
 from tokserve.server import errors
 
 S = TypeVar("S", bound=msgspec.Struct)
-T = TypeVar("T")
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 _Q = re.compile(r"[01](\.[0-9]{0,3})?")
 MAX_ID = 256
-LARGE = 1 << 15  # bytes of a body from which work on its text is done in a thread, so as not to delay others' tokens
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
-
-
-class Gone(Exception):
-    """The client has disconnected; nobody reads the response."""
-
-
-async def read(request: Request, limit: int) -> bytes:
-    """The whole body.  Raises `TooLarge` once it is known to exceed `limit` bytes, `Gone` if the client leaves."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise RequestError(
-            f"Content-Encoding {encoding[: errors.SHOWN]!r} is not supported; send the body uncompressed",
-            code="content_encoding",
-        )
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and (len(length) > 18 or int(length) > limit):
-        raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Gone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit >> 20} MiB (--max-body-mb)", code="body_too_large")
 
 
 def is_msgpack(request: Request) -> bool:
@@ -100,19 +62,12 @@ def _weight(part: str) -> tuple[str, float]:
     return kind, float(said) if _Q.fullmatch(said) else 1.0
 
 
-def decode(raw: bytes, packed: bool) -> Any:
+def decode(raw: bytes | bytearray | memoryview, packed: bool) -> Any:
     """The body as dictionaries and lists."""
     try:
         return msgspec.msgpack.decode(raw) if packed else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
-
-
-async def load(request: Request, limit: int) -> tuple[Any, int]:
-    """The whole body as dictionaries and lists, by its content type, and its size in bytes."""
-    packed = is_msgpack(request)
-    raw = await read(request, limit)
-    return decode(raw, packed), len(raw)
 
 
 def convert(
@@ -133,11 +88,6 @@ def unpack_ids(packed: bytes, field: str) -> list[int]:
     if len(packed) % 4:
         raise RequestError(f"{field} must be int32 values, 4 bytes each, got {len(packed)} bytes", field=field)
     return array("i", packed).tolist()
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """The result of `work` on a body of `size` bytes; a large one is handled in a thread."""
-    return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,12 +18,13 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured, tools
-from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
+from tokserve.server.holes import Holes
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "chatcmpl-"
 THINKING = ("enable_thinking", "reasoning_effort")  # what templates of models that think read; a body's effort is both
@@ -44,7 +45,7 @@ class Choice(msgspec.Struct):
 
     index: int
     message: Message
-    logprobs: logprobs.Content | None
+    logprobs: logprobs.Content | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
@@ -81,7 +82,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    logprobs: logprobs.Content | None = None
+    logprobs: logprobs.Content | Raw | None = None
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -147,8 +148,12 @@ async def call_of(
     serving: Serving, request: Request, asked: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
-    plan = planned(serving, asked)
-    params = sampling_params(serving, asked, plan)
+
+    def plan_and_params() -> tuple[Plan, SamplingParams]:
+        plan = planned(serving, asked)
+        return plan, sampling_params(serving, asked, plan)
+
+    plan, params = await off_loop(request, size, plan_and_params)
     terms = serving.terms(request, asked)
     if with_tokens:
         if asked.tokens is None:
@@ -157,7 +162,7 @@ async def call_of(
     else:
         if asked.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(size, lambda: rendered(serving, asked, asked.reasoning_effort))
+        prompt = await off_loop(request, size, lambda: rendered(serving, asked, asked.reasoning_effort))
     if asked.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, asked)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
@@ -182,6 +187,7 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
     """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
     if asked.messages is None:
         raise RequestError("messages is required", field="messages")
+    serving.check_messages(asked.messages, "messages")
     own = asked.chat_template is None or serving.template.knows(asked.chat_template)
     if not own and not serving.config.server.trust_request_chat_template:
         raise RequestError(
@@ -194,7 +200,7 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
             asked.messages, add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message), tools=asked.tools, documents=asked.documents,
             template=asked.chat_template, kwargs=thinking | (asked.chat_template_kwargs or {}),
-            add_special_tokens=bool(asked.add_special_tokens),
+            add_special_tokens=bool(asked.add_special_tokens), context=serving.llm.ready.max_model_len,
             must_show_tools=not (isinstance(asked, ChatBody) and tools.forced(asked.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
@@ -266,14 +272,15 @@ class Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[Completion]) -> Reply:
-        """The whole answer."""
+    def reply(self, completions: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
-            scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
+            found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(found, holes)
         choices = [
             Choice(
-                c.index, self._message(c), self._logprobs(c), self._finish_reason(c), c.stop_reason,
+                c.index, self._message(c), self._logprobs(c, holes), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
@@ -298,15 +305,17 @@ class Render:
     def _finish_reason(self, c: Completion) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: Completion) -> logprobs.Content | None:
+    def _logprobs(self, c: Completion, holes: Holes | None = None) -> logprobs.Content | Raw | None:
         if not self._wanted:
             return None
-        return logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
+        return logprobs.content(*args) if holes is None else holes.put(logprobs.content_later(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
-        return logprobs.prompt_objects(columns, self._flight.prompt_ids(), first, columns.width, self._names)
+        args = (columns, self._flight.prompt_ids(), first, columns.width, self._names)
+        return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
 
     def delta(self, delta: Completion) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""

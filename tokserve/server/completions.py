@@ -8,11 +8,12 @@ scores: the engine generates one token, which is dropped.
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,12 +21,13 @@ from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured
-from tokserve.server.body import off_loop
 from tokserve.server.flights import Answered, Usage
+from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import Fields, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, when the field is absent; null is the rest of the context
@@ -38,7 +40,7 @@ class Choice(msgspec.Struct):
 
     index: int
     text: str
-    logprobs: TextLogprobs | None
+    logprobs: TextLogprobs | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail | UnsetType = UNSET
@@ -91,15 +93,15 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     asked, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    params = sampling_params(serving, asked)
+    params = await off_loop(request, size, lambda: sampling_params(serving, asked))
     terms = msgspec.structs.replace(serving.terms(request, asked), score_each=True)
-    prompts = parse_prompts(asked.prompt)
+    prompts = await off_loop(request, size, lambda: parse_prompts(asked.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
     listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
     special = asked.add_special_tokens is not False
-    ids = await off_loop(size, lambda: tokenized(serving, prompts, special, listed))
+    ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
     if asked.structured_outputs is None:
         others["structured_outputs"] = "response_format"
@@ -174,6 +176,7 @@ def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, l
     for place, prompt in enumerate(prompts):
         field = f"prompt[{place}]" if listed else "prompt"
         if isinstance(prompt, str):
+            serving.check_text(prompt, field)
             prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
             if not prompt:
                 raise RequestError(f"{field} must not be empty", field=field)
@@ -205,9 +208,9 @@ class Render:
         self._usage, self._continuous = schemas.usage_options(asked)
         self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[Completion]) -> Reply:
-        """The whole answer."""
-        choices = [self._choice(c) for c in ends]
+    def reply(self, ends: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer; with `holes`, logprobs are made later."""
+        choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:
                 setattr(choice, name, None)
@@ -217,17 +220,16 @@ class Render:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: Completion) -> Choice:
+    def _choice(self, c: Completion, holes: Holes | None = None) -> Choice:
         """A choice from a delta; a choice's first delta also carries what was asked for about the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
-        shown = TextLogprobs() if self._wanted else None
-        if c.index not in self._places:
-            prompt = self._begin(choice, shown, c.prompt_logprobs)
+        begins = c.index not in self._places
+        if begins:
+            prompt = self._begin(choice, c.prompt_logprobs, holes)
             self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
-        if shown is not None:
-            if c.logprobs is not None:
-                shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
-            choice.logprobs = shown
+        if self._wanted:
+            made = partial(self._logprobs, c, begins)
+            choice.logprobs = made() if holes is None else holes.put(whole(made))
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -236,7 +238,28 @@ class Render:
                 choice.weight_versions = versions(c)
         return choice
 
-    def _begin(self, choice: Choice, shown: TextLogprobs | None, scores: Logprobs | None) -> str:
+    def _logprobs(self, c: Completion, begins: bool) -> TextLogprobs:
+        """The logprobs of a delta; `begins`: with those of a prompt that is repeated before it."""
+        shown = TextLogprobs()
+        if begins and self._echo:
+            ids = self._flight.prompt_ids(c.index)
+            exact = self._tokenizer.decode(ids, False) == self._own(c.index)
+            place = logprobs.Place(self._tokenizer.pieces(not exact))
+            shown.add(None, ids[:1], self._spelling, place, 0)
+            top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
+            shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)
+        if c.logprobs is not None:
+            shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
+        return shown
+
+    def _own(self, index: int) -> str:
+        """The prompt's text, of a choice."""
+        prompt = self._prompts[index // self._flight.n]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(self._flight.prompt_ids(index), self._skip_special)
+
+    def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
         """Add what was asked for about the prompt; returns the part of the prompt that the text begins with."""
         ids = self._flight.prompt_ids(choice.index)
         columns = scores or Logprobs()
@@ -245,17 +268,13 @@ class Render:
         if self._scores_asked is not None:
             first = max(1, self._start)
             top = columns.width if self._scores_asked == -1 else self._scores_asked
-            choice.prompt_logprobs = logprobs.prompt_objects(columns, ids, first, top, self._tokenizer.token)
+            args = (columns, ids, first, top, self._tokenizer.token)
+            later = logprobs.prompt_objects_later
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.put(later(*args))
         if not self._echo:
             return ""
-        prompt = self._prompts[choice.index // self._flight.n]
-        own = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, self._skip_special)
+        own = self._own(choice.index)
         choice.text = own + choice.text
-        if shown is not None:
-            place = logprobs.Place(self._tokenizer.pieces(self._tokenizer.decode(ids, False) != own))
-            shown.add(None, ids[:1], self._spelling, place, 0)
-            top = columns.width if self._top == -1 else self._top or 0
-            shown.add(scores, ids[1:], self._spelling, place, top)
         return own
 
     def delta(self, delta: Completion) -> bytes:

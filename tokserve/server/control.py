@@ -19,12 +19,14 @@ from starlette.responses import Response
 
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.server import body
-from tokserve.server.body import Gone
 from tokserve.server.serving import Serving
+from tokserve.server.watch import Gone
 
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
+LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep adds
+BLANK = 1 << 10  # bytes of white space that count as no body
 LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
 UNDER_WAY = 8  # most pieces sent and not yet acknowledged
 
@@ -133,9 +135,9 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
     values: dict[str, Any] = {
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
     }
-    raw = await body.read(request, serving.max_body)
-    if raw.strip():
-        sent = body.decode(raw, body.is_msgpack(request))
+    raw = await serving.bodies.read(request)
+    if len(raw) > BLANK or bytes(raw).strip():
+        sent = await serving.bodies.decode(request, raw)
         if sent is not None and not isinstance(sent, dict):
             raise RequestError("the body must be an object")
         values |= sent or {}
@@ -185,6 +187,8 @@ async def liveness(serving: Serving, request: Request) -> Response:
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
     asked = await read(serving, request, SleepBody)
+    if asked.level not in range(len(LEVELS)):  # one that no message can hold, too
+        raise RequestError(f"level must be 0, 1 or 2, got {str(asked.level)[:20]}", field="level")
     await serving.llm.sleep(asked.level, asked.mode)
     return body.reply(request, {"status": "sleeping", "level": asked.level})
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.inputs import bare_id
+from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import MAX_CHOICES, SamplingParams
@@ -25,7 +25,9 @@ from tokserve.server.logprobs import num_rows
 from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.server.serving import Serving
 from tokserve.server.tools import Plan
+from tokserve.server.workers import off_loop
 from tokserve.text.detokenizer import Detokenizer
+from tokserve.text.stops import StopStrings
 
 D = TypeVar("D", bound="DerenderBody")
 T = TypeVar("T", bound=TextBody)
@@ -137,6 +139,7 @@ class ReplyReader:
         self._known = params is not None
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
         self._landed: _Landed | None = None
+        self._stops = StopStrings(self.params.stop_strings())
         self.ends: list[Completion] = []
 
     @property
@@ -241,8 +244,9 @@ class ReplyReader:
 
     def _detokenizer(self, stops: Sequence[str], min_tokens: int) -> Detokenizer:
         params = self.params
+        shared = self._stops if stops == params.stop_strings() else stops
         return Detokenizer(
-            self._serving.tokenizer, stops, include_stop=params.include_stop_str_in_output,
+            self._serving.tokenizer, shared, include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens, spaces_between_special=params.spaces_between_special_tokens,
             min_tokens=min_tokens,
         )  # fmt: skip
@@ -271,7 +275,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     plan, params = tools.UNREAD, None
     if asked is not None:
         plan = _within("chat_request", lambda: chat.planned(serving, asked))
-        params = _params(lambda: chat.sampling_params(serving, asked, plan), "chat_request")
+        params = _params(serving, lambda: chat.sampling_params(serving, asked, plan), "chat_request")
 
     def work() -> chat.Reply:
         reader = ReplyReader(serving, params, asked is not None and bool(asked.return_token_ids))
@@ -281,7 +285,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         answers = chat.reader_of(serving, plan, landed.key, _prompt_of(serving, plan, landed.prompts[0], asked))
         return chat.Render(serving, landed, asked or ChatBody(), reader.params, answers).reply(reader.ends)
 
-    return body.reply(request, await body.off_loop(size, work), schemas.ignored_header(ignored))
+    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
 
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
@@ -298,7 +302,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
     params = None
     prompts: list[str | list[int]] = []
     if asked is not None:
-        params = _params(lambda: completions.sampling_params(serving, asked), "completion_request")
+        params = _params(serving, lambda: completions.sampling_params(serving, asked), "completion_request")
         prompts = _prompts(asked, len(replies))
 
     def work() -> completions.Reply:
@@ -314,7 +318,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         texts = prompts or list(landed.prompts)
         return completions.Render(serving, landed, asked or CompletionBody(), reader.params, texts).reply(ends)
 
-    return body.reply(request, await body.off_loop(size, work), schemas.ignored_header(ignored))
+    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
 
 
 async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, list[str], int]:
@@ -335,9 +339,10 @@ def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: l
     return asked
 
 
-def _params(make: Callable[[], SamplingParams], field: str) -> SamplingParams:
+def _params(serving: Serving, make: Callable[[], SamplingParams], field: str) -> SamplingParams:
     params = _within(field, make)
     _within(field, params.validate)
+    _within(field, lambda: check_lists(params, serving.config.limits, serving.llm.ready.vocab_size))
     return params
 
 

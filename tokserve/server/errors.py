@@ -55,6 +55,8 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None) -> R
     extra = dict(headers or {})
     if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
+    if error.status == 408:  # what comes after it would be read as a request
+        extra["Connection"] = "close"
     return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
 
 

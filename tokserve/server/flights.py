@@ -81,6 +81,7 @@ class Flight:
         self.streams: list[Stream] = []
         self.adjust: Callable[[Completion], Completion] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
+        self.rename: Callable[[RequestError], RequestError] = _unchanged  # the error, naming fields as the route does
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self._observers = observers
@@ -166,6 +167,11 @@ class Flight:
         output = self.completion_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))
 
+    def stall(self, stalled: bool) -> None:
+        """The client does not read (`stalled`), or reads again: meanwhile no tokens are made."""
+        for stream in self.streams:
+            stream.stall(stalled)
+
     async def close(self) -> None:
         """Abort what has not ended, and tell the observers; a second call does nothing."""
         if self._closed:
@@ -179,6 +185,10 @@ class Flight:
             if left and self.cause is not None:
                 observer.aborted(self.cause, left)
             observer.closed()
+
+
+def _unchanged(error: RequestError) -> RequestError:
+    return error
 
 
 def _as_it_is(render: Render) -> Render:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import Logprobs
+from tokserve.server.holes import Fill, listed
 from tokserve.text.tokenizer import Pieces, Tokenizer
 
 FLOOR = -9999.0  # the logprob of probability zero in JSON
@@ -242,14 +242,64 @@ def prompt_objects(
     The first token, and those before `start`, have none, nor has any of a request that ended before its prompt
     was read.  `top`: how many alternatives are shown.  `name` decodes a token.
     """
-    first = max(1, start) if columns.ranks else len(prompt_ids)
-    entries: list[dict[str, Score] | None] = [None] * min(first, len(prompt_ids))
-    for token_id, row in zip(islice(prompt_ids, first, None), rows(columns), strict=True):
+    first = _first(columns, prompt_ids, start)
+    return [None] * first + _scores(columns, prompt_ids[first:], top, name)
+
+
+def _scores(
+    columns: Logprobs, token_ids: Sequence[int], top: int, name: Named | None
+) -> list[dict[str, Score] | None]:  # fmt: skip
+    """An entry per token."""
+    entries: list[dict[str, Score] | None] = []
+    for token_id, row in zip(token_ids, rows(columns), strict=True):
         entry = {str(token_id): Score(row[0], row[1], name(token_id) if name else None)}
         for other, value, rank in others((*row[:2], row[2][:top], row[3][:top]), token_id, top):
             entry[str(other)] = Score(value, rank, name(other) if name else None)
         entries.append(entry)
     return entries
+
+
+def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
+    """The first prompt token with an entry."""
+    return min(max(1, start), len(prompt_ids)) if columns.ranks else len(prompt_ids)
+
+
+def prompt_objects_later(
+    columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
+) -> Fill:
+    """`prompt_objects` in parts."""
+    first = _first(columns, prompt_ids, start)
+
+    def make(begin: int, end: int) -> list[dict[str, Score] | None]:
+        nones = max(0, min(end, first) - begin)
+        scores = columns.part(max(0, begin - first), max(0, end - first))
+        return [None] * nones + _scores(scores, prompt_ids[begin + nones : end], top, name)
+
+    return lambda: listed(len(prompt_ids), top, make)
+
+
+def objects_later(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> Fill:
+    """`objects` in parts."""
+
+    def make(begin: int, end: int) -> list[IdEntry]:
+        return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
+
+    return lambda: _object("content", listed(len(token_ids), columns.width, make))
+
+
+def content_later(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> Fill:
+    """`content` in parts."""
+
+    def make(begin: int, end: int) -> list[Entry]:
+        return content(columns.part(begin, end), token_ids[begin:end], spelling).content
+
+    return lambda: _object("content", listed(len(token_ids), columns.width, make))
+
+
+def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
+    yield b'{"%b":' % name.encode()
+    yield from value
+    yield b"}"
 
 
 def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> Content:

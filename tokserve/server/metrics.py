@@ -7,7 +7,6 @@ exported under its own prefix as well.
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -44,6 +43,8 @@ SHORT = (
 )  # fmt: skip
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+STALLS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
@@ -128,6 +129,8 @@ class Metrics(Collector):
         self.params_max_tokens = Histogram(counters, "request_params_max_tokens", "The parameter max_tokens.", TOKENS)
         text = "How late an API process' event loop wakes a sleeper."
         self.loop_lag = Histogram(counters, "event_loop_lag_seconds", text, TINY)
+        text = f"Times for which an API process' event loop did nothing else, from {SHORTEST_STALL:g} s."
+        self.loop_stall = Histogram(counters, "event_loop_stall_seconds", text, STALLS)
         text = f"Making the events of a delta, in one stream of {SAMPLED}."
         self.serialization = Histogram(counters, "stream_serialization_seconds", text, TINY)
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
@@ -199,13 +202,11 @@ class Metrics(Collector):
 
         return timed
 
-    async def watch_loop(self, interval: float = 0.25) -> None:
-        """Measure how late the running event loop is, for as long as this runs."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + interval
-            await asyncio.sleep(interval)
-            self.loop_lag.observe(max(0.0, loop.time() - due))
+    def woke(self, late: float) -> None:
+        """The event loop woke a sleeper so many seconds late."""
+        self.loop_lag.observe(late)
+        if late >= SHORTEST_STALL:
+            self.loop_stall.observe(late)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -236,13 +237,17 @@ class Metrics(Collector):
             ("num_requests_waiting", "Requests waiting for a place.", s.waiting),
             ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
             ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
+            ("clients", "Clients that have requests.", s.clients),
+            ("num_requests_stalled", "Requests that wait for their client to read.", s.stalled),
+            ("grammar_cache_bytes", "Memory of the compiled grammars that are kept, estimated.", s.grammar_bytes),
+            ("grammars_compiling", "Grammars that requests wait for.", s.grammars_compiling),
             ("weight_epoch", "How often the weights have changed.", self._llm.status.epoch),
             ("http_requests_in_flight", "HTTP requests for tokens that are being served.", self.inflight),
         ):
             family = GaugeMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric([self._model, ENGINE], value)
             yield family
-        text = "Requests waiting; deferred: only until another has computed the prefix they share."
+        text = "Requests waiting; deferred: for a prefix that another computes, a grammar, or their client to read."
         waiting = GaugeMetricFamily(PREFIX + "num_requests_waiting_by_reason", text, labels=[*LABELS, "reason"])
         waiting.add_metric([self._model, ENGINE, "capacity"], s.waiting - s.deferred)
         waiting.add_metric([self._model, ENGINE, "deferred"], s.deferred)
@@ -275,6 +280,8 @@ class Metrics(Collector):
             ("prompt_tokens", "Prompt tokens computed or found in the cache.", s.prompt_tokens),
             ("generation_tokens", "Tokens generated.", s.output_tokens),
             ("engine_steps", "Steps of the engine.", s.steps),
+            ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
+            ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)

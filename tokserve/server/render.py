@@ -53,7 +53,7 @@ class TokenizerDescription(msgspec.Struct):
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the token request that this chat is"""
     call = await chat.read(serving, request, with_tokens=False, replies=False)
-    forbidden = serving.check([call.prompt], call.params, call.terms, call.fields)
+    forbidden = await serving.check(request, [call.prompt], call.params, call.terms, call.fields)
     echo = bool(call.asked.return_token_ids) or call.params.prompt_logprobs is not None
     given = body.request_id(request, call.asked.request_id)
     made = _rendered(serving, call.asked, _portable(call.params, forbidden), call.terms, call.prompt, echo, given)
@@ -63,7 +63,7 @@ async def render_chat(serving: Serving, request: Request) -> Response:
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the token requests that these prompts are, one for each"""
     call = await completions.read(serving, request, replies=False)
-    forbidden = serving.check(call.ids, call.params, call.terms, call.fields)
+    forbidden = await serving.check(request, call.ids, call.params, call.terms, call.fields)
     asked = call.asked
     params = _portable(call.params, forbidden)
     echo = bool(asked.return_token_ids or asked.echo) or params.prompt_logprobs is not None

@@ -21,10 +21,12 @@ from tokserve.errors import NotFound, RequestError
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.flights import Flight
+from tokserve.server.holes import Holes
 from tokserve.server.items import Conversation, Item, Output
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import Fields, Serving
 from tokserve.server.tokens import StopDetail, WeightVersion, versions
+from tokserve.server.workers import off_loop
 from tokserve.text.parsing import Parser, Reading
 
 ID_PREFIX = "resp_"
@@ -142,10 +144,18 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
     """The body, and the chat that it is; errors name the body's own fields."""
     asked, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(asked, body.wants_msgpack(request))
-    conversation = _conversation(asked)
-    try:
+    if isinstance(asked.input, list):
+        serving.check_messages(asked.input, "input")
+    conversation = Conversation()
+
+    def converse() -> ChatBody:
+        _converse(asked, conversation)
         as_chat = _as_chat(asked, conversation)
         tools.check(as_chat.tools, as_chat.tool_choice)
+        return as_chat
+
+    try:
+        as_chat = await off_loop(request, size, converse)
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
         raise _renamed(error, conversation.places) from None
@@ -153,12 +163,12 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
     return asked, call._replace(ignored=ignored + [_here(name, ()) for name in call.ignored], fields=fields)
 
 
-def _conversation(asked: ResponsesBody) -> Conversation:
+def _converse(asked: ResponsesBody, conversation: Conversation) -> None:
+    """Add the body's input to the conversation."""
     if asked.input is None:
         raise RequestError("input is required", field="input")
     if not asked.input and isinstance(asked.input, list):
         raise RequestError("input must not be empty", field="input")
-    conversation = Conversation()
     if asked.instructions is not None:
         conversation.say("instructions", {"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
@@ -166,7 +176,6 @@ def _conversation(asked: ResponsesBody) -> Conversation:
     else:
         for i, item in enumerate(asked.input):
             conversation.add(f"input[{i}]", item)
-    return conversation
 
 
 def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
@@ -260,8 +269,8 @@ class Render:
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def reply(self, done: list[Completion]) -> Reply:
-        """The whole answer."""
+    def reply(self, done: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer.  There is one choice, whose logprobs are made with its items: nothing is made later."""
         for completion in done:  # there is one
             self._push(completion)
         return self._ended()

@@ -11,14 +11,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from tokserve.errors import RequestError
 from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
 from tokserve.server import errors, fields, structured, tools
-from tokserve.server.body import convert, is_msgpack, load, unpack_ids
+from tokserve.server.body import convert, is_msgpack, unpack_ids
 from tokserve.server.serving import Serving
+from tokserve.server.workers import off_loop
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
@@ -33,6 +35,19 @@ PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response",
 WITHIN = re.compile(r"^(chat|completion)_request\.")
 
 Body = TypeVar("Body", bound="RequestBody")
+MAX_NAMES = {"logit_bias": 1 << 18}  # entries of an object at the top of a body
+OTHER_MAX_NAMES = 1 << 12
+
+
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for inner in schema.values():
+            _fail_fast(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            _fail_fast(inner)
 
 
 class TextStreamOptions(BaseModel):
@@ -48,6 +63,13 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
     others: ClassVar[fields.Fields] = fields.TEXT  # that have no effect
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists stop at their first wrong entry: a million of them would make a million errors."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     model: str | None = None
 
@@ -190,13 +212,17 @@ class DetokenizeBody(RequestBody):
 
 async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Body, list[str], int]:
     """A request's body, the names of the fields that are ignored, and its size in bytes.  Raises `RequestError`."""
-    value, size = await load(request, serving.max_body)
-    if is_msgpack(request):
-        try:
-            _check_json(value, "")
-        except RecursionError as error:
-            raise errors.malformed(error, "msgpack") from None
-    asked, ignored = parse(kind, value, strict=serving.config.server.strict)
+    value, size = await serving.bodies.load(request)
+
+    def work() -> tuple[Body, list[str]]:
+        if is_msgpack(request):
+            try:
+                _check_json(value, "")
+            except RecursionError as error:
+                raise errors.malformed(error, "msgpack") from None
+        return parse(kind, value, strict=serving.config.server.strict)
+
+    asked, ignored = await off_loop(request, size, work)
     await serving.find_model(asked.model)
     return asked, ignored, size
 
@@ -204,6 +230,7 @@ async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Bo
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
     """Validate a decoded body; returns it and the names of ignored fields.  Raises `RequestError` naming a field."""
     value = _as_in_json(value)
+    _check_names(value)
     try:
         body = kind.model_validate(value)
     except ValidationError as error:
@@ -262,6 +289,21 @@ def _check_json(value: Any, field: str) -> None:
     elif not isinstance(value, str | int | float | None):
         field = field[: errors.SHOWN]
         raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
+
+
+def _check_names(value: Any) -> None:
+    """Refuse objects with more names than any use of them: each wrong entry would make an error."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        most = MAX_NAMES.get(name, OTHER_MAX_NAMES)
+        if isinstance(each, dict) and len(each) > most:
+            field = name[: errors.SHOWN]
+            raise RequestError(f"{field} must have at most {most} names, got {len(each)}", field=field)
+    bias = value.get("logit_bias") if isinstance(value, dict) else None
+    if isinstance(bias, dict):
+        wrong = next((key for key, each in bias.items() if type(each) not in (int, float)), None)
+        if wrong is not None:
+            field = f"logit_bias.{wrong}"[: errors.SHOWN]
+            raise RequestError(f"{field}: input should be a valid number", field=field)
 
 
 def _as_in_json(value: Any) -> Any:

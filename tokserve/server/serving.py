@@ -26,12 +26,15 @@ from tokserve.client.inputs import MAX_SALT, RECOMMENDED, Order, Prepared, bare_
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
-from tokserve.server import body
+from tokserve.server import body, estimate
+from tokserve.server.bodies import Bodies
+from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
 from tokserve.server.flights import Flight, Observer
 from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
-from tokserve.server.sse import Watch
+from tokserve.server.watch import Watch
+from tokserve.server.workers import off_loop
 from tokserve.text import formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat
@@ -40,6 +43,8 @@ from tokserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
+INNER = ("content", "tool_calls")  # lists within a message
+CHOICE_BYTES = 256  # of memory, about
 SHOWN = 20  # most adapters that an error lists
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
@@ -98,7 +103,7 @@ class Serving:
         self._trace = trace
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
-        self.max_body = config.server.max_body_mb << 20
+        self.bodies = Bodies(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
         self.closed_schemas = config.server.structured_outputs_closed
         self.defaults: dict[str, Any] = {}
@@ -107,6 +112,7 @@ class Serving:
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
         self.place = place or Place(0, int(time.time()), None)
         counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
+        self._clients = Clients(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
 
     @property
@@ -115,6 +121,24 @@ class Serving:
         if self.llm.tokenizer is None:
             raise RequestError("this server has no tokenizer", code="tokens_only")
         return self.llm.tokenizer
+
+    def check_text(self, text: str, field: str, least: int = 0) -> None:
+        """Raise `RequestError` for a text that is too long for the context, without tokenizing it; `least`: bytes that
+        are never too long."""
+        self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, least)
+
+    def check_messages(self, messages: Sequence[Any], field: str) -> None:
+        """Raise `RequestError` for more messages, parts of contents and tool calls than a chat may have."""
+        most = self.config.limits.max_messages
+        count = len(messages)
+        if count <= most:
+            inner = (message.get(name) for message in messages if isinstance(message, dict) for name in INNER)
+            count += sum(len(each) for each in inner if isinstance(each, list))
+        if count > most:
+            raise RequestError(
+                f"{field} must have at most {most} messages, parts and tool calls (--max-messages), got {count}",
+                field=field,
+            )
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise `RequestError` for an id that is in neither the model's vocabulary nor the tokenizer's."""
@@ -219,14 +243,15 @@ class Serving:
 
     async def start(
         self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
-        fields: Fields, *, stream: bool, text: bool,
+        fields: Fields, *, stream: bool, text: bool, entry_bytes: int = estimate.OBJECT_BYTES,
     ) -> Flight:  # fmt: skip
-        """Send the prompts to the engine and wait until it accepts them.
+        """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
         flight = Flight(terms.request_id, params.n, self._observers(request))
         flight.timed = self.metrics.timed
+        flight.rename = fields.rename
         if text:
             flight.fingerprint = self.fingerprint
         self.metrics.came()
@@ -234,8 +259,13 @@ class Serving:
         try:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
-            prepared = self._prepare(prompts, params, terms, fields, stream=stream, text=text)
-            flight.streams = self.llm.submit(prepared, terms.group_id or "")
+            prepared = await off_loop(
+                request, _size(prompts, params),
+                lambda: self._prepare(prompts, params, terms, fields, stream=stream, text=text),
+            )  # fmt: skip
+            self._check_reply(prepared, params, terms, fields, stream, entry_bytes)
+            flight.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
+            self.bodies.release(request)
             async with Watch(request.receive):
                 try:
                     await flight.streams[0].accepted()
@@ -251,6 +281,20 @@ class Serving:
         flight.accepted(params)
         return flight
 
+    def _check_reply(
+        self, prepared: Sequence[Prepared], params: SamplingParams, terms: Terms, fields: Fields, stream: bool,
+        entry_bytes: int,
+    ) -> None:  # fmt: skip
+        ready = self.llm.ready
+        size = estimate.reply_bytes(
+            [len(each.prompt) // 4 for each in prepared], params, ready.max_model_len, ready.vocab_size,
+            stream=stream, score_each=terms.score_each, entry_bytes=entry_bytes,
+        )  # fmt: skip
+        try:
+            estimate.check(size, self.config.limits.max_reply_bytes, params)
+        except RequestError as error:
+            raise fields.rename(error) from None
+
     def _observers(self, request: Request) -> list[Observer]:
         """The observers of a new request."""
         observers: list[Observer] = [self.metrics]
@@ -260,11 +304,14 @@ class Serving:
             observers.append(self._trace(request.headers))
         return observers
 
-    def check(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
+    async def check(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
     ) -> list[list[int]]:
         """Refuse what `start` would refuse, without starting.  Returns the forbidden token sequences."""
-        prepared = self._prepare(prompts, params, terms, fields, stream=True, text=True)
+        prepared = await off_loop(
+            request, _size(prompts, params),
+            lambda: self._prepare(prompts, params, terms, fields, stream=True, text=True),
+        )  # fmt: skip
         return prepared[-1].adds[0].sampling.bad_token_sequences if prepared else []
 
     def _prepare(
@@ -285,3 +332,9 @@ class Serving:
         except RequestError as error:
             raise fields.rename(error, len(prepared) if len(prompts) > 1 else None) from None
         return prepared
+
+
+def _size(prompts: Sequence[Sequence[int] | bytes], params: SamplingParams) -> int:
+    """About how many bytes have to be checked and made for a request."""
+    listed = sum(map(len, params.bad_words)) + sum(map(len, params.stop_strings()))
+    return 4 * sum(map(len, prompts)) + CHOICE_BYTES * params.n * len(prompts) + 8 * listed

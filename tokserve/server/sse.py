@@ -1,14 +1,14 @@
 """Server-sent events, and the same for a reply that is not streamed: deltas until the end, an error or a disconnect.
 
-One task per request watches the connection: when the client disconnects, the request's own task is cancelled and the
-flight closed, which aborts it in the engine.  Must not know what the events say: a `Renderer` makes them.
+When the client disconnects, the request's own task is cancelled and the flight closed, which aborts it in the engine.
+Must not know what the events say: a `Renderer` makes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -17,15 +17,18 @@ from starlette.types import Receive, Scope, Send
 
 from tokserve.client.outputs import Completion
 from tokserve.errors import RequestError, RequestFailed
-from tokserve.server import body, errors
-from tokserve.server.body import Gone
+from tokserve.server import body, errors, workers
 from tokserve.server.flights import Flight
+from tokserve.server.holes import FilledReply, Holes
+from tokserve.server.watch import Gone, Watch
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 WRITE = "tokserve.write"  # the key of a `Write` in the scope, if the server offers one
+OWN_FAULT = ("forbidden", "grammar_limit")  # stop details of errors that the request's parameters cause
 LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
+PATIENCE = 0.25  # seconds that a client may leave its connection full before no more tokens are made for it
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Close = Callable[[RequestError | None], bytes]  # the last events of a stream, with the error that it ends in
@@ -52,45 +55,26 @@ class Renderer(Protocol):
         """What comes after the last delta, before the end."""
 
 
-class Watch:
-    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._gone = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._watcher = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._watcher.cancel()
-        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Gone
-
-
 async def answer(
-    flight: Flight, request: Request, render: Callable[[list[Completion]], Any], headers: dict[str, str]
+    flight: Flight, request: Request, render: Callable[[list[Completion], Holes | None], Any], headers: dict[str, str]
 ) -> Response:
-    """What `render` makes of all choices, as the reply; a long one is written in a thread, so that the tokens of others
-    are not delayed.  Raises as `collect`."""
+    """What `render` makes of all choices, as the reply; a long one is made in a thread, and while it is sent.  Raises
+    as `collect`."""
     done = await collect(flight, request)
+    size = sum(map(_columns_size, done))
+    if size < LARGE:
+        return body.reply(request, render(done, None), headers)
+    if body.wants_msgpack(request):
+        return await workers.run(size, lambda: body.reply(request, render(done, None), headers))
+    holes = Holes()
+    json = await workers.run(size, lambda: body.encode_json(render(done, holes)))
+    return FilledReply(holes.filled(json), headers)
 
-    def write() -> Response:
-        return body.reply(request, render(done), headers)
 
-    found = (columns for each in done for columns in (each.logprobs, each.prompt_logprobs) if columns is not None)
-    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in found)
-    return write() if size < LARGE else await asyncio.to_thread(write)
+def _columns_size(completion: Completion) -> int:
+    """Bytes of the logprobs."""
+    both = (completion.logprobs, completion.prompt_logprobs)
+    return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
 
 
 async def collect(flight: Flight, request: Request) -> list[Completion]:
@@ -118,7 +102,7 @@ async def collect(flight: Flight, request: Request) -> list[Completion]:
     finally:
         await flight.close()
     if failed := failure(done):
-        raise failed
+        raise flight.rename(failed)
     return sorted(done, key=_index)
 
 
@@ -129,8 +113,9 @@ def _index(completion: Completion) -> int:
 def failure(ends: list[Completion]) -> RequestError | None:
     """The error of a request if every choice ended in one: 400 if its parameters are to blame, else 500."""
     if ends and all(end.finish_reason == "error" for end in ends):
-        if all(end.stop_detail == "forbidden" for end in ends):
-            return RequestError(ends[0].message or "")
+        if all(end.stop_detail in OWN_FAULT for end in ends):
+            field = "structured_outputs" if ends[0].stop_detail == "grammar_limit" else None
+            return RequestError(ends[0].message or "", field=field)
         return RequestFailed(ends[0].message or "the engine could not serve this request")
     return None
 
@@ -185,7 +170,7 @@ class _Pump:
 
     async def run(self, opening: bytes) -> None:
         """Write from the `opening` until the response has ended."""
-        self._wire.start(self._write)
+        self._wire.start(self._write, self._flight.stall)
         if opening:
             self._wire.write(opening)
         self._flight.listen(self._write)
@@ -204,9 +189,12 @@ class _Pump:
         try:
             events = b""
             for delta in flight.take():
-                events += self._events(delta)
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
+                if _columns_size(delta) >= LARGE:
+                    self._wire.write_later(events, self._large_events(delta))
+                    return
+                events += self._events(delta)
             if events:
                 self._wire.write(events)
             if self._ends and flight.ended:
@@ -214,12 +202,22 @@ class _Pump:
         except Exception as error:
             self._ended.set_result(error)
 
+    async def _large_events(self, delta: Completion) -> bytes:
+        """The events of a delta with many logprobs, such as those of a long prompt, made in a thread."""
+        try:
+            return await workers.run(_columns_size(delta), lambda: self._events(delta))
+        except Exception as error:
+            if not self._ended.done():
+                self._ended.set_result(error)
+            return b""
+
     async def _last_events(self) -> bytes:
         """What comes after the last delta: the renderer's tail, or an error."""
         try:
             if error := await self._ended:
                 raise error
-            return self._renderer.tail() + self._close(failure(self._ends))
+            failed = failure(self._ends)
+            return self._renderer.tail() + self._close(failed and self._flight.rename(failed))
         except RequestError as error:
             self._flight.cause = "error"
             return self._close(error)
@@ -230,7 +228,11 @@ class _Pump:
 
 
 class _Wire:
-    """The connection of one stream; sends a comment after `interval` seconds without events."""
+    """The connection of one stream; sends a comment after `interval` seconds without events.
+
+    A connection that has been blocked for `PATIENCE` seconds is stalled, and no tokens are made for it: its client does
+    not read, and what it is owed would only fill the memory.
+    """
 
     def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
         self._send = send
@@ -241,17 +243,22 @@ class _Wire:
         self._timer: asyncio.TimerHandle | None = None
         self._rest: asyncio.Task[None] | None = None
         self._on_free: Callable[[], None]
+        self._on_stall: Callable[[bool], None]
+        self._patience: asyncio.TimerHandle | None = None
+        self._stalled = False
         self.blocked = False
 
-    def start(self, on_free: Callable[[], None]) -> None:
-        """Start the timer for comments.  `on_free` is called when the connection is no longer blocked."""
-        self._on_free = on_free
+    def start(self, on_free: Callable[[], None], on_stall: Callable[[bool], None]) -> None:
+        """Start the timer for comments.  `on_free` is called when the connection is no longer blocked, `on_stall` when
+        it is stalled (True) and when it is not any more (False)."""
+        self._on_free, self._on_stall = on_free, on_stall
         self._timer = self._loop.call_later(self._interval, self._tick)
 
     def stop(self) -> None:
-        """Stop the timer, and cancel a blocked write."""
-        if self._timer:
-            self._timer.cancel()
+        """Stop the timers, and cancel a blocked write."""
+        for timer in (self._timer, self._patience):
+            if timer:
+                timer.cancel()
         if self._rest:
             self._rest.cancel()
 
@@ -266,15 +273,33 @@ class _Wire:
         except StopIteration:
             return
         self.blocked = True
+        self._patience = self._loop.call_later(PATIENCE, self._stall)
         self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
 
-    async def _finish(self, sending: _Begun) -> None:
+    def write_later(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
+        """Send events and those that are being made; until then, the connection is blocked."""
+        self.blocked = True
+        self._rest = self._loop.create_task(self._finish(self._make(events, making)))
+
+    async def _make(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
+        await self._send({"type": "http.response.body", "body": events + await making, "more_body": True})
+
+    async def _finish(self, sending: Awaitable[None]) -> None:
         try:
             await sending
         finally:
             self.blocked = False
             self._last = self._loop.time()
+            if self._patience:
+                self._patience.cancel()
+            if self._stalled:
+                self._stalled = False
+                self._on_stall(False)
             self._on_free()
+
+    def _stall(self) -> None:
+        self._stalled = True
+        self._on_stall(True)
 
     async def end(self, events: bytes) -> None:
         """Send the last events and end the response."""

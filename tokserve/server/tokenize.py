@@ -8,10 +8,12 @@ from starlette.responses import Response
 
 from tokserve.errors import RequestError
 from tokserve.server import body, schemas
-from tokserve.server.body import off_loop
 from tokserve.server.chat import rendered
 from tokserve.server.schemas import DetokenizeBody, TokenizeBody
 from tokserve.server.serving import Serving
+from tokserve.server.workers import off_loop
+
+LEAST = 1 << 20  # bytes that may be tokenized whatever the context is: to cut a document, or to count
 
 
 class Tokens(msgspec.Struct):
@@ -32,7 +34,7 @@ class Text(msgspec.Struct):
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize"""
     asked, ignored, size = await schemas.read(serving, request, TokenizeBody)
-    answer = await off_loop(size, lambda: _tokens(serving, asked))
+    answer = await off_loop(request, size, lambda: _tokens(serving, asked))
     return body.reply(request, answer, schemas.ignored_header(ignored))
 
 
@@ -49,6 +51,7 @@ def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
         return rendered(serving, asked)
     if asked.prompt is None:
         raise RequestError("prompt (or messages) is required", field="prompt")
+    serving.check_text(asked.prompt, "prompt", LEAST)
     return serving.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
 
 
@@ -57,5 +60,5 @@ async def detokenize(serving: Serving, request: Request) -> Response:
     asked, ignored, size = await schemas.read(serving, request, DetokenizeBody)
     serving.check_ids(asked.tokens, "tokens")
     skip = bool(asked.skip_special_tokens)
-    text = await off_loop(size, lambda: serving.tokenizer.decode(asked.tokens, skip))
+    text = await off_loop(request, size, lambda: serving.tokenizer.decode(asked.tokens, skip))
     return body.reply(request, Text(text), schemas.ignored_header(ignored))

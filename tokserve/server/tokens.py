@@ -21,9 +21,11 @@ from starlette.responses import Response
 from tokserve.client.outputs import Completion, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs
-from tokserve.server import body, errors, logprobs, sse, structured
+from tokserve.server import body, errors, estimate, logprobs, sse, structured
 from tokserve.server.flights import Flight, Usage
+from tokserve.server.holes import Holes, whole
 from tokserve.server.serving import Fields, Serving
+from tokserve.server.workers import off_loop
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
@@ -178,7 +180,7 @@ _json_params = msgspec.json.Decoder(SamplingParams).decode
 _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
-def decode_body(raw: bytes, packed: bool) -> AnyBody:
+def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
         asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
@@ -258,15 +260,26 @@ def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
 async def generate(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate"""
     packed = body.is_msgpack(request)
-    asked = decode_body(await body.read(request, serving.max_body), packed)
-    params = structured.with_default(decode_params(asked.sampling_params, packed), serving.closed_schemas)
+    raw = await serving.bodies.read(request)
+
+    def decode() -> tuple[AnyBody, SamplingParams]:
+        serving.bodies.check_values(request, raw, packed)
+        asked = decode_body(raw, packed)
+        params = decode_params(asked.sampling_params, packed)
+        return asked, structured.with_default(params, serving.closed_schemas)
+
+    asked, params = await off_loop(request, len(raw), decode)
     if asked.stream and body.wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     await serving.find_model(asked.model)
     terms = serving.terms(request, asked)
     prompt, fields = prompt_of(asked)
     text = asked.output_mode == "text"
-    flight = await serving.start(request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text)
+    entry_bytes = estimate.OBJECT_BYTES if asked.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
+    flight = await serving.start(
+        request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text, entry_bytes=entry_bytes
+    )
+    asked.token_ids, asked.token_ids_b64, asked.sampling_params = None, None, UNSET  # what would keep the body
     render = _Render(serving, flight, asked, params, packed=body.wants_msgpack(request))
     headers = {"X-Request-Id": terms.request_id}
     if asked.stream:
@@ -298,10 +311,10 @@ class _Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: Completion) -> Choice:
+    def _choice(self, c: Completion, holes: Holes | None = None) -> Choice:
         return Choice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
-            self._logprobs(c.logprobs or NO_ROWS, c.token_ids) if self._wanted else None,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._wanted else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
@@ -310,32 +323,38 @@ class _Render:
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int]) -> Any:
+    def _logprobs(self, columns: Logprobs, ids: list[int], holes: Holes | None = None) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
+            if holes is not None:
+                return holes.put(logprobs.objects_later(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
-        return logprobs.packed(columns) if self._packed or self._format == "base64" else logprobs.arrays(columns)
+        make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
+        return make(columns) if holes is None else holes.put(whole(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
         """The prompt's logprobs in the format asked for.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or NO_ROWS
         if self._format == "objects":
             name = self._serving.tokenizer.token if self._text else None
-            return logprobs.prompt_objects(columns, self._flight.prompt_ids(), first, columns.width, name)
-        if self._packed or self._format == "base64":
-            return logprobs.packed(columns, first)
-        return logprobs.arrays(columns, first)
+            args = (columns, self._flight.prompt_ids(), first, columns.width, name)
+            if holes is not None:
+                return holes.put(logprobs.prompt_objects_later(*args))
+            return logprobs.prompt_objects(*args)
+        make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
+        return make(columns, first) if holes is None else holes.put(whole(lambda: make(columns, first)))
 
-    def reply(self, completions: list[Completion]) -> Reply:
-        """The whole answer."""
+    def reply(self, completions: list[Completion], holes: Holes | None = None) -> Reply:
+        """The whole answer; with `holes`, logprobs are made later."""
         flight = self._flight
         scores = None
         if self._scores_due:
-            scores = self._prompt_logprobs(next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None))
+            found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(found, holes)
         return Reply(
-            self._id, self._id, int(time.time()), self._model, [self._choice(c) for c in completions],
+            self._id, self._id, int(time.time()), self._model, [self._choice(c, holes) for c in completions],
             flight.usage(), scores, flight.seed, self._ids(flight.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip

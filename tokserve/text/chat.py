@@ -133,13 +133,16 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         must_show_tools: bool = True,
+        context: int | None = None,
     ) -> list[int]:
         """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's own to those of the
-        template."""
+        template.  `context`: refuse a text that cannot fit into so many tokens, before it is tokenized."""
         rendered = self.text(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             tools=tools, documents=documents, template=template, kwargs=kwargs, must_show_tools=must_show_tools,
         )  # fmt: skip
+        if context is not None:
+            self._tokenizer.check_fits(rendered, context, "messages")
         try:
             return self._tokenizer.encode(rendered, add_special_tokens=add_special_tokens)
         except RequestError as error:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tokserve.text.cursor import Markers
+from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
 _MAX_UNSETTLED = 16  # most tokens that wait for the end of a character, in a decoder of unknown kind
@@ -125,15 +125,16 @@ class _WindowStream:
 class Detokenizer:
     """The text of one output, and where a stop string ends it.
 
-    The match that ends first wins; of those that end together, the longest.  A match that is complete within the
-    first `min_tokens` tokens does not count.  `include_stop`: the stop string is part of the text.
+    `stop`: strings, or their automaton if several outputs have the same.  The match that ends first wins; of those that
+    end together, the longest.  A match that is complete within the first `min_tokens` tokens does not count.
+    `include_stop`: the stop string is part of the text.
     `spaces_between_special` False: consecutive special tokens are joined without the spaces some decoders insert.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopStrings = (),
         *,
         include_stop: bool = False,
         skip_special: bool = True,
@@ -144,8 +145,7 @@ class Detokenizer:
             self._stream: _TextStream = _ByteStream(tokenizer, skip_special)
         else:
             self._stream = _WindowStream(tokenizer, skip_special, skip_special or spaces_between_special)
-        self._stop = tuple(stop)
-        self._markers = Markers(*self._stop)
+        self._stop = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._count = 0  # tokens pushed
@@ -179,9 +179,9 @@ class Detokenizer:
             self._floor = len(text)
         if final:
             text += self._stream.finish()
-        found = self._search(text)
+        found = self._stop.find(text, self._floor)
         if found is None:
-            cut = len(text) if final else self._markers.safe(text, 0)
+            cut = len(text) if final else self._stop.safe(text)
             self._held = text[cut:]
             self._floor = max(0, self._floor - cut)
             return text[:cut], None
@@ -190,16 +190,6 @@ class Detokenizer:
         index = first + self._completing(ids, end - len(self._held))
         self.hit = StopHit(text[begin:end], max(index, 0))
         return text[: end if self._include_stop else begin], self.hit
-
-    def _search(self, text: str) -> tuple[int, int] | None:
-        best: tuple[int, int] | None = None
-        for stop in self._stop:
-            begin = text.find(stop, max(0, self._floor - len(stop) + 1))
-            if begin >= 0:
-                end = begin + len(stop)
-                if best is None or (end, begin) < (best[1], best[0]):
-                    best = begin, end
-        return best
 
     def _completing(self, ids: Sequence[int], length: int) -> int:
         """The index of the first of `ids` after which `length` characters are settled."""

@@ -1,0 +1,174 @@
+"""Trials in a real process: limits, lanes, turns, cancelled work, and a process that dies."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import psutil
+import pytest
+
+from tokserve.checkpoint import DEMO_DIR
+from tokserve.engine import trials as module
+from tokserve.engine.grammar import Cost
+from tokserve.engine.trials import Trial, Trials
+from tokserve.errors import RequestError, Unavailable
+from tokserve.params import StructuredOutputs
+
+WIDTH = 300
+BOMB = "start: T\nT: " + " & ".join(f"/[ab]*a[ab]{{{i}}}/" for i in range(600))  # gigabytes, minutes
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def trials() -> Iterator[Trials]:
+    made = Trials(str(DEMO_DIR), WIDTH)
+    yield made
+    made.close()
+
+
+def words(seed: int) -> list[str]:
+    """Choices of some MiB, when compiled."""
+    chance = random.Random(seed)
+    return [f"{chance.getrandbits(32):08x}" for _ in range(5000)]
+
+
+class Tried:
+    """A trial and its outcome."""
+
+    def __init__(self, trials: Trials, client: str = "", log: list[str] | None = None, **form: Any) -> None:
+        self.outcome: Future[Cost | RequestError] = Future()
+        self.form = form
+        self._log = log
+        self.trial = Trial(StructuredOutputs(**form), client, self._done)
+        trials.submit(self.trial)
+
+    def _done(self, outcome: Cost | RequestError) -> None:
+        if self._log is not None:
+            self._log.append(next(iter(self.form.values())))
+        self.outcome.set_result(outcome)
+
+    @property
+    def result(self) -> Cost | RequestError:
+        return self.outcome.result(PATIENCE)
+
+
+def bomb(trials: Trials, number: int = 0, client: str = "") -> Tried:
+    return Tried(trials, client, grammar=f"{BOMB}\n// {number}")
+
+
+def children(trials: Trials) -> list[psutil.Process]:
+    return [] if trials.pid is None else psutil.Process(trials.pid).children()
+
+
+def until(condition: object) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_no_process_and_no_thread_before_the_first_grammar(trials: Trials) -> None:
+    assert trials.pid is None and trials._thread is None
+
+
+def test_costs_and_refusals(trials: Trials) -> None:
+    good, bad = Tried(trials, regex="ab+").result, Tried(trials, regex="(").result
+    assert isinstance(good, Cost) and good.size > 0 and good.seconds > 0
+    assert isinstance(bad, RequestError) and bad.field == "structured_outputs.regex" and "unclosed" in bad.message
+
+
+def test_a_trial_measures_the_memory(trials: Trials) -> None:
+    many, few = Tried(trials, choice=words(0)).result, Tried(trials, regex="a").result
+    assert isinstance(many, Cost) and isinstance(few, Cost)
+    assert few.size < 1 << 20 < many.size
+
+
+def test_the_process_has_one_thread_so_it_may_fork(trials: Trials) -> None:
+    Tried(trials, regex="a").outcome.result(PATIENCE)
+    assert trials.pid is not None and psutil.Process(trials.pid).num_threads() == 1
+
+
+def test_a_bomb_is_refused_and_leaves_nothing_behind(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", 0.5)
+    refusal = bomb(trials).result
+    assert isinstance(refusal, RequestError) and "compiling it takes more than 0.5 s" in refusal.message
+    assert refusal.field == "structured_outputs.grammar"
+    assert isinstance(Tried(trials, regex="after").result, Cost)
+    until(lambda: not children(trials))
+
+
+@pytest.mark.slow
+def test_memory_is_limited(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", PATIENCE)  # memory ends it
+    refusal = bomb(trials).result
+    assert isinstance(refusal, RequestError) and "1 GiB" in refusal.message
+
+
+def test_a_cheap_grammar_does_not_wait_for_costly_ones(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS", PATIENCE)
+    bombs = [bomb(trials, i, "greedy") for i in range(20)]
+    assert isinstance(Tried(trials, "greedy", regex="cheap").result, Cost)
+    assert isinstance(Tried(trials, "modest", regex="x" * 2000).result, Cost)
+    assert not any(each.outcome.done() for each in bombs)
+    assert len(children(trials)) <= 2
+
+
+def test_a_cancelled_trial_is_killed_and_a_waiting_one_never_runs(trials: Trials) -> None:
+    bombs = [bomb(trials, i) for i in range(5)]
+    until(lambda: children(trials))
+    for each in bombs:
+        trials.cancel(each.trial)
+    assert isinstance(Tried(trials, regex="cheap").result, Cost)
+    until(lambda: not children(trials))
+    assert not trials._running and not trials._quick and not trials._slow
+    assert not any(each.outcome.done() for each in bombs)
+
+
+def test_clients_take_turns(trials: Trials) -> None:
+    log: list[str] = []
+    first = bomb(trials)
+    until(lambda: children(trials))  # the rest wait for its slice
+    many = [Tried(trials, "a", log, regex=f"a{i}") for i in range(3)]
+    one = Tried(trials, "b", log, regex="b")
+    trials.cancel(first.trial)
+    for each in (*many, one):
+        assert isinstance(each.result, Cost)
+    assert log == ["a0", "b", "a1", "a2"]
+
+
+def test_a_process_that_is_killed_is_replaced_and_its_trials_run_again(trials: Trials) -> None:
+    Tried(trials, regex="three").outcome.result(PATIENCE)
+    assert trials.pid is not None
+    psutil.Process(trials.pid).kill()
+    assert isinstance(Tried(trials, regex="four").result, Cost)
+
+
+def test_a_trial_that_ends_the_process_twice_is_refused(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "command", [trials.command[0], "-c", "print('{}', flush=True); input()"])
+    refusal = Tried(trials, regex="two").result
+    assert isinstance(refusal, RequestError) and "compiling it takes" in refusal.message
+
+
+def test_a_process_that_does_not_start_is_not_the_grammars_fault(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "command", [trials.command[0], "-c", ""])
+    assert isinstance(Tried(trials, regex="two").result, Unavailable)
+
+
+def test_close_refuses_what_waits_and_leaves_no_process() -> None:
+    trials = Trials(str(DEMO_DIR), WIDTH)
+    bombs = [bomb(trials, i) for i in range(3)]
+    until(lambda: children(trials))
+    assert trials.pid is not None
+    process = psutil.Process(trials.pid)
+    left = children(trials)
+    trials.close()
+    assert all(isinstance(each.result, Unavailable) for each in bombs)
+    until(lambda: not process.is_running() and not any(child.is_running() for child in left))
+    assert not any(thread.name == "trials" for thread in threading.enumerate())

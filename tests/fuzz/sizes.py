@@ -1,0 +1,123 @@
+"""Every field of every POST route that can hold a text, a list or an object, at sizes that no client has.
+
+The fields are read from the bodies' own types, so a new field is covered without a word here; what makes a value of
+that type that is worth sending is below.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from pydantic import BaseModel
+
+from tokserve.params import SamplingParams, StructuredOutputs
+from tokserve.server.app import ENDPOINTS
+from tokserve.server.openapi import Endpoint
+from tokserve.server.tokens import GenerateBody
+
+SIZES = (100, 10_000, 1_000_000)
+MESSAGE = {"role": "user", "content": "x"}
+CHOICE = {"index": 0, "token_ids": [5], "finish_reason": "length"}
+# what a body needs besides the field
+LEAST: dict[str, dict[str, Any]] = {
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1}, "/v1/completions/render": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [MESSAGE], "max_tokens": 1},
+    "/v1/chat/completions/render": {"messages": [MESSAGE]},
+    "/v1/chat/completions/tokens": {"tokens": [5], "messages": [MESSAGE], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1}, "/tokenize": {}, "/detokenize": {},
+    "/v1/chat/completions/derender": {"generate_response": {"choices": [CHOICE], "prompt_token_ids": [5]}},
+    "/v1/completions/derender": {"generate_responses": [{"choices": [CHOICE], "prompt_token_ids": [5]}]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"}, "/collective_rpc": {"method": "a"},
+    "/weight_checker": {"action": "compare"},
+}  # fmt: skip
+# entries of lists that have a meaning of their own, by field
+ENTRIES: dict[str, Any] = {
+    "messages": MESSAGE, "input": {"type": "message", **MESSAGE}, "documents": {"title": "a", "text": "b"},
+    "include": "reasoning.encrypted_content", "prompt": "a", "generate_responses": {"choices": [CHOICE]},
+}  # fmt: skip
+SKIPPED = frozenset({  # these change the server for the cases that follow
+    "/pause", "/sleep", "/start_weight_update", "/update_weight_version", "/areal_pause_generation",
+})  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A body with one large field; `field` is its path."""
+
+    path: str
+    field: str
+    body: bytes
+
+
+def cases(size: int) -> Iterator[Case]:
+    """All fields of all routes at a size, in entries of lists and objects and in bytes of texts."""
+    for endpoint in ENDPOINTS:
+        if "POST" not in endpoint.methods or endpoint.body is None or endpoint.path in SKIPPED:
+            continue
+        for field, value in _fields(endpoint, size):
+            yield Case(endpoint.path, field, json.dumps(_body(endpoint.path, field, value)).encode())
+
+
+def _body(path: str, field: str, value: Any) -> dict[str, Any]:
+    body = json.loads(json.dumps(LEAST.get(path, {})))
+    inside = body
+    *parents, name = field.split(".")
+    for parent in parents:
+        inside = inside.setdefault(parent, {})
+    inside[name] = value
+    return body
+
+
+def _fields(endpoint: Endpoint, size: int) -> Iterator[tuple[str, Any]]:
+    for name, hint in _hints(endpoint.body).items():
+        for value in _values(name, hint, size):
+            yield name, value
+    if endpoint.body is GenerateBody:
+        for prefix, kind in (
+            ("sampling_params", SamplingParams),
+            ("sampling_params.structured_outputs", StructuredOutputs),
+        ):
+            for name, hint in _hints(kind).items():
+                for value in _values(name, hint, size):
+                    yield f"{prefix}.{name}", value
+    if "messages" in _hints(endpoint.body):
+        yield "messages", [{"role": "user", "content": [{"type": "text", "text": "x"}] * size}]
+        yield "messages", [{"role": "x" * size, "content": "x"}]
+    yield "unknown", ["x"] * size
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    if issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    assert issubclass(kind, msgspec.Struct)
+    return get_type_hints(kind, include_extras=False)
+
+
+def _values(name: str, hint: Any, size: int) -> Iterator[Any]:
+    """Large values of a type, for each form that it may have."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, types.UnionType):
+        for arm in get_args(hint):
+            yield from _values(name, arm, size)
+        return
+    origin = get_origin(hint) or hint
+    if origin in (str, bytes):
+        yield "x" * size
+    elif origin is list:
+        yield [ENTRIES.get(name, _entry(get_args(hint)))] * size
+    elif origin is dict:
+        yield {str(i): "x" for i in range(size)}
+    elif hint is Any:
+        yield "x" * size
+        yield [ENTRIES.get(name, 5)] * size
+
+
+def _entry(args: tuple[Any, ...]) -> Any:
+    hint = args[0] if args else Any
+    origin = get_origin(hint) or hint
+    return {int: 5, str: "x", list: [5, 6], dict: {"a": 1}, float: 0.5}.get(origin, {})

@@ -1,0 +1,115 @@
+"""Each attack on the front end, while a good client is served: what it is told, and that nobody notices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.server import Server
+from tests.hostile import attack
+from tests.hostile.attack import Answer, Scene
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with Server("demo", "--body-timeout", "4") as server:
+        made = Scene(server)
+        yield made
+        made.metronome.end()
+
+
+def said(answers: list[Answer]) -> set[tuple[int, str | None, str | None]]:
+    return {(answer.status, answer.code, answer.field) for answer in answers}
+
+
+TOO_LONG = (400, "context_length_exceeded")
+
+
+def test_texts_that_cannot_fit_are_refused_unread(scene: Scene) -> None:
+    answers = scene.under(attack.long_text)
+    fields = ["prompt", "messages", "prompt", "input", "prompt[1]", "prompt"]
+    assert [(answer.status, answer.code, answer.field) for answer in answers] == [(*TOO_LONG, name) for name in fields]
+    assert said(scene.under(attack.many_texts)) == {(*TOO_LONG, "prompt")}
+    assert said(scene.under(attack.longest_text)) == {(413, "too_many_values", None)}, "its commas may be values"
+
+
+def test_long_texts_are_tokenized_beside_the_loop(scene: Scene) -> None:
+    assert said(scene.under(attack.text_to_count)) == {(200, None, None)}
+
+
+def test_stop_strings(scene: Scene) -> None:
+    assert said(scene.under(attack.many_stops)) == {(400, None, "stop")}
+    assert said(scene.under(attack.as_many_stops_as_allowed)) == {(200, None, None)}
+
+
+def test_bad_words(scene: Scene) -> None:
+    refused, served = scene.under(attack.many_bad_words)
+    assert (refused.status, refused.field, served.status) == (400, "bad_words", 200)
+
+
+def test_bodies_that_never_end(scene: Scene) -> None:
+    counts = Counter((answer.status, answer.code) for answer in scene.under(attack.endless_bodies))
+    assert counts[503, "body_memory"] > 0 and counts[408, "body_timeout"] > 0, counts
+    assert counts[503, "body_memory"] + counts[408, "body_timeout"] + counts[0, None] == sum(counts.values())
+
+
+def test_bodies_in_tiny_pieces(scene: Scene) -> None:
+    assert {answer.code for answer in scene.under(attack.tiny_chunks) if answer.status} <= {"small_chunks"}
+    assert {answer.status for answer in scene.under(attack.tiny_segments)} == {200}
+
+
+def test_large_replies_are_sent_while_they_are_made(scene: Scene) -> None:
+    answers = scene.under(attack.large_replies)
+    assert [answer.status for answer in answers] == [200, 200] and all(answer.size > 50e6 for answer in answers)
+
+
+def test_replies_that_would_be_too_large_are_refused(scene: Scene) -> None:
+    [answer] = scene.under(attack.reply_beyond_all_bounds)
+    assert (answer.status, answer.code, answer.field) == (400, "reply_too_large", "sampling_params.logprobs")
+
+
+@pytest.mark.slow
+def test_all_logprobs_where_they_are_allowed() -> None:
+    with Server("demo", "--max-logprobs", "-1") as server:
+        scene = Scene(server)
+        [answer] = scene.under(attack.whole_vocabulary)
+        scene.metronome.end()
+        assert answer.status == 200 and answer.size > 50e6
+
+
+def test_many_messages(scene: Scene) -> None:
+    first, second, third = scene.under(attack.many_messages)
+    assert (first.status, first.field) == (third.status, third.field) == (400, "messages")
+    assert (second.status, second.code) == (413, "too_many_values")
+
+
+def test_many_ids(scene: Scene) -> None:
+    answers = scene.under(attack.many_ids)
+    assert [answer.status for answer in answers] == [400, 413, 400, 413, 200, 413]
+
+
+def test_values_that_decoding_would_multiply(scene: Scene) -> None:
+    assert said(scene.under(attack.nothing_but_lists)) == {(413, "too_many_values", None)}
+
+
+def test_another_host_reaches_no_control(scene: Scene) -> None:
+    assert said(scene.under(attack.another_host)) == {(403, "host_not_allowed", None)}
+    assert not scene.server.get("/is_sleeping").json()["is_sleeping"]
+
+
+def test_odd_requests(scene: Scene) -> None:
+    version, level, *names = scene.under(attack.odd_requests)
+    assert (version.status, version.code) == (505, "http_version")
+    assert (level.status, level.field) == (400, "level")
+    assert said(names) == {(400, None, "new_version")}
+
+
+def test_a_signal_ends_the_server_while_it_is_attacked() -> None:
+    """Ten seconds are for the requests in flight, and a few for the rest."""
+    with Server("demo", "--shutdown-timeout", "1") as server:
+        body = {"prompt": "a", "stop": [f"stop {i}" for i in range(1024)], "n": 64, "max_tokens": 2000, "seed": 1}
+        attack.leave(server.url, attack.COMPLETIONS, body | {"ignore_eos": True}, 3)
+        attack.leave(server.url, attack.TOKENIZE, {"prompt": attack.words(1_000_000)}, 20)
+        assert server.stop(seconds=30) == 0

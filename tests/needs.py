@@ -1,0 +1,145 @@
+"""What some tests need beyond `make install`, and how to get it; `make test-all` lists it first.
+
+A test that is skipped without it names the entry here, and tests/root/test_needs.py checks that none is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+OPEN_FILES = 10_200  # ten thousand connections, and the server's own files
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+MAPPINGS = Path("/proc/self/smaps")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something optional; `files` in tests/ have tests that are skipped without it."""
+
+    name: str
+    files: tuple[str, ...]
+    is_there: Callable[[], bool]
+    how: str
+
+    @property
+    def reason(self) -> str:
+        return f"needs {self.name}: {self.how}"
+
+    def skips(self) -> pytest.MarkDecorator:
+        """The mark of a test that needs it."""
+        return pytest.mark.skipif(not self.is_there(), reason=self.reason)
+
+    def or_skip(self) -> None:
+        """Skips the test that calls it."""
+        if not self.is_there():
+            pytest.skip(self.reason)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of a parent
+        return False
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _has_mkl() -> bool:
+    import torch
+
+    return sys.platform == "linux" and torch.backends.mkl.is_available() and shutil.which("cc") is not None
+
+
+def _can_open_files() -> bool:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= OPEN_FILES
+
+
+def browser() -> tuple[str | None, str | None]:
+    """Paths of Chromium and of its driver."""
+    return shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+
+
+EXTENSION = Need(
+    "the compiled extension",
+    ("models/conftest.py", "ops/test_cpu.py", "ops/test_record.py", "runner/test_records.py"),
+    lambda: _has_module("tokserve._C"),
+    "a C++17 compiler (Debian: apt-get install g++), then make clean install",
+)
+TRITON = Need(
+    "Triton",
+    ("ops/test_launch.py", "ops/test_triton.py", "ops/test_tuning.py", "runner/test_triton.py"),
+    lambda: _has_module("triton"),
+    "Linux; pip install -e '.[dev]'",
+)
+TRACING = Need(
+    "OpenTelemetry",
+    ("server/test_tracing.py",),
+    lambda: _has_module("opentelemetry.exporter.otlp.proto.http"),
+    "pip install -e '.[otel]'",
+)
+CHROMIUM = Need(
+    "Chromium and ChromeDriver",
+    ("e2e/browser.py",),
+    lambda: None not in browser(),
+    "apt-get install chromium chromium-driver",
+)
+FILES = Need(
+    f"{OPEN_FILES} open files",
+    ("e2e/test_overload.py", "e2e/test_soak.py"),
+    _can_open_files,
+    f"ulimit -n {OPEN_FILES} (the hard limit is in /etc/security/limits.conf, or docker run --ulimit nofile)",
+)
+SYSTEMD = Need(
+    "systemd-analyze",
+    ("examples/test_deploy.py",),
+    lambda: shutil.which("systemd-analyze") is not None,
+    "apt-get install systemd",
+)
+MAKE = Need("make", ("root/test_audit.py",), lambda: shutil.which("make") is not None, "apt-get install make")
+MKL = Need(
+    "a C compiler, and MKL in torch",
+    ("ops/test_mkl.py",),
+    _has_mkl,
+    "x86-64 Linux; apt-get install gcc",
+)
+HUGE = Need(
+    "transparent huge pages", ("ops/test_arena.py",), HUGE_PAGES.exists, "a Linux kernel with TRANSPARENT_HUGEPAGE"
+)
+SMAPS = Need("/proc/self/smaps", ("ops/test_arena.py",), MAPPINGS.exists, "a Linux kernel with /proc mounted")
+GLIBC = Need("glibc", ("root/test_device.py",), lambda: platform.libc_ver()[0] == "glibc", "a Linux that is not musl")
+GPU = Need(
+    "an NVIDIA GPU",
+    ("e2e/test_gpu.py", "runner/test_gpu.py", "ops/test_triton.py"),
+    _has_gpu,
+    "not for make test-all; scripts/gpu_check.sh runs what needs one",
+)
+NEEDS = (EXTENSION, TRITON, TRACING, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, GPU)
+
+
+def report() -> str:
+    """A line for each: whether it is there and, if not, which tests are skipped and how to get it."""
+    lines = ["Optional requirements of the tests:"]
+    for need in NEEDS:
+        there = need.is_there()
+        lines.append(f"  {'found  ' if there else 'MISSING'}  {need.name}")
+        if not there:
+            lines.append(f"           {need.how}")
+            lines.append(f"           skipped without it: {', '.join(f'tests/{name}' for name in need.files)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report(), flush=True)

@@ -1,0 +1,126 @@
+"""How bodies arrive: pieces, limits of time, values and memory, and that what was counted is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.requests import Request
+
+from tokserve.config import LimitsConfig
+from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.server.bodies import FREE, HELD, Bodies
+from tokserve.server.watch import Gone
+
+MIB = 1 << 20
+
+
+def bodies(**limits: Any) -> Bodies:
+    return Bodies(LimitsConfig(**limits), 64 * MIB)
+
+
+def request(pieces: list[bytes], *, ends: bool = True, packed: bool = False, announced: bool = False) -> Request:
+    """A request whose body comes in pieces; without an end, the last is followed by silence."""
+    left = list(pieces)
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.Event().wait()
+        piece = left.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(left) or not ends}
+
+    kind = b"application/msgpack" if packed else b"application/json"
+    headers = [(b"content-type", kind)]
+    if announced:
+        headers.append((b"content-length", b"%d" % sum(map(len, pieces))))
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+
+
+@pytest.mark.parametrize("size", [0, 1, FREE - 1, FREE, FREE + 1, 5 * MIB])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_pieces_are_joined(size: int, count: int) -> None:
+    whole = bytes(i % 251 for i in range(256)) * (size // 256 + 1)
+    whole = whole[:size]
+    step = max(1, -(-size // count))
+    pieces = [whole[i : i + step] for i in range(0, size, step)] or [b""]
+    for announced in (False, True):
+        assert bytes(asyncio.run(bodies().read(request(pieces, announced=announced)))) == whole
+
+
+def test_a_body_that_stops_coming_is_given_up() -> None:
+    with pytest.raises(TimedOut) as caught:
+        asyncio.run(bodies(body_timeout=0.05).read(request([b"[", b"1"], ends=False)))
+    assert caught.value.code == "body_timeout" and caught.value.status == 408
+
+
+def test_a_body_that_trickles_is_given_up() -> None:
+    async def receive() -> Any:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    made = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
+    with pytest.raises(TimedOut):
+        asyncio.run(bodies(body_timeout=0.02).read(made))
+
+
+def test_a_client_that_leaves() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(Gone):
+        asyncio.run(bodies().read(Request({"type": "http", "headers": []}, receive)))
+
+
+def test_bodies_together_have_a_limit_that_small_ones_do_not_meet() -> None:
+    async def scene() -> None:
+        all_bodies = bodies(max_body_memory_bytes=4 * MIB)
+        first, second = request([b"x" * (3 * MIB)]), request([b"x" * MIB, b"x" * MIB])
+        await all_bodies.read(first)
+        with pytest.raises(Overloaded) as caught:
+            await all_bodies.read(second)
+        assert caught.value.status == 503 and caught.value.code == "body_memory" and caught.value.retry_after
+        await all_bodies.read(request([b"x" * FREE]))
+        all_bodies.release(first)
+        all_bodies.release(second)
+        all_bodies.release(second)
+        again = request([b"x" * MIB, b"x" * MIB])
+        await all_bodies.read(again)
+        all_bodies.release(again)
+        assert all_bodies._held == 0 and HELD not in again.scope
+
+    asyncio.run(scene())
+
+
+VALUES: list[tuple[Any, int]] = [
+    ([1] * 9000, 9000), ([{}] * 9000, 81_000), (["x" * 10] * 3000, 3000), ([{"a": 1, "b": [2]}] * 2000, 38_000),
+    ([1.5, -300, None, True, 2**40] * 1000, 5000), (["ä" * 300] * 3000, 3000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "about"), VALUES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_are_counted_before_they_are_decoded(value: Any, about: int, packed: bool) -> None:
+    raw = msgspec.msgpack.encode(value) if packed else json.dumps(value).encode()
+    enough, few = bodies(max_body_values=int(about * 1.5)), bodies(max_body_values=max(1000, int(about * 0.6)))
+    enough.check_values(request([raw], packed=packed), raw, packed)
+    with pytest.raises(TooLarge) as caught:
+        few.check_values(request([raw], packed=packed), raw, packed)
+    assert caught.value.code == "too_many_values"
+
+
+def test_packed_bytes_are_one_value() -> None:
+    raw = msgspec.msgpack.encode(
+        {"token_ids": b"\x05\0\0\0" * MIB, "extension": msgspec.msgpack.Ext(5, b"x" * 100_000)}
+    )
+    bodies(max_body_values=1000).check_values(request([raw], packed=True), raw, True)
+
+
+@pytest.mark.parametrize("raw", [b"\xc1" * 9000, b"\xdb\xff\xff\xff\xff" * 2000, b"\xdf" * 9000, b"\xd9" * 9001])
+def test_what_is_no_msgpack_is_counted_to_its_end(raw: bytes) -> None:
+    try:
+        bodies(max_body_values=1000).check_values(request([raw], packed=True), raw, True)
+    except RequestError as error:
+        assert error.code == "too_many_values"

@@ -1,0 +1,69 @@
+"""Which client a request is from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.fake_llm import site
+from tokserve.config import ServerConfig
+from tokserve.server.clients import LONGEST, PEER, Clients
+
+GENERATE = "/inference/v1/generate"
+
+
+def name(peer: str | None = "10.0.0.1", *headers: tuple[str, str], **options: Any) -> str:
+    scope = {PEER: peer, "headers": [(key.lower().encode(), value.encode()) for key, value in headers]}
+    return Clients(ServerConfig(**options)).name(scope)
+
+
+def test_an_address_is_a_client() -> None:
+    assert name("10.0.0.1") == "10.0.0.1" != name("10.0.0.2")
+    assert name(None) == name("") == "", "a Unix socket tells nobody apart"
+
+
+def test_a_network_of_ipv6_is_a_client() -> None:
+    assert name("2001:db8::1") == name("2001:db8::ffff") == "2001:db8::/64" != name("2001:db8:0:1::1")
+    assert name("::ffff:10.0.0.1") == "10.0.0.1" and name("fe80::1%eth0") == "fe80::/64"
+
+
+def test_a_key_is_a_client_wherever_it_comes_from_and_does_not_show() -> None:
+    key = ("Authorization", "Bearer sesame")
+    seen = name("10.0.0.1", key, api_key=["sesame", "other"])
+    assert seen == name("10.0.0.2", key, api_key=["sesame"]) and "sesame" not in seen
+    assert seen == name("10.0.0.2", ("Authorization", "bearer  sesame "), api_key=["sesame"])
+    assert seen != name("10.0.0.1", ("Authorization", "Bearer other"), api_key=["other"])
+
+
+def test_a_header_that_nobody_checks_makes_no_client() -> None:
+    for options in ({}, {"admin_api_key": ["admin"]}):
+        assert name("10.0.0.1", ("Authorization", "Bearer made-up"), **options) == "10.0.0.1"
+    assert name("10.0.0.1", ("X-Forwarded-For", "1.2.3.4")) == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("headers", "client"),
+    [
+        (["1.2.3.4"], "1.2.3.4"), (["6.6.6.6, 1.2.3.4"], "1.2.3.4"), (["6.6.6.6", "1.2.3.4"], "1.2.3.4"),
+        (["2001:db8::7"], "2001:db8::/64"), ([""], "10.0.0.1"), ([], "10.0.0.1"), (["x" * 1000], "x" * LONGEST),
+    ],
+)  # fmt: skip
+def test_a_trusted_header_names_the_client_by_its_last_address(headers: list[str], client: str) -> None:
+    given = [("X-Forwarded-For", value) for value in headers]
+    assert name("10.0.0.1", *given, client_header="X-Forwarded-For") == client
+
+
+def test_the_engine_is_told() -> None:
+    s = site(client_header="X-Real-IP")
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+    seen = []
+    start = s.llm.submit
+
+    def submit(prepared: Any, group_id: str = "", client: str = "") -> Any:
+        seen.append(client)
+        return start(prepared, group_id, client)
+
+    s.llm.submit = submit  # type: ignore[method-assign]
+    assert s.post(GENERATE, body, headers={"X-Real-IP": "1.2.3.4"}).status_code == 200
+    assert seen == ["1.2.3.4"]

@@ -1,0 +1,39 @@
+"""Stop strings: the automaton finds what a plain search of every string finds, and holds back the same text."""
+
+import random
+
+from tokserve.text.stops import StopStrings
+
+
+def first(stops: list[str], text: str, floor: int) -> tuple[int, int] | None:
+    """By definition: the match that ends first after `floor`; of those that end together, the longest."""
+    found = [
+        (begin + len(stop), begin)
+        for stop in stops for begin in range(len(text) - len(stop) + 1)
+        if text.startswith(stop, begin) and begin + len(stop) > floor
+    ]  # fmt: skip
+    return (min(found)[1], min(found)[0]) if found else None
+
+
+def test_the_same_as_by_definition() -> None:
+    rng = random.Random(4)
+    for _ in range(3000):
+        letters = rng.choice(["ab", "abc", "aä😀"])
+        stops = ["".join(rng.choices(letters, k=rng.randint(1, 5))) for _ in range(rng.randint(1, 5))]
+        text = "".join(rng.choices(letters, k=rng.randint(0, 14)))
+        floor = rng.randint(0, 6)
+        assert StopStrings(stops).find(text, floor) == first(stops, text, floor), (stops, text, floor)
+        held = [
+            begin for begin in range(len(text)) if any(s != text[begin:] and s.startswith(text[begin:]) for s in stops)
+        ]
+        if not any(stop in text for stop in stops):
+            assert StopStrings(stops).safe(text) == min(held, default=len(text)), (stops, text)
+
+
+def test_without_strings_nothing_is_found_or_held() -> None:
+    none = StopStrings()
+    assert not none and none.find("abc", 0) is None and none.safe("abc") == 3
+
+
+def test_half_a_surrogate_pair_is_a_character_like_any_other() -> None:
+    assert StopStrings(["\ud800a"]).find("x\ud800a", 0) == (1, 3)

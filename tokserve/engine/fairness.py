@@ -1,0 +1,121 @@
+"""Who is next among several clients: the one with the fewest slots, then the one whose last turn was longest ago.
+
+The policy orders the requests of a client, and levels of priority stand above clients.  With one client all of this
+is the order of the policy.  Knows neither blocks nor budgets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from tokserve.engine.policies import Policy
+from tokserve.engine.queue import Queue
+from tokserve.engine.request import Request
+
+
+class Shares:
+    """What each client has: `live` requests, `running` ones with a slot, and when it had its last turn.
+
+    `present`: live requests by share.
+    """
+
+    def __init__(self) -> None:
+        self.live: Counter[str] = Counter()
+        self.present: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}
+        self._turn = 0
+
+    def came(self, request: Request) -> None:
+        """A request is live."""
+        self.live[request.client] += 1
+        self.present[request.share] += 1
+
+    def ended(self, request: Request) -> None:
+        """A request has ended."""
+        _subtract(self.live, request.client)
+        _subtract(self.present, request.share)
+        if request.share not in self.present:
+            self._turns.pop(request.share, None)
+
+    def entered(self, request: Request) -> None:
+        """A request got a slot."""
+        self.running[request.share] += 1
+        self._turn += 1
+        self._turns[request.share] = self._turn
+
+    def left(self, request: Request) -> None:
+        """A request gave up its slot."""
+        _subtract(self.running, request.share)
+
+    def rank(self, share: str) -> tuple[int, int]:
+        """The lowest is next."""
+        return self.running[share], self._turns.get(share, 0)
+
+
+def _subtract(counter: Counter[str], name: str) -> None:
+    counter[name] -= 1
+    if not counter[name]:
+        del counter[name]
+
+
+class FairQueue:
+    """Requests without a slot.  Those that `order` yields may be removed meanwhile, no others."""
+
+    def __init__(self, policy: Policy, shares: Shares) -> None:
+        self._policy = policy
+        self._shares = shares
+        self._levels: dict[float, dict[str, Queue]] = {}  # by priority, by client
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, request: Request) -> None:
+        """Let it wait."""
+        clients = self._levels.setdefault(self._policy(request)[0], {})
+        if request.share not in clients:
+            clients[request.share] = Queue(self._policy)
+        clients[request.share].add(request)
+        self._size += 1
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that is in the queue."""
+        level = self._policy(request)[0]
+        clients = self._levels[level]
+        queue = clients[request.share]
+        queue.remove(request)
+        self._size -= 1
+        if not queue:
+            del clients[request.share]
+            if not clients:
+                del self._levels[level]
+
+    def __iter__(self) -> Iterator[Request]:
+        """In the order in which they would be served if all of them entered at once."""
+        return self.order(assume=True)
+
+    def order(self, assume: bool = False) -> Iterator[Request]:
+        """The next request; then, if it was removed, the next after it has entered, and else the one that follows it.
+        `assume`: each enters, and none is removed."""
+        for level in sorted(self._levels):
+            places = {client: 0 for client in self._levels[level]}
+            queues = dict(self._levels[level])
+            heap = [(self._rank(client, 0), self._policy(queue[0]), client) for client, queue in queues.items()]
+            heapq.heapify(heap)
+            while heap:
+                *_, client = heapq.heappop(heap)
+                queue, place = queues[client], places[client]
+                request = queue[place]
+                yield request
+                if place < len(queue) and queue[place] is request:
+                    places[client] = place = place + 1
+                if place < len(queue):
+                    entered = place if assume else 0
+                    heapq.heappush(heap, (self._rank(client, entered), self._policy(queue[place]), client))
+
+    def _rank(self, client: str, entered: int) -> tuple[int, int]:
+        running, turn = self._shares.rank(client)
+        return running + entered, turn

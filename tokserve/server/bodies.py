@@ -1,0 +1,231 @@
+"""How request bodies arrive: bounds on the size, the time and the values of each, and on the memory of all together.
+
+Every POST route reads through here, so that limits and refusals are the same everywhere.  A body is bounded before it
+is decoded, because decoding holds the interpreter's lock and multiplies its size.  Must not know what the values mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from typing import Any
+
+from starlette.requests import Request
+
+from tokserve.config import LimitsConfig
+from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
+from tokserve.server import body, errors
+from tokserve.server.watch import Gone
+from tokserve.server.workers import off_loop
+
+Buffer = bytes | bytearray | memoryview
+HELD = "tokserve.body_memory"  # in the scope: bytes that the request's body counts for
+FREE = 1 << 18  # bytes of a body that do not count: small requests pass when large ones have used up the memory
+VALUE_BYTES = 32  # memory that a decoded value takes, about
+CONTAINER_VALUES = 8  # values that an object or a list counts as: they take as long to decode
+NAME_VALUES = 3  # and a name of an entry of an object, with its value
+COUNTED = 1 << 13  # bytes from which the values of a body are counted
+COUNTED_AT_ONCE = 1 << 20
+PATIENCE = 10  # times `body_timeout` that a whole body may take
+RETRY_SECONDS = 2
+
+
+class Bodies:
+    """The bodies in memory, and the limits for each."""
+
+    def __init__(self, limits: LimitsConfig, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_values = limits.max_body_values
+        self._max_held = limits.max_body_memory_bytes
+        self._timeout = limits.body_timeout
+        self._held = 0
+
+    async def read(self, request: Request) -> Buffer:
+        """The whole body.
+
+        Raises `TooLarge` once it is known to be too large, `TimedOut` if it does not arrive, `Overloaded` if there is
+        no memory left for it, `Gone` if the client leaves.
+        """
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError(
+                f"Content-Encoding {encoding[: errors.SHOWN]!r} is not supported; send the body uncompressed",
+                code="content_encoding",
+            )
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            raise self._too_large()
+        held = _Pages(int(length) if length.isdigit() else 0)
+        whole = False
+        try:
+            async with asyncio.timeout(self._timeout) as patience:
+                read = await self._receive(request, held, patience)
+            whole = True
+            return read
+        except TimeoutError:
+            raise TimedOut(
+                f"the body did not arrive: no bytes for {self._timeout:g} s (--body-timeout), or not all of it in "
+                f"{PATIENCE} times as long",
+                code="body_timeout",
+            ) from None
+        finally:
+            if not whole:
+                held.clear()  # the error's traceback would keep them
+
+    async def _receive(self, request: Request, held: _Pages, patience: asyncio.Timeout) -> Buffer:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + PATIENCE * self._timeout
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            piece: bytes = message.get("body", b"")
+            size = held.size + len(piece)
+            if size > self._max_bytes:
+                raise self._too_large()
+            if size > FREE:
+                self._hold(request, size)
+            if not (held.size or message.get("more_body", False)):
+                return piece
+            held.add(piece)
+            if not message.get("more_body", False):
+                return held.whole()
+            patience.reschedule(min(end, loop.time() + self._timeout))
+
+    async def decode(self, request: Request, raw: Buffer) -> Any:
+        """The body as dictionaries and lists, by its content type."""
+        packed = body.is_msgpack(request)
+
+        def work() -> Any:
+            self.check_values(request, raw, packed)
+            return body.decode(raw, packed)
+
+        return await off_loop(request, len(raw), work)
+
+    async def load(self, request: Request) -> tuple[Any, int]:
+        """The whole body as dictionaries and lists, and its size in bytes."""
+        body.is_msgpack(request)  # refuses other content types before it waits for a body
+        raw = await self.read(request)
+        return await self.decode(request, raw), len(raw)
+
+    def check_values(self, request: Request, raw: Buffer, packed: bool) -> None:
+        """Raise `TooLarge` for a body with too many values, `Overloaded` if there is no memory left to decode it."""
+        if len(raw) < COUNTED:
+            return
+        values = _packed_values(raw, self._max_values) if packed else _json_values(raw)
+        if values > self._max_values:
+            raise TooLarge(
+                f"the body has more than {self._max_values} values (--max-body-values; an object or a list counts as "
+                f"{CONTAINER_VALUES}, a name as {NAME_VALUES - 1})",
+                code="too_many_values",
+            )
+        self._hold(request, len(raw) + VALUE_BYTES * values)
+
+    def _hold(self, request: Request, size: int) -> None:
+        """Count a request's body as `size` bytes."""
+        before = request.scope.get(HELD, 0)
+        after = max(before, size - FREE)
+        if self._held + after - before > self._max_held:
+            raise Overloaded(
+                f"the bodies of all requests have more than {self._max_held >> 20} MiB (--max-body-memory-bytes)",
+                retry_after=RETRY_SECONDS, code="body_memory",
+            )  # fmt: skip
+        self._held += after - before
+        request.scope[HELD] = after
+
+    def release(self, request: Request) -> None:
+        """The request's body is no longer needed; a second call does nothing."""
+        self._held -= request.scope.pop(HELD, 0)
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
+
+
+class _Pages:
+    """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never
+    copied, and it leaves nothing behind."""
+
+    def __init__(self, announced: int) -> None:
+        self.size = 0
+        self._announced = announced
+        self._small = bytearray()
+        self._pages: mmap.mmap | None = None
+
+    def add(self, piece: bytes) -> None:
+        """Append."""
+        size = self.size + len(piece)
+        if self._pages is None and size <= FREE:
+            self._small += piece
+        else:
+            if self._pages is None or size > len(self._pages):
+                self._grow(max(size, self._announced, 4 * self.size))
+            assert self._pages is not None
+            self._pages[self.size : size] = piece
+        self.size = size
+
+    def _grow(self, size: int) -> None:
+        """Move to `size` bytes of pages, which take no memory until they are written."""
+        before = self.whole()
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages[: self.size] = before
+        self._small, self._pages = bytearray(), pages
+
+    def whole(self) -> Buffer:
+        """All of it."""
+        return self._small if self._pages is None else memoryview(self._pages)[: self.size]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._small.clear()
+        if self._pages is not None:
+            self._pages.close()
+
+
+def _json_values(raw: Buffer) -> int:
+    """About how many values there are; characters in strings count too, where they look like a value's end."""
+    values = 0
+    for start in range(0, len(raw), COUNTED_AT_ONCE):
+        part = bytes(raw[start : start + COUNTED_AT_ONCE])
+        values += part.count(b",") + NAME_VALUES * part.count(b":")
+        values += CONTAINER_VALUES * (part.count(b"{") + part.count(b"["))
+    return values
+
+
+def _packed_values(raw: Buffer, most: int) -> int:
+    """How many values there are in msgpack, or a number above `most`; what is not msgpack ends the count."""
+    at = values = 0
+    while at < len(raw) and values <= most:
+        kind = raw[at]
+        values += 1
+        if 0x80 <= kind < 0xA0 or 0xDC <= kind < 0xE0:
+            values += CONTAINER_VALUES - 1 + (NAME_VALUES - 2) * _entries(raw, at, kind)
+        at += 1 + _size_after(raw, at, kind)
+    return values
+
+
+_FIXED = {  # bytes after the first, of the kinds with a length of their own
+    0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+    0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
+}  # fmt: skip
+_COUNTED = {  # of those with a length in the bytes that follow: how many bytes, and what comes besides
+    0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
+    0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0),
+}  # fmt: skip
+
+
+def _entries(raw: Buffer, at: int, kind: int) -> int:
+    """How many entries a map has; none for an array."""
+    if kind < 0x90:
+        return kind - 0x80
+    width = {0xDE: 2, 0xDF: 4}.get(kind, 0)
+    return int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+
+
+def _size_after(raw: Buffer, at: int, kind: int) -> int:
+    """Bytes of the value at `at` after its first, without the values inside an array or a map."""
+    if 0xA0 <= kind < 0xC0:
+        return kind - 0xA0
+    if kind in _COUNTED:
+        width, more = _COUNTED[kind]
+        return width + more + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+    return _FIXED.get(kind, 0)

@@ -1,0 +1,56 @@
+"""How large the reply to a request will be, as far as its parameters say before it is generated.
+
+Must not know routes: a route says what an alternative takes in its format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokserve.errors import RequestError
+from tokserve.params import SamplingParams
+
+OBJECT_BYTES = 96  # of JSON for a token with its logprob, or an alternative to it
+COLUMN_BYTES = 24  # the same in columns
+TOKEN_BYTES = 16  # of JSON for an id and its text
+
+
+def reply_bytes(
+    lengths: Sequence[int], params: SamplingParams, context: int, vocab_size: int, *,
+    stream: bool, score_each: bool, entry_bytes: int,
+) -> int:  # fmt: skip
+    """At most about how many bytes.  `lengths`: of the prompts, in tokens.  Of a stream only what comes at once counts:
+    the prompts' logprobs."""
+    repeats = params.n if score_each else 1
+    total = 0
+    for length in lengths:
+        if params.prompt_logprobs is not None:
+            rows = max(0, length - max(1, params.prompt_logprobs_start))
+            total += repeats * rows * (1 + _width(params.prompt_logprobs, vocab_size)) * entry_bytes
+        if not stream:
+            tokens = min(params.max_tokens or context, max(0, context - length))
+            total += params.n * tokens * (TOKEN_BYTES + _output_entries(params, vocab_size) * entry_bytes)
+    return total
+
+
+def _output_entries(params: SamplingParams, vocab_size: int) -> int:
+    named = len(params.logprob_token_ids or ())
+    if params.logprobs is None and not named:
+        return 0
+    return 1 + _width(params.logprobs or 0, vocab_size) + named
+
+
+def _width(top: int, vocab_size: int) -> int:
+    return vocab_size if top == -1 else top
+
+
+def check(size: int, most: int, params: SamplingParams) -> None:
+    """Raise `RequestError` for a reply of more than `most` bytes."""
+    if size <= most:
+        return
+    at_fault = [name for name in ("prompt_logprobs", "logprobs") if getattr(params, name) is not None]
+    raise RequestError(
+        f"the reply may have {size >> 20} MiB, and at most {most >> 20} are served (--max-reply-bytes): ask for fewer "
+        "choices, tokens or logprobs, for logprobs in columns, or for a stream",
+        field=at_fault[-1] if at_fault else "n", code="reply_too_large",
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""A large reply is sent while it is made: its JSON has holes, which are filled one after the other.
+
+What fills a hole is made when its turn has come, in a thread, and is gone when it has been sent, so a reply takes the
+memory of its columns and not of its JSON.  Must not know what the parts mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from msgspec import Raw
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokserve.server import body, workers
+from tokserve.server.watch import Gone, Watch
+
+MARK = b"\0"  # no JSON contains it
+PART = 4096  # values in a part of a list: a few milliseconds of work
+
+Fill = Callable[[], Iterator[bytes]]
+
+
+class Holes:
+    """The parts of one reply that are made later."""
+
+    def __init__(self) -> None:
+        self._fills: list[Fill] = []
+
+    def put(self, fill: Fill) -> Raw:
+        """A value whose JSON `fill` makes, in parts."""
+        self._fills.append(fill)
+        return Raw(MARK + str(len(self._fills) - 1).encode() + MARK)
+
+    def filled(self, json: bytes) -> Iterator[bytes]:
+        """The whole JSON, in parts."""
+        for place, part in enumerate(json.split(MARK)):
+            if place % 2:
+                yield from self._fills[int(part)]()
+            else:
+                yield part
+
+
+def whole(make: Callable[[], Any]) -> Fill:
+    """A value in one part."""
+
+    def fill() -> Iterator[bytes]:
+        yield body.encode_json(make())
+
+    return fill
+
+
+def listed(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Iterator[bytes]:
+    """A list of `count` entries of about `width` values, in parts; `make` makes those from one place to another."""
+    step = max(1, PART // (width + 1))
+    yield b"["
+    for start in range(0, count, step):
+        inner = body.encode_json(make(start, min(count, start + step)))[1:-1]
+        yield b"," + inner if start else inner
+    yield b"]"
+
+
+class FilledReply(Response):
+    """A 200 with JSON that is made while it is sent.  A client that disconnects ends it."""
+
+    def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        self.background = None
+        self.status_code = 200
+        self._parts = parts
+        self.init_headers({"content-type": body.JSON, **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with Watch(receive):
+                while part := await workers.run(workers.LARGE, partial(_joined, self._parts)):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except Gone:
+            pass
+
+
+def _joined(parts: Iterator[bytes], size: int = 1 << 16) -> bytes:
+    """The next parts together, of `size` bytes or more; b"" at the end."""
+    joined = bytearray()
+    for part in parts:
+        joined += part
+        if len(joined) >= size:
+            break
+    return bytes(joined)

@@ -1,0 +1,37 @@
+"""Cancels the work for a request when its client disconnects.  Must not know what the work is."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Receive
+
+
+class Gone(Exception):
+    """The client has disconnected; nobody reads the response."""
+
+
+class Watch:
+    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watcher = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watcher.cancel()
+        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise Gone

@@ -1,0 +1,43 @@
+"""Stop strings as one automaton (Aho-Corasick): what a search costs depends on the text, not on how many there are.
+
+Must not know tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import ahocorasick
+
+
+class StopStrings:
+    """Strings to find in a text that arrives in parts.  Searching does not change it: several outputs share one."""
+
+    def __init__(self, strings: Iterable[str] = ()) -> None:
+        self._automaton = ahocorasick.Automaton()
+        self._longest = 0
+        for string in strings:
+            self._automaton.add_word(string, len(string))
+            self._longest = max(self._longest, len(string))
+        if self._longest:
+            self._automaton.make_automaton()
+
+    def __bool__(self) -> bool:
+        return self._longest > 0
+
+    def find(self, text: str, floor: int) -> tuple[int, int] | None:
+        """Begin and end of the match that ends first after `floor` characters; of those that end together, the
+        longest."""
+        if not self._longest:
+            return None
+        for last, length in self._automaton.iter(text, max(0, floor - self._longest + 1)):  # at a place, longest first
+            if last >= floor:
+                return last + 1 - length, last + 1
+        return None
+
+    def safe(self, text: str) -> int:
+        """The position up to which no character of `text` can belong to a match that is not complete."""
+        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
+            if self._automaton.match(text[begin:]):  # a prefix of some string
+                return begin
+        return len(text)
