@@ -13,30 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
-
 from tokserve.config import SchedulerConfig
 from tokserve.engine.cache import Cache
 from tokserve.engine.columns import PackedRows
+from tokserve.engine.draft import Draft, Row
 from tokserve.engine.fairness import FairQueue, Shares
 from tokserve.engine.policies import POLICIES
 from tokserve.engine.queue import Queue, QueueLimits
 from tokserve.engine.request import Request, State
 from tokserve.messages import AGES, StepStats
-from tokserve.plan import Masks, NewRow, StepPlan, StepResult
+from tokserve.plan import StepPlan, StepResult
 
 EPOCHS_KEPT = 1000
 DISPLACED = 8  # most preemptions a step in favour of other clients
-
-
-@dataclass(slots=True)
-class Row:
-    """`count` positions from `start` of a request in one step; `samples`: a token is drawn after the last."""
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
 
 
 @dataclass(slots=True)
@@ -46,33 +35,6 @@ class Flight:
     step: int
     rows: list[Row]
     weight_version: str
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan being made.  `short`: blocks are or were missing in this step, so nobody is admitted."""
-
-    budget: int
-    rows: list[Row] = field(default_factory=list)
-    new: list[NewRow] = field(default_factory=list)
-    short: bool = False
-
-    def add(self, request: Request, count: int) -> None:
-        start = request.computed
-        self.rows.append(Row(request, start, count, start + count == request.wanted))
-        self.budget -= count
-
-    def extend(self, row: Row, count: int) -> None:
-        row.count += count
-        row.samples = row.start + row.count == row.request.wanted
-        self.budget -= count
-
-    def drop(self, request: Request) -> None:
-        for row in self.rows:
-            if row.request is request:
-                self.rows.remove(row)
-                self.budget += row.count
-                return
 
 
 @dataclass(slots=True)
@@ -235,8 +197,8 @@ class Scheduler:
             draft = self._draft(now)
         return self._plan(draft) if draft.rows else None
 
-    def _draft(self, now: float) -> _Draft:
-        draft = _Draft(self._config.max_num_batched_tokens)
+    def _draft(self, now: float) -> Draft:
+        draft = Draft(self._config.max_num_batched_tokens)
         self._deferred = 0
         self._continue(draft)
         if not draft.short:
@@ -245,7 +207,7 @@ class Scheduler:
         self._short = draft.short
         return draft
 
-    def _continue(self, draft: _Draft) -> None:
+    def _continue(self, draft: Draft) -> None:
         """Rows for running requests: those that lack one token first, so that no prompt delays them.  Prompts of a
         client take at most its share of what is left, so that other clients' requests can enter."""
         prompts = []
@@ -267,7 +229,7 @@ class Scheduler:
                 draft.add(request, count)
                 shares[request.share] -= count
 
-    def _fill(self, draft: _Draft) -> None:
+    def _fill(self, draft: Draft) -> None:
         """What nobody else has used of the budget goes to running prompts that were cut to their client's share."""
         if not draft.budget or len(self.shares.present) < 2:
             return
@@ -293,7 +255,7 @@ class Scheduler:
             count = min(count, self._config.max_chunk)
         return count
 
-    def _make_room(self, request: Request, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, draft: Draft) -> bool:
         """A block for the next position, if need be the victim's.  False: not in this step."""
         while not self._cache.grow(request.table, request.computed + 1):
             draft.short = True
@@ -379,7 +341,7 @@ class Scheduler:
         request.state = State.LEAVING
         self._leave(request)
 
-    def _admit(self, draft: _Draft, now: float) -> None:
+    def _admit(self, draft: Draft, now: float) -> None:
         """Waiting requests in order, while slots, budget and blocks last.  One whose prefix is being computed for
         another, whose grammar or mask is not there yet, or that is behind the barrier, is passed over; one that does
         not fit holds up those behind it.
@@ -420,36 +382,9 @@ class Scheduler:
                 self.counters.prefix_queries += request.prompt_len
                 self.counters.prefix_hits += request.computed
 
-    def _plan(self, draft: _Draft) -> StepPlan:
-        rows = draft.rows
-        if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
-            rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
-        blocks = []
-        masked = []
-        for row in rows:
-            request = row.request
-            table = request.table.blocks
-            if len(table) > request.blocks_sent:
-                blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
-                request.blocks_sent = len(table)
-            request.computed += row.count
-            request.pending += row.samples
-            request.drawn = request.drawn or row.samples
-            request.in_flight += 1
-            if request.follower is not None and row.samples:
-                masked.append(request)
-        self._flights.append(Flight(self._step, rows, self.weight_version))
-        plan = StepPlan(
-            step=self._step,
-            slots=np.array([row.request.slot for row in rows], np.int32),
-            num_tokens=np.array([row.count for row in rows], np.int32),
-            num_computed=np.array([row.start for row in rows], np.int32),
-            samples=np.array([row.samples for row in rows], np.bool_),
-            new=draft.new,
-            blocks=blocks,
-            done=self._done,
-            masks=_masks(masked),
-        )
+    def _plan(self, draft: Draft) -> StepPlan:
+        plan = draft.plan(self._step, self._done)
+        self._flights.append(Flight(self._step, draft.rows, self.weight_version))
         self._step += 1
         self._done = []
         return plan
@@ -516,9 +451,3 @@ class Scheduler:
                 self._parked.add(request)
             else:
                 self._waiting.add(request)
-
-
-def _masks(requests: Sequence[Request]) -> Masks | None:
-    """What their grammars allow these to draw."""
-    words = [request.follower.words for request in requests if request.follower is not None]
-    return Masks(np.array([request.slot for request in requests], np.int32), np.stack(words)) if words else None
