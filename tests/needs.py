@@ -74,7 +74,15 @@ def browser() -> tuple[str | None, str | None]:
 
 EXTENSION = Need(
     "the compiled extension",
-    ("models/conftest.py", "ops/test_cpu.py", "ops/test_record.py", "runner/test_records.py"),
+    (
+        "e2e/test_fleet.py",
+        "models/conftest.py",
+        "ops/test_arithmetic.py",
+        "ops/test_cpu.py",
+        "ops/test_record.py",
+        "runner/test_arithmetic.py",
+        "runner/test_records.py",
+    ),
     lambda: _has_module("tokserve._C"),
     "a C++17 compiler (Debian: apt-get install g++), then make clean install",
 )

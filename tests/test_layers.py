@@ -19,6 +19,7 @@ ROOT_ORDER = [
     "params",
     "checkpoint",
     "config",
+    "cpu_list",
     "resolve",
     "messages",
     "plan",
@@ -27,7 +28,7 @@ ROOT_ORDER = [
 TORCH = {"torch", "transformers", "triton"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "root": (set(), TORCH),
-    "device": ({"errors"}, {"transformers"}),
+    "device": ({"errors", "cpu_list"}, {"transformers"}),
     "ops": ({"errors", "_C"}, {"transformers"}),
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": ({"errors"}, {"transformers"}),

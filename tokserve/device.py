@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.cpu_list import cpu_list
 from tokserve.errors import StartError
-from tokserve.resolve import cpu_list
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 
 from tokserve import checkpoint
 from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
+from tokserve.cpu_list import cpu_list
 from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -73,17 +73,6 @@ def _tokenizer(config: Config) -> str | None:
     if name is None or config.server.tokens_only:
         return name
     return str(checkpoint.locate(name, weights=False, what="tokenizer"))
-
-
-def cpu_list(text: str) -> list[int]:
-    """CPU numbers in Linux's list format, as `0-3,8`, in their order.  Raises StartError naming cpu_bind."""
-    cpus: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise StartError(f"option cpu_bind: expected auto, none or CPUs such as 0-15,32-47, got {text!r}")
-        cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return cpus
 
 
 def _cpu_threads(runtime: RuntimeConfig) -> int:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.e2e.server import Server
-from tokserve.ops.registry import load_extension
 
-if load_extension("cpu") is not None:
-    pytest.skip("there are no compiled ops", allow_module_level=True)
+if not needs.EXTENSION.is_there():
+    pytest.skip(needs.EXTENSION.reason, allow_module_level=True)
 from tokserve import _C
 
 FMA = [name for name in _C.instruction_sets() if _C.arithmetic(name) == "fma"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tokserve.errors import StartError
 from tokserve.ops import arithmetic
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels, preferred
-from tokserve.ops.registry import load_extension
 
 SETS = {"amx": "amx", "avx512_bf16": "pairs", "avx512_vnni": "fma", "avx2": "fma", "portable": "fma"}
 
@@ -113,9 +113,8 @@ def test_the_log_names_kernels_arithmetic_and_rates() -> None:
 
 @pytest.fixture
 def selection() -> Iterator[Any]:
-    if load_extension("cpu") is not None:
-        pytest.skip("there are no compiled ops")
-    from tokserve import _C
+    needs.EXTENSION.or_skip()
+    from tokserve.ops.cpu import _C
 
     before = _C.instruction_set()
     yield _C

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.adapters import write_adapter
 from tests.runner import test_lora
 from tests.runner.drive import Driver, make_runner
@@ -15,10 +16,9 @@ from tests.runner.test_runner import jobs, outcomes
 from tokserve.checkpoint import DEMO_DIR, hf_config
 from tokserve.errors import StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.ops.registry import load_extension
 
-if load_extension("cpu") is not None:
-    pytest.skip("there are no compiled ops", allow_module_level=True)
+if not needs.EXTENSION.is_there():
+    pytest.skip(needs.EXTENSION.reason, allow_module_level=True)
 from tokserve import _C
 
 FMA = [name for name in _C.instruction_sets() if _C.arithmetic(name) == "fma"]
