@@ -15,8 +15,10 @@ namespace {
 std::atomic<const Kernels*> chosen{nullptr};
 
 const Kernels& named(const std::string& name) {
-  for (const Kernels* table : runnable_kernels()) {
-    if (name == table->name) return *table;
+  for (const auto* tables : {&runnable_kernels(), &software_kernels()}) {
+    for (const Kernels* table : *tables) {
+      if (name == table->name) return *table;
+    }
   }
   throw nb::value_error(("this machine does not run kernels named " + name).c_str());
 }
@@ -71,7 +73,8 @@ NB_MODULE(_C, m) {
   m.def("instruction_set", [] { return std::string(kernels().name); }, "Name of the kernels in use.");
   m.def("arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
         "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
-  m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"), "Use the kernels of this name; packed weights stay valid.");
+  m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"),
+        "Use the kernels of this name; packed weights stay valid. amx_software, for tests, runs where avx512_bf16 does.");
   m.def("set_threads", set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>(),
         "Compute with n threads, the calling one included, all others on the CPUs named; whether the system bound them.");
   m.def("threads", [] { return pool().threads(); });
@@ -83,6 +86,7 @@ NB_MODULE(_C, m) {
       }, "Add what this thread calls from now on.")
       .def("end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
       .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.");
+  bind_amx(m);
   bind_elementwise(m);
   bind_linear(m);
   bind_lora(m);

@@ -74,6 +74,7 @@ struct Product {
 // Those of x [M, K] times a weight, with what goes with any weight checked; defined beside linear.
 Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& out, Gate gate, const char* op);
 
+void bind_amx(nanobind::module_& m);
 void bind_elementwise(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);

@@ -1,5 +1,7 @@
 #include "cpu.h"
 
+#include "amx.h"
+
 #if defined(TOKSERVE_HAS_avx2)
 #include <cpuid.h>
 #endif
@@ -8,8 +10,20 @@ namespace tokserve {
 
 namespace {
 
-#if defined(TOKSERVE_HAS_avx2)
-bool avx_vnni() {  // GCC's builtins know no name for it: CPUID leaf 7.1, EAX bit 4
+#if defined(TOKSERVE_HAS_avx2)  // the builtins ask CPUID, and whether the system saves the wide registers
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx_vnni() {  // GCC's builtins know no name for it: CPUID leaf 7.1, EAX bit 4
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
@@ -17,17 +31,15 @@ bool avx_vnni() {  // GCC's builtins know no name for it: CPUID leaf 7.1, EAX bi
 
 std::vector<const Kernels*> find() {
   std::vector<const Kernels*> found;
-#if defined(TOKSERVE_HAS_avx2)  // these builtins ask CPUID, and whether the system saves the wide registers
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::table);
-  if (vnni) found.push_back(&avx512_vnni::table);
-  if (avx512) found.push_back(&avx512f::table);
-  if (avx2 && avx_vnni()) found.push_back(&avx2_vnni::table);
-  if (avx2) found.push_back(&avx2::table);
+#if defined(TOKSERVE_HAS_avx2)
+#if defined(TOKSERVE_HAS_amx)
+  if (amx_status().empty()) found.push_back(&amx::table);
+#endif
+  if (runs_avx512_bf16()) found.push_back(&avx512_bf16::table);
+  if (has_avx512_vnni()) found.push_back(&avx512_vnni::table);
+  if (has_avx512()) found.push_back(&avx512f::table);
+  if (has_avx2() && has_avx_vnni()) found.push_back(&avx2_vnni::table);
+  if (has_avx2()) found.push_back(&avx2::table);
 #endif
   found.push_back(&portable::table);
   return found;
@@ -47,6 +59,24 @@ bool has_cheap_widening() {
 #else
   return false;
 #endif
+}
+
+bool runs_avx512_bf16() {
+#if defined(TOKSERVE_HAS_avx512_bf16)
+  return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+const std::vector<const Kernels*>& software_kernels() {
+#if defined(TOKSERVE_HAS_avx512_bf16)
+  static const std::vector<const Kernels*> all =
+      runs_avx512_bf16() ? std::vector<const Kernels*>{&amx_software::table} : std::vector<const Kernels*>{};
+#else
+  static const std::vector<const Kernels*> all;
+#endif
+  return all;
 }
 
 }  // namespace tokserve

@@ -10,6 +10,14 @@
 namespace tokserve {
 namespace TOKSERVE_ISA {
 
+// Sums that are float32 already.
+struct FloatSums {
+  const float* sums;  // [rows][64]
+  TOKSERVE_INLINE auto columns(int64_t place, int64_t, int64_t) const {
+    return [from = sums + place](int64_t row) { return load(from + row * kPanel); };
+  }
+};
+
 // `columns` of the panel's sums from `place` on go to rows of `width` outputs, from `first` on.
 template <class T, class Out, class Args, class Sums>
 void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t place, int64_t columns, int64_t first,

@@ -41,13 +41,6 @@ const float* widened_rows(const T* x, int64_t& stride, int64_t rows, int64_t k, 
   return widened_rows(x, stride, rows, k, padded, scratch);
 }
 
-struct FloatSums {
-  const float* sums;  // [rows][64]
-  TOKSERVE_INLINE auto columns(int64_t place, int64_t, int64_t) const {
-    return [from = sums + place](int64_t row) { return load(from + row * kPanel); };
-  }
-};
-
 template <class T>
 void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
   using Format = typename FormatOf<T>::Format;

@@ -264,5 +264,11 @@ extern const Kernels table;
 namespace avx512_bf16 {
 extern const Kernels table;
 }
+namespace amx {
+extern const Kernels table;
+}
+namespace amx_software {  // amx with its tiles in software, for tests: runs where avx512_bf16 does
+extern const Kernels table;
+}
 
 }  // namespace tokserve

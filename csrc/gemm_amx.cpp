@@ -1,0 +1,195 @@
+// linear on AMX tiles, and with it the kernels of the arithmetic "amx": those of avx512_bf16 but for products of bfloat16.
+//
+// An output is one chain: for each 32 elements of K, in ascending order, one tile instruction adds what it makes of them
+// (tiles.h). A last step of fewer elements is padded with zeros. A tile holds as many rows as there are of x, up to 16; no
+// row has a part in another's sum, so bits depend neither on the number of rows nor on the tile.
+//
+// Four tiles hold sums: 16 rows times the panel's 64 columns. A step loads one tile of x and four of weights for four
+// products: 5 loads of 8 cycles against 4 products of 16 by Intel's figures. Two by two tiles would take 4 loads, but read
+// each tile of x twice, and x comes from the second-level cache; so it is one by four, where all of x is read once a panel.
+#include "amx.h"
+#include "epilogue.h"
+#include "table.h"
+#include "tiles.h"
+
+#if defined(__AVX512BF16__)  // without it there are no kernels to complete
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+namespace {
+
+constexpr int64_t kTileRows = 16, kTileColumns = 16, kTileDepth = 32;
+constexpr int64_t kStepSize = kPanel * kTileDepth;  // elements of a panel that a step reads: 4 KiB
+constexpr int64_t kStretchSteps = 4;                // whose weights stay in the first-level cache while all rows use them
+constexpr int kX = 4, kWeights = 5;                 // registers; the sums are in 0 to 3
+
+// `rows` rows of x and of the sums; weights are full tiles.
+TileShapes shapes_of(int64_t rows) {
+  TileShapes shapes{};
+  shapes.palette = 1;
+  for (int i = 0; i < 8; i++) {
+    shapes.row_bytes[i] = 64;
+    shapes.rows[i] = static_cast<uint8_t>(i < kWeights ? rows : kTileRows);
+  }
+  return shapes;
+}
+
+// What all tiles of a row block share.
+struct Rows {
+  const bf16* x;  // whole steps of K, rows x_stride elements apart
+  int64_t x_stride;
+  int64_t steps;
+  const bf16* rest;  // [rows][32], what is left of K padded with zeros; null: nothing is left
+  float* sums;       // [rows][64]
+};
+
+template <int COLUMN, class Tiles>
+TOKSERVE_INLINE void add_column(Tiles& tiles, const bf16* w) {
+  constexpr int weights = kWeights + COLUMN % 3;
+  tiles.template load<weights>(w + COLUMN * kTileColumns * 2, kPanel * 2 * sizeof(bf16));
+  tiles.template dot<COLUMN, kX, weights>();
+}
+
+template <class Tiles>
+TOKSERVE_INLINE void add_step(Tiles& tiles, const bf16* x, int64_t x_stride, const bf16* w) {
+  tiles.template load<kX>(x, x_stride * sizeof(bf16));
+  add_column<0>(tiles, w);
+  add_column<1>(tiles, w);
+  add_column<2>(tiles, w);
+  add_column<3>(tiles, w);
+}
+
+template <int COLUMN, class Tiles>
+TOKSERVE_INLINE void begin_sums(Tiles& tiles, const float* sums, bool begin) {
+  if (begin) tiles.template zero<COLUMN>();
+  else tiles.template load<COLUMN>(sums + COLUMN * kTileColumns, kPanel * sizeof(float));
+  if constexpr (COLUMN < 3) begin_sums<COLUMN + 1>(tiles, sums, begin);
+}
+template <int COLUMN, class Tiles>
+TOKSERVE_INLINE void end_sums(Tiles& tiles, float* sums) {
+  tiles.template store<COLUMN>(sums + COLUMN * kTileColumns, kPanel * sizeof(float));
+  if constexpr (COLUMN < 3) end_sums<COLUMN + 1>(tiles, sums);
+}
+
+// Steps [begin, end) of a tile's sums, and what is left of K if `rest`, its padded weights, is given. The first tile that
+// reads a stretch of weights fetches the next one.
+template <class Tiles>
+void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, int64_t begin, int64_t end, const bf16* rest, bool fetch) {
+  float* sums = a.sums + row * kPanel;
+  const bf16* x = a.x + row * a.x_stride;
+  begin_sums<0>(tiles, sums, begin == 0);
+  for (int64_t step = begin; step < end; step++) {
+    const bf16* w = panel + step * kStepSize;
+    if (fetch) {
+      const char* next = reinterpret_cast<const char*>(w + kStretchSteps * kStepSize);
+      for (int64_t i = 0; i < kStepSize * static_cast<int64_t>(sizeof(bf16)); i += 64) __builtin_prefetch(next + i, 0, 2);
+    }
+    add_step(tiles, x + step * kTileDepth, a.x_stride, w);
+  }
+  if (rest) add_step(tiles, a.rest + row * kTileDepth, kTileDepth, rest);
+  end_sums<0>(tiles, sums);
+}
+
+// Rows [first, last) in tiles of `height` rows. Sums are stored between two stretches, which is exact.
+template <class Tiles>
+void multiply_rows(Tiles& tiles, const Rows& a, int64_t first, int64_t last, int64_t height, const bf16* panel, const bf16* rest) {
+  const int64_t stretch = last - first > height ? kStretchSteps : most(a.steps, int64_t{1});
+  int64_t begin = 0;
+  do {
+    const int64_t end = least(begin + stretch, a.steps);
+    for (int64_t row = first; row < last; row += height) {
+      add_stretch(tiles, a, row, panel, begin, end, end == a.steps ? rest : nullptr, row == first);
+    }
+    begin = end;
+  } while (begin < a.steps);
+}
+
+// Scratch memory: the sums, then the padded last steps of x and of a panel.
+constexpr int64_t kScratchBytes = kRowBlock * kPanel * sizeof(float) + (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16);
+
+template <class Tiles>
+void linear_in_tiles(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
+  const int64_t rows = least(kRowBlock, a.m - row0), steps = a.k / kTileDepth, left = a.k % kTileDepth;
+  const int64_t full = rows / kTileRows * kTileRows, pairs = (a.k + 1) / 2 * 2;
+  float* sums = reinterpret_cast<float*>(scratch);
+  bf16* rest_x = reinterpret_cast<bf16*>(sums + kRowBlock * kPanel);
+  bf16* rest_w = rest_x + kRowBlock * kTileDepth;
+  const bf16* x = static_cast<const bf16*>(a.x) + row0 * a.x_stride;
+  std::memset(rest_x, 0, (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16));
+  for (int64_t r = 0; left && r < rows; r++) {
+    std::memcpy(rest_x + r * kTileDepth, x + r * a.x_stride + steps * kTileDepth, left * sizeof(bf16));
+  }
+  const Rows block{x, a.x_stride, steps, rest_x, sums};
+  Tiles tiles;
+  int64_t configured = 0;
+  const auto multiply = [&](int64_t first, int64_t last, int64_t height, const bf16* panel) {
+    if (first == last) return;
+    if (configured != height) tiles.configure(shapes_of(height));
+    configured = height;
+    multiply_rows(tiles, block, first, last, height, panel, left ? rest_w : nullptr);
+  };
+  for (int64_t p = begin; p < end; p++) {
+    const bf16* panel = static_cast<const bf16*>(a.packed) + p * pairs * kPanel;
+    if (left) std::memcpy(rest_w, panel + steps * kStepSize, (left + 1) / 2 * 2 * kPanel * sizeof(bf16));
+    multiply(0, full, kTileRows, panel);
+    multiply(full, rows, rows - full, panel);
+    write_panel<bf16>(a, FloatSums{sums}, row0, rows, p);
+  }
+}
+
+template <class Tiles>
+void linear_with(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
+  if (a.dtype == DType::bf16) return linear_in_tiles<Tiles>(a, row0, begin, end, scratch);
+  linear(a, row0, begin, end, scratch);
+}
+
+int64_t scratch_of(const LinearArgs& a) { return a.dtype == DType::bf16 ? kScratchBytes : linear_scratch(a); }
+
+template <class Tiles>
+void multiply_once(const uint16_t* a, const uint16_t* b, float* c, int rows) {
+  Tiles tiles;
+  tiles.configure(shapes_of(rows));
+  tiles.template load<0>(c, 64);
+  tiles.template load<kX>(a, 64);
+  tiles.template load<kWeights>(b, 64);
+  tiles.template dot<0, kX, kWeights>();
+  tiles.template store<0>(c, 64);
+}
+
+template <class Tiles>
+constexpr Kernels table_with(const char* name) {
+  Kernels all{};
+#define TOKSERVE_ENTER(kernel) all.kernel = kernel;
+  TOKSERVE_KERNELS(TOKSERVE_ENTER)
+#undef TOKSERVE_ENTER
+  all.name = name;
+  all.arithmetic = "amx";
+  all.linear_scratch = scratch_of;
+  all.linear = linear_with<Tiles>;
+  return all;
+}
+
+}  // namespace
+
+}  // namespace TOKSERVE_ISA
+
+#if defined(__AMX_BF16__)
+namespace amx {
+constexpr Kernels table = TOKSERVE_ISA::table_with<TOKSERVE_ISA::HardwareTiles>("amx");
+void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows) {
+  TOKSERVE_ISA::multiply_once<TOKSERVE_ISA::HardwareTiles>(a, b, c, rows);
+}
+}  // namespace amx
+#endif
+
+namespace amx_software {
+constexpr Kernels table = TOKSERVE_ISA::table_with<TOKSERVE_ISA::SoftwareTiles>("amx_software");
+void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows) {
+  TOKSERVE_ISA::multiply_once<TOKSERVE_ISA::SoftwareTiles>(a, b, c, rows);
+}
+}  // namespace amx_software
+
+}  // namespace tokserve
+
+#endif
