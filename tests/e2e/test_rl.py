@@ -243,7 +243,7 @@ def test_a_sender_that_leaves_midway_fails_the_update(lab: Lab) -> None:
     body = save(lab.tensors(1))
     address = httpx.URL(lab.server.url)
     with socket.create_connection((address.host, address.port)) as sock:
-        head = ("POST /update_weights HTTP/1.1", "Host: x", "Content-Type: application/octet-stream")
+        head = ("POST /update_weights HTTP/1.1", f"Host: {address.host}", "Content-Type: application/octet-stream")
         sock.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body[: len(body) // 2])
     while lab.state()["state"] == "updating":
         pass
