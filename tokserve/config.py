@@ -233,7 +233,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 300.0
     weight_checksums: Annotated[
         bool,
-        about("Keep a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "
+        about("Compute a checksum of every tensor that is pushed, for /weight_checker; it takes about a second per "
               "gigabyte of an update. Weights that are read from files need none."),
     ] = True  # fmt: skip
     allowed_weight_dirs: Annotated[
@@ -348,8 +348,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     structured_outputs_closed: Annotated[
         bool,
-        about("Outputs with a JSON schema have no properties that it does not name, unless it says that they may "
-              "(additionalProperties), as with strict: true; a request's strict: false still opens them."),
+        about("Close the objects in JSON schemas of requests that do not say strict: outputs have no properties that "
+              "the schema does not name, unless it allows them (additionalProperties), as with strict: true."),
     ] = False  # fmt: skip
     root_path: Annotated[str, about("Path prefix that a proxy strips.")] = ""
     ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
