@@ -217,10 +217,11 @@ Entry last_kept(const Entry* list, int64_t n, float top, double before, double w
 constexpr int64_t kBins = 2048;
 constexpr float kBinsPerUnit = 64.0f;
 
-// Which sixty-fourth below the top a logit lies in; the last bin takes all that is far below.
+// Which sixty-fourth below the top a logit lies in; the last bin takes all that is far below.  Beside a logit that is
+// not a number, others may lie above the top.
 TOKSERVE_INLINE I bin_of(F x, float top) {
   const F down = vmin((fset(top) - x) * fset(kBinsPerUnit), fset(kBins - 1.0f));
-  return to_int(down);
+  return to_int(vmax(down, fzero()));
 }
 
 // top-p without a sort of the row: masses by bin, then a sort of the one bin in which the limit falls.
@@ -264,7 +265,7 @@ namespace {
 
 // Logprobs of x, whose largest value is `top`; ranks and the k best are those of the logits.
 void write_logprobs(const LogprobArgs& a, int64_t row, const Scaled& x, float top, int64_t token, char* scratch) {
-  const float log_mass = log(mass_of(x, top));
+  const float mass = mass_of(x, top), log_mass = mass < __builtin_inff() ? log(mass) : mass;
   a.token_logprobs[row] = (x.at(token) - top) - log_mass;
   a.ranks[row] = rank_of(x.row, a.vocab, x.row[token]);
   int32_t* ids = a.top_ids + row * (a.k + a.m);

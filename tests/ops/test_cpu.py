@@ -156,6 +156,18 @@ def test_attention_of_the_last_query_has_the_bits_of_the_whole(isa: str) -> None
                 assert torch.equal(attend(q[-size:], caches, tables, 140, window), whole[-size:])
 
 
+@pytest.mark.parametrize("isa", _C.instruction_sets())
+def test_a_row_with_a_logit_that_is_not_a_number(isa: str) -> None:
+    """The first logit is in the lane of the one that is not a number: the row's maximum does not see it."""
+    _C.select(isa)
+    logits = torch.zeros(1, 256)
+    logits[0, 0], logits[0, 64] = 90.0, float("nan")
+    settings = torch.tensor([0], dtype=torch.int32), torch.tensor([0.5]), torch.tensor([0.0])
+    assert CALLS["filter_logits"](logits, *settings).isnan().nonzero().tolist() == [[0, 64]]
+    token, _, _, top = CALLS["logprobs"](logits, torch.tensor([3]), 2, None, None)
+    assert token.isnan().all() and top.isnan().all()
+
+
 def attend(q: Tensor, caches: Tensor, tables: Tensor, length: int, window: int) -> Tensor:
     starts, lens = torch.tensor([0, len(q)], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
     result: Tensor = CALLS["paged_attention"](
