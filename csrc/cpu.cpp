@@ -4,6 +4,9 @@
 
 #if defined(TOKSERVE_HAS_avx2)
 #include <cpuid.h>
+#elif defined(TOKSERVE_HAS_neon) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace tokserve {
@@ -40,6 +43,11 @@ std::vector<const Kernels*> find() {
   if (has_avx512()) found.push_back(&avx512f::table);
   if (has_avx2() && has_avx_vnni()) found.push_back(&avx2_vnni::table);
   if (has_avx2()) found.push_back(&avx2::table);
+#elif defined(TOKSERVE_HAS_neon)  // every 64-bit ARM has NEON
+#if defined(__linux__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back(&neon_dot::table);
+#endif
+  found.push_back(&neon::table);
 #endif
   found.push_back(&portable::table);
   return found;

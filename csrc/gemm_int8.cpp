@@ -12,9 +12,13 @@ namespace {
 
 constexpr float kLevels = 127.0f;   // values are -127 .. 127
 constexpr float kLeast = 1e-30f;    // a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+#if defined(TOKSERVE_NEON)
+constexpr uint32_t kOffset = 0;
+#else
 constexpr uint32_t kOffset = 128;   // a packed weight is its value plus this: vpdpbusd wants one unsigned operand
+#endif
 
-// Four elements of K side by side, weights unsigned: [ceil(K / 4)][64][4].  Sums are of x (w + 128), modulo 2^32.
+// Four elements of K side by side, weights unsigned: [ceil(K / 4)][64][4].  Sums are of x (w + kOffset), modulo 2^32.
 struct Quads {
   using Weight = uint8_t;
   using Sum = I;
@@ -24,9 +28,13 @@ struct Quads {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
   using Row = int8_t;
   TOKSERVE_INLINE static I load_weight(const uint8_t* w, int) {
+#if defined(TOKSERVE_NEON)  // signed again: SMULL and SDOT take two signed operands
+    return iload(reinterpret_cast<const uint32_t*>(w)) ^ iset(0x80808080);
+#else
     I words;
     std::memcpy(&words, w, sizeof words);
     return words;
+#endif
   }
   TOKSERVE_INLINE static int64_t place(int64_t i) { return i; }
 #else  // products of 16-bit words: the weights' even and odd bytes apart, and so x: 0 2 1 3
@@ -61,6 +69,18 @@ struct Quads {
         _mm256_add_epi32(_mm256_madd_epi16(w.even.a, even), _mm256_madd_epi16(w.odd.a, odd)),
         _mm256_add_epi32(_mm256_madd_epi16(w.even.b, even), _mm256_madd_epi16(w.odd.b, odd))};
     return sum + products;
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(TOKSERVE_NEON)
+    const int8x8_t values = vreinterpret_s8_s32(vset_lane_s32(quad[0], vdup_n_s32(0), 0));
+    return quarters<I>([&](int i) {
+      return vreinterpretq_u32_s32(vdotq_lane_s32(vreinterpretq_s32_u32(sum.v[i]), vreinterpretq_s8_u32(w.v[i]), values, 0));
+    });
+#elif defined(TOKSERVE_NEON)  // two products fit into 16 bits: 2 * 127 * 127 < 2^15
+    const int8x16_t values = vreinterpretq_s8_s32(vdupq_n_s32(quad[0]));
+    return quarters<I>([&](int i) {
+      const int8x16_t weights = vreinterpretq_s8_u32(w.v[i]);
+      const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(values)), high = vmull_high_s8(weights, values);
+      return vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sum.v[i]), vpaddq_s16(low, high)));
+    });
 #else
     uint8_t bytes[64];
     std::memcpy(bytes, w.v, sizeof bytes);

@@ -249,6 +249,12 @@ struct Kernels {
 namespace portable {
 extern const Kernels table;
 }
+namespace neon {
+extern const Kernels table;
+}
+namespace neon_dot {
+extern const Kernels table;
+}
 namespace avx2 {
 extern const Kernels table;
 }

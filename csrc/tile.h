@@ -12,7 +12,7 @@ namespace TOKSERVE_ISA {
 // Rows and vectors of columns whose sums fit into the registers at once.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTileVectors = 4;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(TOKSERVE_NEON)
 constexpr int kTileRows = 6, kTileVectors = 1;
 #else
 constexpr int kTileRows = 2, kTileVectors = 1;
@@ -34,7 +34,7 @@ struct Plain {  // [K][64]
   static constexpr int64_t kDepth = 1;
   static constexpr int kParts = 1;
   TOKSERVE_INLINE static F load_weight(const T* w, int) { return load(w); }
-  TOKSERVE_INLINE static F add(const float* x, int, F w, F sum) { return fma(fset(*x), w, sum); }
+  TOKSERVE_INLINE static F add(const float* x, int, F w, F sum) { return fma(*x, w, sum); }
 };
 
 struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
@@ -58,7 +58,7 @@ struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
     const I pair = iload(reinterpret_cast<const uint32_t*>(w));
     return as_float(part == 0 ? shl<16>(pair) : pair & iset(0xffff0000));
   }
-  TOKSERVE_INLINE static F add(const float* x, int part, F w, F sum) { return fma(fset(x[part]), w, sum); }
+  TOKSERVE_INLINE static F add(const float* x, int part, F w, F sum) { return fma(x[part], w, sum); }
 #endif
 };
 

@@ -9,6 +9,8 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(TOKSERVE_NEON)  // not __ARM_NEON, which the portable kernels are compiled with, too
+#include <arm_neon.h>
 #endif
 
 #define TOKSERVE_INLINE inline __attribute__((always_inline))
@@ -38,11 +40,16 @@ TOKSERVE_INLINE T most(T a, T b) {
 #include "vec_avx512.h"
 #elif defined(__AVX2__)
 #include "vec_avx2.h"
+#elif defined(TOKSERVE_NEON)
+#include "vec_neon.h"
 #else
 #include "vec_portable.h"
 #endif
 
 TOKSERVE_INLINE F fzero() { return fset(0.0f); }
+#if !defined(TOKSERVE_NEON)  // which has an instruction for it
+TOKSERVE_INLINE F fma(float a, F b, F c) { return fma(fset(a), b, c); }
+#endif
 TOKSERVE_INLINE I iota() {
   static const uint32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return iload(lane);
@@ -94,7 +101,7 @@ TOKSERVE_INLINE float largest(F a) {  // operands in the order of most(): the fi
   const __m128 two = _mm_max_ps(_mm_movehl_ps(four, four), four);
   return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(two), two));
 }
-#else
+#elif !defined(TOKSERVE_NEON)
 TOKSERVE_INLINE float sum(F a) {
   float v[16];
   store(v, a);
@@ -160,6 +167,7 @@ TOKSERVE_INLINE float log(float x) {
   return lanes[0];
 }
 
+#if !defined(TOKSERVE_NEON)
 // Of 64 elements in order: x[j] gets elements j, j + 4, j + 8, ...
 TOKSERVE_INLINE void deinterleave(F* x) {
 #if defined(__AVX512F__)
@@ -178,6 +186,7 @@ TOKSERVE_INLINE void deinterleave(F* x) {
   for (int j = 0; j < 4; j++) x[j] = load(apart + j * kLanes);
 #endif
 }
+#endif
 
 // Rounds down to a multiple of a vector.
 TOKSERVE_INLINE int64_t whole_lanes(int64_t n) { return n & ~(kLanes - 1); }
