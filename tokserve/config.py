@@ -188,8 +188,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "auto"  # fmt: skip
     cpu_kernels: Annotated[
         str | None,
-        about("Instruction set of the CPU kernels: amx, avx512_bf16, avx512_vnni, avx512f, avx2_vnni, avx2, neon or "
-              "portable; it implies the arithmetic. Default: the best one that has the arithmetic."),
+        about("Instruction set of the CPU kernels: amx, avx512_bf16, avx512_vnni, avx512f, avx2_vnni, avx2, neon_dot, "
+              "neon or portable; it implies the arithmetic. Default: the best one that has the arithmetic."),
     ] = None  # fmt: skip
     ops: Annotated[
         dict[str, str] | None,
