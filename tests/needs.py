@@ -19,6 +19,7 @@ import pytest
 OPEN_FILES = 10_200  # ten thousand connections, and the server's own files
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 MAPPINGS = Path("/proc/self/smaps")
+CPUS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,15 @@ def _has_mkl() -> bool:
 
 def _can_open_files() -> bool:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= OPEN_FILES
+
+
+def _can_run_arm() -> bool:
+    programs = ("aarch64-linux-gnu-g++", "qemu-aarch64", "cmake", "c++")
+    return platform.machine() == "x86_64" and all(shutil.which(program) for program in programs)
+
+
+def _has_bf16_dot_product() -> bool:
+    return CPUS.is_file() and "avx512_bf16" in CPUS.read_text(encoding="utf-8").split()
 
 
 def browser() -> tuple[str | None, str | None]:
@@ -128,13 +138,25 @@ HUGE = Need(
 )
 SMAPS = Need("/proc/self/smaps", ("ops/test_arena.py",), MAPPINGS.exists, "a Linux kernel with /proc mounted")
 GLIBC = Need("glibc", ("root/test_device.py",), lambda: platform.libc_ver()[0] == "glibc", "a Linux that is not musl")
+ARM = Need(
+    "a compiler and an emulator for 64-bit ARM",
+    ("ops/test_aarch64.py",),
+    _can_run_arm,
+    "x86-64; apt-get install g++-aarch64-linux-gnu qemu-user cmake g++",
+)
+BF16 = Need(
+    "a processor with AVX512-BF16",
+    ("ops/test_amx.py",),
+    _has_bf16_dot_product,
+    "AMD Zen 4 or later, Intel Cooper Lake or Sapphire Rapids or later",
+)
 GPU = Need(
     "an NVIDIA GPU",
     ("e2e/test_gpu.py", "runner/test_gpu.py", "ops/test_triton.py"),
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )
-NEEDS = (EXTENSION, TRITON, TRACING, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, GPU)
+NEEDS = (EXTENSION, TRITON, TRACING, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
 
 
 def report() -> str:

@@ -1,4 +1,4 @@
-"""The kernels of 64-bit ARM give the bits of x86's: a program that calls every kernel is built for both and run for both.
+"""The kernels of 64-bit ARM give the bits of x86's: a program that calls every kernel is built and run for both.
 
 The build is the package's own (CMakeLists.txt), by a cross compiler; ARM's half runs in an emulator.
 """
@@ -59,7 +59,9 @@ class Program:
 
 def build(folder: Path, *options: str) -> Path:
     subprocess.run(
-        ["cmake", "-S", ROOT, "-B", folder, "-DTOKSERVE_KERNEL_CASES=ON", *options], check=True, stdout=subprocess.DEVNULL
+        ["cmake", "-S", ROOT, "-B", folder, "-DTOKSERVE_KERNEL_CASES=ON", *options],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     jobs = str(len(os.sched_getaffinity(0)))
     subprocess.run(["cmake", "--build", folder, "--parallel", jobs], check=True, stdout=subprocess.DEVNULL)
