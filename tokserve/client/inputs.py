@@ -30,6 +30,7 @@ from tokserve.text.tokenizer import Tokenizer
 
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # of the `id` of replies
 MAX_SALT = 128
+REPETITIONS = 4096  # entries that a list of token ids may have even if the vocabulary is smaller
 MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -304,9 +305,9 @@ def check_lists(params: SamplingParams, limits: LimitsConfig, vocab_size: int) -
         if count > limits.max_words_bytes:
             _refuse(name, f"must have at most {limits.max_words_bytes} ids together (--max-words-bytes), got {count}")
     for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "logit_bias"):
-        count = len(getattr(params, name) or ())
-        if count > vocab_size:
-            _refuse(name, f"must have at most {vocab_size} entries, one per token id, got {count}")
+        count, most = len(getattr(params, name) or ()), max(vocab_size, REPETITIONS)
+        if count > most:
+            _refuse(name, f"must have at most {most} entries, got {count}")
 
 
 def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:

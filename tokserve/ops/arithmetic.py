@@ -124,5 +124,7 @@ def _arithmetic_of(extension: ModuleType, kernels: str, wanted: str) -> str:
 
 
 def _vendor() -> str:
-    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    if not CPUINFO.is_file():
+        return ""
+    with CPUINFO.open(encoding="utf-8") as lines:  # the first is enough: on many cores the whole file takes long
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
