@@ -202,8 +202,8 @@ def test_a_prompt_of_one_token_has_no_scores_to_wait_for() -> None:
         ({"bad_words": ["w"] * 100_000}, "bad_words", "at most 1024 entries .--max-bad-words."),
         ({"stop_token_sequences": [[1, 2]] * 1025}, "stop_token_sequences", "at most 1024 entries"),
         ({"bad_token_sequences": [[1] * 70_000]}, "bad_token_sequences", "at most 65536 ids together"),
-        ({"allowed_token_ids": [1] * (VOCAB + 1)}, "allowed_token_ids", f"at most {VOCAB} entries"),
-        ({"logit_bias": dict.fromkeys(range(VOCAB + 1), 0.0)}, "logit_bias", f"at most {VOCAB} entries"),
+        ({"allowed_token_ids": [1] * 4097}, "allowed_token_ids", "at most 4096 entries, got 4097"),
+        ({"logit_bias": dict.fromkeys(range(4097), 0.0)}, "logit_bias", "at most 4096 entries"),
         ({"extra_args": {"a": "x" * 70_000}}, "extra_args", "at most 65536 bytes"),
     ],
 )
