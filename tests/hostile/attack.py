@@ -32,6 +32,7 @@ COMPLETIONS, CHAT, GENERATE, TOKENIZE = (
 MIB = 1 << 20
 STARVED = 0.05  # seconds that a process waits for a processor on a machine that is not to be trusted with times
 PATIENT = httpx.Timeout(180.0)
+NO_RETRY_AFTER = "without Retry-After"
 
 
 class Answer(NamedTuple):
@@ -41,6 +42,15 @@ class Answer(NamedTuple):
     code: str | None = None
     field: str | None = None
     size: int = 0
+    retry_after: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Status and error code, and whether a 503 does not say when to come again."""
+        words = [str(self.status) if self.status else "no answer", self.code or ""]
+        if self.status == 503 and not self.retry_after:
+            words.append(NO_RETRY_AFTER)
+        return " ".join(filter(None, words))
 
 
 Attack = Callable[[str, random.Random], list[Answer]]
@@ -56,12 +66,12 @@ def attack(function: Attack) -> Attack:
 # --- sending ---
 
 
-def answer_of(status: int, content: bytes) -> Answer:
+def answer_of(status: int, content: bytes, retry_after: bool = False) -> Answer:
     """An answer, with the error's code and field if it is one."""
     error: dict[str, Any] = {}
     if status >= 400:
         error = json.loads(content).get("error", {})
-    return Answer(status, error.get("code"), error.get("param"), len(content))
+    return Answer(status, error.get("code"), error.get("param"), len(content), retry_after)
 
 
 def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
@@ -73,7 +83,7 @@ def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) 
         )
     except httpx.TransportError:
         return Answer(0)
-    return answer_of(reply.status_code, reply.content)
+    return answer_of(reply.status_code, reply.content, "retry-after" in reply.headers)
 
 
 def together(count: int, call: Callable[[], Answer]) -> list[Answer]:
@@ -110,7 +120,8 @@ def read(sock: socket.socket) -> Answer:
         return Answer(0)
     if b"\r\n\r\n" not in reply:
         return Answer(0)
-    return answer_of(int(reply[9:12]), reply.partition(b"\r\n\r\n")[2])
+    head, _, content = reply.partition(b"\r\n\r\n")
+    return answer_of(int(head[9:12]), content, b"\r\nretry-after:" in head.lower())
 
 
 def _whole(reply: bytes) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import httpx
+
+from tests.hostile.attack import answer_of
 
 Attack = Callable[[str, random.Random, float], Awaitable[None]]
 
@@ -26,8 +29,24 @@ HOPELESS: list[dict[str, Any]] = [  # they compile, and their second token comes
 ]
 
 
+ANSWERS: Counter[str] = Counter()  # of the attacks of this process, by `Answer.outcome`
+
+
 class Fault(AssertionError):
     """An answer that the server must not give."""
+
+
+class Client(httpx.AsyncClient):
+    """A patient client whose answers are counted in `ANSWERS`."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(base_url=url, timeout=PATIENCE, **options)
+
+    async def post(self, *args: Any, **options: Any) -> httpx.Response:
+        """POST, and count the answer."""
+        reply = await super().post(*args, **options)
+        ANSWERS[answer_of(reply.status_code, reply.content, "retry-after" in reply.headers).outcome] += 1
+        return reply
 
 
 def bomb(number: int) -> dict[str, Any]:
@@ -57,7 +76,7 @@ async def send(client: httpx.AsyncClient, form: dict[str, Any], **params: Any) -
 
 async def bombs_and_away(url: str, chance: random.Random, deadline: float) -> None:
     """Costly grammars whose clients are gone after 20 ms."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with Client(url) as client:
 
         async def leave(number: int) -> None:
             with suppress(TimeoutError, httpx.TransportError):
@@ -69,7 +88,7 @@ async def bombs_and_away(url: str, chance: random.Random, deadline: float) -> No
 
 async def bombs(url: str, chance: random.Random, deadline: float) -> None:
     """Costly grammars whose clients wait for the refusal, as far as the deadline lets them."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with Client(url) as client:
 
         async def wait() -> None:
             answer = await send(client, bomb(chance.getrandbits(60)))
@@ -87,7 +106,7 @@ async def bombs(url: str, chance: random.Random, deadline: float) -> None:
 
 async def many_grammars(url: str, chance: random.Random, deadline: float) -> None:
     """Large choices, all of them different."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with Client(url) as client:
         while time.monotonic() < deadline:
             answers = await asyncio.gather(*(send(client, choices(chance), max_tokens=2) for _ in range(4)))
             for answer in answers:
@@ -97,7 +116,7 @@ async def many_grammars(url: str, chance: random.Random, deadline: float) -> Non
 
 async def hopeless(url: str, chance: random.Random, deadline: float) -> None:
     """Grammars that fail with their second token: refused by the field's name."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+    async with Client(url) as client:
         while time.monotonic() < deadline:
             form = dict(chance.choice(HOPELESS))
             if "grammar" in form:

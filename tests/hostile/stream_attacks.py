@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.hostile.grammar_attacks import GENERATE, PATIENCE, Attack, Fault, body
+from tests.hostile.grammar_attacks import GENERATE, Attack, Client, Fault, body
 
 RECEIVE_BUFFER = 4096  # bytes that the kernel keeps for a socket that is not read, at least
 
@@ -77,7 +77,7 @@ async def dribbled_streams(url: str, chance: random.Random, deadline: float, sou
 async def crowd(url: str, chance: random.Random, deadline: float, source: str | None = None) -> None:
     """Far more requests at once than there are slots, again and again."""
     transport = httpx.AsyncHTTPTransport(local_address=source, limits=httpx.Limits(max_connections=None))
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, transport=transport) as client:
+    async with Client(url, transport=transport) as client:
 
         async def one() -> None:
             params = {"n": 32, "max_tokens": 400, "ignore_eos": True, "seed": chance.randrange(1 << 30)}
@@ -97,7 +97,7 @@ async def crowd(url: str, chance: random.Random, deadline: float, source: str | 
 async def long_prompts(url: str, chance: random.Random, deadline: float, source: str | None = None) -> None:
     """Prompts as long as the context, all different, again and again."""
     transport = httpx.AsyncHTTPTransport(local_address=source)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, transport=transport) as client:
+    async with Client(url, transport=transport) as client:
 
         async def one() -> None:
             while time.monotonic() < deadline:

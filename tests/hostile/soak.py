@@ -1,0 +1,377 @@
+"""A good client beside nine hostile ones for a long time: what it notices, and what the server keeps of the attacks.
+
+`python -m tests.hostile.soak --seconds 1200 --out benchmarks/results/hostile.png` starts `tokserve serve demo` with
+default options, measures the good client alone, then beside hostile clients that draw attacks at random
+(`tests.hostile.attacker`, processes of their own at the lowest priority), prints a table and a line of JSON, and draws
+the curves if matplotlib is installed.  The exit status is 1 if a promise is broken: every reply of the good client is
+that of its solo run, its p99 stays below five times that of the quiet time, no 5xx but a 503 with Retry-After (a budget
+is used up) and the 505 for a version of HTTP that does not exist, nothing is left running, and the memory comes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+import psutil
+
+from tests.chaos.soak import percentile
+from tests.e2e.server import Server
+from tests.hostile.attack import MIB, NO_RETRY_AFTER, Metronome
+from tests.hostile.good_client import KINDS, GoodClient, Reply
+
+HOSTILE = 9
+SLOWER = 5.0  # times the quiet p99
+MORE_MEMORY = 150 * MIB
+PATIENCE = 300.0  # seconds for the attacks in flight to end
+SETTLING = 60.0  # seconds for the memory to come back
+STALL = "0.25"  # seconds from which a stall of the event loop counts
+GAUGES = ("running", "waiting", "stalled")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server at a time: bytes of the server, the engine and all processes; requests; stalls so far."""
+
+    at: float
+    server: int
+    engine: int
+    whole: int
+    running: float
+    waiting: float
+    stalled: float
+    stalls: float
+    late: float  # seconds that a process which does nothing woke too late since the sample before
+
+
+class Sampler(threading.Thread):
+    """Samples a server every second until `stop`."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[Sample] = []
+        self.faults: list[str] = []
+        self._server = server
+        self._engine = server.engine()
+        self._metronome = Metronome()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self._server.url, timeout=60) as client:
+            while not self._stopped.wait(1.0):
+                try:
+                    text = client.get("/metrics").raise_for_status().text
+                except httpx.HTTPError as error:
+                    self.faults.append(f"/metrics: {error!r}")
+                    continue
+                memory = {process.pid: size for process, size in resident(self._server)}
+                self.samples.append(
+                    Sample(
+                        time.monotonic(), memory[self._server.process.pid], memory[self._engine.pid],
+                        sum(memory.values()), *(metric(text, f"num_requests_{name}") for name in GAUGES), stalls(text),
+                        self._metronome.worst(),
+                    )
+                )  # fmt: skip
+
+    def stop(self) -> None:
+        """End it."""
+        self._stopped.set()
+        self.join()
+        self._metronome.end()
+
+
+def resident(server: Server) -> list[tuple[psutil.Process, int]]:
+    """The processes of a server, and the bytes of memory that each has."""
+    root = psutil.Process(server.process.pid)
+    sizes = []
+    for process in (root, *root.children(recursive=True)):
+        try:
+            sizes.append((process, process.memory_info().rss))
+        except psutil.NoSuchProcess:
+            continue
+    return sizes
+
+
+def metric(text: str, name: str) -> float:
+    """The value of a gauge in the text of /metrics."""
+    match = re.search(rf"^tokserve:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    assert match, name
+    return float(match[1])
+
+
+def stalls(text: str) -> float:
+    """How often the event loop has stalled for longer than `STALL`."""
+    name = "tokserve:event_loop_stall_seconds_bucket"
+    counts = {bound: float(count) for bound, count in re.findall(rf'{name}{{.*le="([^"]+)".*}} (\S+)', text)}
+    return counts["+Inf"] - counts[STALL]
+
+
+# --- processors ---
+
+
+def processor_seconds(server: Server) -> Counter[str]:
+    """Seconds of processors so far: of the server, the engine (with the processes that try grammars), this process, and
+    of all."""
+    root = psutil.Process(server.process.pid).cpu_times()
+    engine = server.engine().cpu_times()
+    machine = psutil.cpu_times()
+    return Counter({
+        "server": root.user + root.system,
+        "engine": engine.user + engine.system + engine.children_user + engine.children_system,
+        "good client": time.process_time(), "all": sum(machine[:3]) + sum(machine[5:7]),
+        "stolen": machine.steal, "seconds": time.monotonic(),
+    })  # fmt: skip
+
+
+def shares(before: Counter[str], after: Counter[str], hostile: float) -> dict[str, float]:
+    """Processors in use by each, on average."""
+    used = {name: after[name] - before[name] for name in after} | {"hostile clients": hostile}
+    seconds = used.pop("seconds")
+    used["others"] = used.pop("all") - sum(
+        used[name] for name in ("server", "engine", "good client", "hostile clients")
+    )
+    return {name: round(value / seconds, 3) for name, value in used.items()}
+
+
+# --- the soak ---
+
+
+class Soak:
+    """`run` it; then everything that came of it is there, `broken` promises too."""
+
+    def __init__(self, seconds: float, quiet_seconds: float, seed: int) -> None:
+        self.quiet: list[Reply] = []
+        self.loud: list[Reply] = []
+        self.samples: list[Sample] = []
+        self.attacks: list[dict[str, Any]] = []
+        self.broken: list[str] = []
+        self.stalls: list[str] = []
+        self.memory = {"before": 0, "after": 0}
+        self.processors: dict[str, float] = {}
+        self.began = 0.0
+        self._seconds = seconds
+        self._quiet_seconds = quiet_seconds
+        self._seed = seed
+
+    def run(self) -> None:
+        """The whole of it, with a server of its own."""
+        with Server("demo") as server:
+            warm_up(server, self._seed)
+            client = GoodClient(server.url, self._seed)
+            asyncio.run(client.run(self._quiet_seconds))
+            self.quiet, client.replies = client.replies, []
+            server.wait_idle()
+            processes = {process.pid for process, _ in resident(server)}
+            self.memory["before"] = sum(size for _, size in resident(server))
+            sampler = Sampler(server)
+            sampler.start()
+            self._attack(server, client)
+            self._settle(server, processes)
+            sampler.stop()
+            self.samples, self.loud = sampler.samples, client.replies
+            self.broken += client.faults + sampler.faults
+            self.stalls = [line for line in server.log if "stalled" in line]
+            self.broken += [line for line in server.log if "Traceback" in line or " ERROR " in line]
+            if code := server.stop():
+                self.broken.append(f"the server's exit status is {code}")
+        self._judge()
+
+    def _attack(self, server: Server, client: GoodClient) -> None:
+        before = processor_seconds(server)
+        self.began = time.monotonic()
+        with ExitStack() as stack:
+            outputs: list[IO[str]] = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(HOSTILE)]
+            clients = [
+                start_attacker(server.url, i, self._seed + i, self._seconds, output) for i, output in enumerate(outputs)
+            ]
+            stack.callback(lambda: [each.kill() for each in clients])
+            asyncio.run(client.run(self._seconds))
+            after = processor_seconds(server)
+            end = time.monotonic() + PATIENCE
+            for number, each in enumerate(clients):
+                try:
+                    if each.wait(max(0.0, end - time.monotonic())):
+                        self.broken.append(f"hostile client {number} ended with status {each.returncode}")
+                except subprocess.TimeoutExpired:
+                    self.broken.append(f"an attack of hostile client {number} did not end in {PATIENCE:g} s")
+            used = 0.0
+            for output in outputs:
+                output.seek(0)
+                attacks = [json.loads(line) for line in output]
+                used += used_until(attacks, self.began + self._seconds)
+                self.attacks += attacks
+        self.processors = shares(before, after, used)
+
+    def _settle(self, server: Server, processes: set[int]) -> None:
+        """Wait until nothing of the attacks is left; what stays is a broken promise."""
+        try:
+            server.wait_idle(SETTLING)
+        except AssertionError as error:
+            self.broken.append(str(error))
+        end = time.monotonic() + SETTLING
+        while left := self._left(server, processes):
+            if time.monotonic() > end:
+                self.broken += left
+                break
+            time.sleep(0.5)
+        deep = server.get("/health?deep=1")
+        if deep.status_code != 200:
+            self.broken.append(f"/health?deep=1: {deep.text}")
+
+    def _left(self, server: Server, processes: set[int]) -> list[str]:
+        """What there is that was not there before."""
+        now = resident(server)
+        self.memory["after"] = sum(size for _, size in now)
+        left = [f"process {process.pid} is left" for process, _ in now if process.pid not in processes]
+        text = server.get("/metrics").text
+        for name in (*(f"num_requests_{name}" for name in GAUGES), "grammars_compiling"):
+            if value := metric(text, name):
+                left.append(f"{name} is {value:g}")
+        if any(load := server.get("/load").json().values()):
+            left.append(f"/load: {load}")
+        if self.memory["after"] > self.memory["before"] + MORE_MEMORY:
+            left.append(f"memory: {(self.memory['after'] - self.memory['before']) / MIB:+.0f} MiB")
+        return left
+
+    def _judge(self) -> None:
+        """Compare what was measured with what is promised."""
+        quiet, loud = self.p99(self.quiet), self.p99(self.loud)
+        if not loud < SLOWER * quiet:
+            self.broken.append(f"the good client's p99 is {loud / quiet:.1f} times that of the quiet time")
+        self.broken += [attack["fault"] for attack in self.attacks if attack["fault"]]
+        for outcome, count in sorted(self.answers().items()):
+            announced = outcome.startswith("503 ") and NO_RETRY_AFTER not in outcome
+            if outcome.startswith("5") and not announced and outcome != "505 http_version":
+                self.broken.append(f"{count} answers: {outcome}")
+
+    def p99(self, replies: list[Reply]) -> float:
+        """Seconds to the end of a reply."""
+        return percentile([each.last for each in replies], 0.99)
+
+    def answers(self) -> Counter[str]:
+        """What the hostile clients were told."""
+        counts: Counter[str] = Counter()
+        for attack in self.attacks:
+            counts.update(attack["answers"])
+        return counts
+
+
+def warm_up(server: Server, seed: int) -> None:
+    """Use every page of the KV cache once, as pages count when they are used first, and try a grammar."""
+    rng = random.Random(seed)
+    tokens = int(re.search(r'kv_cache_size_tokens="(\d+)"', server.get("/metrics").text)[1])  # type: ignore[index]
+    for _ in range(tokens // 2000 + 2):
+        server.generate([rng.randrange(3, 250) for _ in range(2000)], max_tokens=1)
+    server.generate([5], max_tokens=8, structured_outputs={"choice": ["yes", "no"]})
+
+
+def start_attacker(url: str, number: int, seed: int, seconds: float, output: IO[str]) -> subprocess.Popen[bytes]:
+    """Start a hostile client with an address of its own."""
+    arguments = [url, f"127.0.0.{11 + number}", str(seed), str(seconds)]
+    return subprocess.Popen([sys.executable, "-m", "tests.hostile.attacker", *arguments], stdout=output)
+
+
+def used_until(attacks: list[dict[str, Any]], end: float) -> float:
+    """Processor seconds of a hostile client until about this time: those of its last attack count by its part of it."""
+    used = 0.0
+    for attack in attacks:
+        part = min(1.0, (end - attack["begin"]) / max(attack["end"] - attack["begin"], 1e-9))
+        used += max(0.0, part) * attack["cpu"]
+    return used
+
+
+# --- the report ---
+
+
+def row(name: str, quiet: list[float], loud: list[float]) -> str:
+    """Median, p99 and worst, quiet and beside the attacks, in milliseconds."""
+    cells = [name]
+    for values in (quiet, loud):
+        figures = (percentile(values, 0.5), percentile(values, 0.99), max(values, default=float("nan")))
+        cells += [str(len(values)), ", ".join(f"{1e3 * figure:.0f}" for figure in figures)]
+    return f"| {' | '.join(cells)} | {percentile(loud, 0.99) / percentile(quiet, 0.99):.1f} |"
+
+
+def table(soak: Soak) -> list[str]:
+    """The figures in Markdown."""
+    lines = [
+        "| good client | quiet | p50, p99, worst, ms | beside attacks | p50, p99, worst, ms | p99 ratio |",
+        "|---|---|---|---|---|---|",
+        row("whole reply, all", [each.last for each in soak.quiet], [each.last for each in soak.loud]),
+    ]
+    for kind in KINDS:
+        lines.append(
+            row(kind, *([each.last for each in part if each.kind == kind] for part in (soak.quiet, soak.loud)))
+        )
+    lines.append(row("first token", *([each.first for each in part if each.first] for part in (soak.quiet, soak.loud))))
+    memory = [each.whole / MIB for each in soak.samples]
+    lines += [
+        "", f"memory of all processes, MiB: {soak.memory['before'] / MIB:.0f} before, {max(memory):.0f} at most, "
+        f"{percentile(memory, 0.5):.0f} median, {soak.memory['after'] / MIB:.0f} after",
+        f"requests at most: {max(each.running for each in soak.samples):g} running, "
+        f"{max(each.waiting for each in soak.samples):g} waiting",
+        f"event loop: {soak.samples[-1].stalls - soak.samples[0].stalls:g} stalls above {STALL} s; "
+        f"an idle process woke up to {max(each.late for each in soak.samples):.2f} s late",
+        "processors: " + ", ".join(f"{name} {value:.2f}" for name, value in soak.processors.items()),
+        f"attacks: {len(soak.attacks)}; " + counts(Counter(attack["attack"] for attack in soak.attacks)),
+        "answers: " + counts(soak.answers()),
+        *(f"stall: {line}" for line in soak.stalls[:20]), *(f"BROKEN: {each}" for each in soak.broken[:50]),
+    ]  # fmt: skip
+    return lines
+
+
+def counts(counter: Counter[str]) -> str:
+    """The most common first."""
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common())
+
+
+def summary(soak: Soak, seconds: float) -> dict[str, Any]:
+    """The figures for a machine to read."""
+    quiet, loud = soak.p99(soak.quiet), soak.p99(soak.loud)
+    return {
+        "seconds": seconds, "good_replies": len(soak.loud), "quiet_p99_s": round(quiet, 4), "p99_s": round(loud, 4),
+        "p99_ratio": round(loud / quiet, 2), "memory_mib": {k: v >> 20 for k, v in soak.memory.items()},
+        "memory_most_mib": max(each.whole for each in soak.samples) >> 20, "processors": soak.processors,
+        "stalls": soak.samples[-1].stalls - soak.samples[0].stalls, "attacks": len(soak.attacks),
+        "answers": dict(soak.answers()), "broken": soak.broken,
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1200.0, help="of attacks. Default: 1200.")
+    parser.add_argument("--quiet-seconds", type=float, default=60.0, help="without attacks, before. Default: 60.")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and attacks. Default: 1.")
+    parser.add_argument("--out", type=Path, help="picture of the curves; needs matplotlib (the extra `plot`)")
+    options = parser.parse_args(arguments)
+    soak = Soak(options.seconds, options.quiet_seconds, options.seed)
+    soak.run()
+    print("\n".join(table(soak)))
+    print(json.dumps(summary(soak, options.seconds)), flush=True)
+    if options.out:
+        try:
+            from tests.hostile.plot import draw
+        except ImportError as error:
+            print(f"no picture: {error}; install the extra `plot`")
+        else:
+            draw(soak, options.out)
+    return 1 if soak.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
