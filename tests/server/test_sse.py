@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +135,22 @@ def test_large_deltas_of_a_stream_are_made_beside_the_loop(
     assert tokens(later) == tokens(at_once)
     assert sum("prompt_logprobs" in event for event in later) == sum("prompt_logprobs" in event for event in at_once)
     assert later[-1] == at_once[-1]
+
+
+def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    make = logprobs.objects
+
+    def objects(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make(*args)
+
+    asked = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
+    at_once = joined(site().events(GENERATE, asked))
+    monkeypatch.setattr(logprobs, "objects", objects)
+    monkeypatch.setattr(sse, "LARGE", 3 * sse._columns_size(Completion(0, [5], logprobs=columns([5], 2, ()))))
+    assert joined(site().events(GENERATE, asked)) == at_once
+    assert any(name.startswith("tokserve-work") for name in threads)
 
 
 def test_a_large_delta_that_cannot_be_made_ends_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +326,35 @@ def test_a_reader_that_is_a_little_slow_is_not_stalled() -> None:
         return stalls
 
     assert asyncio.run(scene()) == []
+
+
+def test_a_reader_that_does_not_read_what_a_thread_has_made_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> list[bool]:
+        stalls: list[bool] = []
+        slow, stalled, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            await slow.wait()
+
+        async def made() -> bytes:
+            return b"made"
+
+        def on_stall(value: bool) -> None:
+            stalls.append(value)
+            stalled.set()
+
+        wire = _Wire(send, 60.0)
+        wire.start(freed.set, on_stall)
+        wire.write_later(b"", made())
+        async with asyncio.timeout(60):
+            await stalled.wait()
+            slow.set()
+            await freed.wait()
+        wire.stop()
+        return stalls
+
+    monkeypatch.setattr(sse, "PATIENCE", 0.01)
+    assert asyncio.run(scene()) == [True, False]
 
 
 def test_a_slow_reader_that_leaves_aborts() -> None:

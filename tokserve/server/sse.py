@@ -182,16 +182,17 @@ class _Pump:
         self._wire.stop()
 
     def _write(self) -> None:
-        """Write all deltas available now, at once."""
+        """Write all deltas available now, at once; from `LARGE` of them on, a thread makes the events."""
         if self._wire.blocked or self._ended.done():
             return
         flight = self._flight
         try:
-            events = b""
+            events, size = b"", 0
             for delta in flight.take():
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
-                if _columns_size(delta) >= LARGE:
+                size += _columns_size(delta)
+                if size >= LARGE:
                     self._wire.write_later(events, self._large_events(delta))
                     return
                 events += self._events(delta)
@@ -231,7 +232,7 @@ class _Wire:
     """The connection of one stream; sends a comment after `interval` seconds without events.
 
     A connection that has been blocked for `PATIENCE` seconds is stalled, and no tokens are made for it: its client does
-    not read, and what it is owed would only fill the memory.
+    not read, or its events take longer to make than its tokens, and what it is owed would only fill the memory.
     """
 
     def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
@@ -272,14 +273,16 @@ class _Wire:
             waits_for = next(sending)  # a task's first step; most sends are complete after it, and need no task
         except StopIteration:
             return
-        self.blocked = True
-        self._patience = self._loop.call_later(PATIENCE, self._stall)
-        self._rest = self._loop.create_task(self._finish(_Begun(waits_for, sending)))
+        self._block(_Begun(waits_for, sending))
 
     def write_later(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
         """Send events and those that are being made; until then, the connection is blocked."""
+        self._block(self._make(events, making))
+
+    def _block(self, sending: Awaitable[None]) -> None:
         self.blocked = True
-        self._rest = self._loop.create_task(self._finish(self._make(events, making)))
+        self._patience = self._loop.call_later(PATIENCE, self._stall)
+        self._rest = self._loop.create_task(self._finish(sending))
 
     async def _make(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
         await self._send({"type": "http.response.body", "body": events + await making, "more_body": True})
