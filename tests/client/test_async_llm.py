@@ -14,6 +14,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, Script, config, echo, logprobs_for, stop, tokens
 from tests.text.checkpoints import write_chatml
+from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
 from tokserve.client.inputs import Order
 from tokserve.client.outputs import Completion, merge
@@ -726,6 +727,32 @@ def test_many_streams_at_once(play: Callable[..., None]) -> None:
         assert llm.num_inflight == 0
 
     play(scene, echo)
+
+
+def test_the_loop_gets_its_turn_among_consumers_that_take_long(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "TURN", 0.0)
+
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        turns, calls = [0], list[int]()
+
+        def turn() -> None:
+            turns[0] += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        streams = [llm.stream([5], PLAIN, request_id=f"r{i}") for i in range(8)]
+        for stream in streams:
+            stream.listen(lambda: (calls.append(turns[0]), time.sleep(0.001)))
+        await waited(engine, Add, 8)
+        asyncio.get_running_loop().call_soon(turn)
+        engine.step(*[tokens(f"r{i}#0", [11], stop()) for i in range(8)])
+        while len(calls) < 8:
+            await asyncio.sleep(0.001)
+        assert len(set(calls)) == 8, calls
+        assert all([delta.token_ids for delta in stream.take()] == [[11]] for stream in streams)
+
+    play(scene)
 
 
 def test_after_shutdown_nothing_starts(play: Callable[..., None]) -> None:

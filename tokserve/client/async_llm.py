@@ -59,6 +59,7 @@ class AsyncLLM:
         self.on_replaced: Callable[[], object] = lambda: None  # another engine serves, or none will
         self._connection = Connection(config, self)
         self._requests = Requests()
+        self._rest_is_due = False  # consumers that have not been told of something new will be
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -343,8 +344,14 @@ class AsyncLLM:
             self._send_abort(self._requests.take(message), "abort_stop_string")
 
     def on_settled(self) -> None:
-        """Tell the consumers, once for all messages that came together."""
-        self._requests.tell()
+        """Tell the consumers, once for all messages that came together; if they take long, the rest a little later."""
+        if not self._rest_is_due and self._requests.tell():
+            self._rest_is_due = True
+            asyncio.get_running_loop().call_soon(self._tell_the_rest)
+
+    def _tell_the_rest(self) -> None:
+        self._rest_is_due = False
+        self.on_settled()
 
     def on_serving(self, ready: Ready) -> None:
         """Check requests against this engine's limits from here on."""

@@ -5,7 +5,8 @@ Knows the engine's messages but sends none: what the engine must be told is retu
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from tokserve.client.inputs import Prepared
@@ -13,6 +14,8 @@ from tokserve.client.outputs import Choice, Delivery
 from tokserve.client.stream import Submission
 from tokserve.errors import Conflict, EngineDead, refused
 from tokserve.messages import Step, Verdict
+
+TURN = 0.02  # seconds of telling consumers before the loop's other work gets its turn
 
 
 class Requests:
@@ -23,7 +26,7 @@ class Requests:
         self._owners: dict[str, Choice] = {}  # by engine request
         self._leaving: Counter[str] = Counter()  # engine requests given up that have not ended, by rid
         self._submissions: dict[int, Submission] = {}  # waiting for their verdict, by call
-        self._news: list[Delivery] = []  # with something to fetch since the last burst of messages
+        self._news: deque[Delivery] = deque()  # with something to fetch, the longest waiting first
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -85,11 +88,14 @@ class Requests:
                     del self._deliveries[delivery.request_id]
         return stopped
 
-    def tell(self) -> None:
-        """Tell the consumers, once for all the steps that came together."""
-        news, self._news = self._news, []
-        for delivery in news:
-            delivery.tell()
+    def tell(self) -> bool:
+        """Tell the consumers, once for all the steps that came together, for `TURN` seconds.  True: some are left."""
+        end = time.monotonic() + TURN
+        while self._news:
+            self._news.popleft().tell()
+            if time.monotonic() > end:
+                break
+        return bool(self._news)
 
     def give_up(self, delivery: Delivery) -> list[str]:
         """Forget a request; returns the engine requests that have not ended, for the engine to abort."""
