@@ -65,7 +65,7 @@ class Spelling:
 
     def bytes(self, token_id: int) -> list[int]:
         """The token's bytes."""
-        return list(self._tokenizer.token_bytes(token_id))
+        return list(self._pieces[token_id])
 
 
 class Place:
