@@ -53,7 +53,7 @@ def memory(soak: Soak, axes: Axes) -> None:
     minutes = [(each.at - soak.began) / 60 for each in soak.samples]
     for name, label in (("whole", "all processes"), ("engine", "engine"), ("server", "server")):
         axes.plot(minutes, [getattr(each, name) / MIB for each in soak.samples], label=label)
-    axes.axhline(soak.memory["before"] / MIB, color="grey", linestyle=":", label="all, before")
+    axes.axhline(soak.memory["before"]["all"] / MIB, color="grey", linestyle=":", label="all, before")
     axes.set(ylabel="RSS, MiB", ylim=(0, None))
 
 
