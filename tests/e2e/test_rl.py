@@ -87,6 +87,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield Lab(server, directories, wants)
 
 
+@pytest.fixture(autouse=True)
+def first_weights(lab: Lab) -> None:
+    """Each test begins with the first weights, whichever came before it."""
+    if not lab.serves(0):
+        lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
+
+
 def test_prime_rl(lab: Lab) -> None:
     """Pause (keep), update_weights with a directory, resume; broadcaster and version as it asks for them."""
     lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
@@ -230,6 +237,10 @@ def test_bad_updates_leave_the_server_as_it_was(lab: Lab) -> None:
     empty.mkdir(exist_ok=True)
     assert lab.server.post("/update_weights", {"weight_dir": str(empty)}).status_code == 400
     assert lab.serves(0)
+
+
+def test_checksums_are_compared(lab: Lab) -> None:
+    lab.post("/update_weights", {"weight_dir": str(lab.directories[0])})
     before = lab.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert lab.post("/weight_checker", {"action": "compare", "baseline": before})["match"] is True
     mine = checksums(lab.tensors(0))
