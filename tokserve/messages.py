@@ -1,9 +1,8 @@
-"""What the front end and the engine process say to each other: msgpack over ZeroMQ.
+"""The messages between the front end and the engine process: msgpack over ZeroMQ.
 
-To the engine: `Submit`, `Abort`, `Stall`, `Call`.  From it: `Verdict`, `Step`, `Reply`, `Ready`, `Status`, `Dead`.
-Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in microseconds and
-deltas are joined by joining bytes.  A step's output is a few columns, however many requests have a
-part in it.  Text never appears here, nor does anything about HTTP.
+To the engine: `Submit`, `Abort`, `Stall`, `Call`.  From it: `SubmitReply`, `StepOutput`, `Reply`, `Ready`, `Status`,
+`Dead`.  Arrays travel as packed little-endian bytes (ids int32, logprobs float32): 32k prompt ids decode in
+microseconds, and deltas are joined by joining bytes.  A step's output is a few columns, however many requests it has.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt
 
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
@@ -29,56 +29,54 @@ def unpack_ids(packed: bytes) -> list[int]:
     return memoryview(packed).cast("i").tolist()
 
 
-class Add(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A new request.  `hold`: send one Output at the end instead of one per step.  `adapter`: its name, "" for none."""
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One choice of a checked request.  `request_id`: the client's id, `#` and the choice's index.
 
-    rid: str
-    prompt: bytes
-    sampling: SamplingParams
+    `task`: without the fields that are for the front end.  `options.stream` is True as well if the front end searches
+    the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.
+    """
+
+    request_id: str
+    prompt: TokenPrompt
+    task: SamplingParams | PoolingParams
+    options: RequestOptions
     seed: int
-    hold: bool = False
-    priority: int = 0
-    salt: str = ""
     arrival: float = 0.0
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    adapter: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """What a client sent as one: all of `adds` are accepted or none, and a `Verdict` says which before any output.
+    """A submission: all of `requests` are accepted or none, and a `SubmitReply` says which before any output.
 
-    `key` is the client's id for it, in use by nobody else until all have ended; `group` "": none.  `client`: who is
-    served in turns with other clients, "" if there is only one.
+    `request_id` is the client's id, in use by no other submission until all its requests have ended.  They have one
+    `options.group_id`.  `client`: who is served in turns with other clients, "" if there is only one.
     """
 
     call_id: int
-    key: str
-    adds: list[Add]
-    group: str = ""
+    request_id: str
+    requests: list[EngineRequest]
     client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """End these requests of the sender at the next step boundary; those that have ended are passed over.
+    """End these requests of the sender at the next step boundary; those that have ended are skipped.
 
-    The verb `abort` is for other people's requests: it goes by key or group and is acknowledged.
+    The command `abort` is for requests of any sender: it goes by the client's id or the group, and is acknowledged.
     """
 
-    rids: list[str]
+    request_ids: list[str]
     reason: str = "abort_user"
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """The client of these requests does not read what it has been sent (`stalled`), or reads again.  Meanwhile they get
-    no tokens."""
+    """The client of these requests does not read what it has been sent (`stalled`), or reads again.  A stalled request
+    gets no tokens."""
 
-    rids: list[str]
+    request_ids: list[str]
     stalled: bool
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """An admin verb by name; always answered with a `Reply`."""
+    """An admin command by name; always answered with a `Reply`."""
 
     call_id: int
     method: str
@@ -141,8 +139,8 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     columns: Logprobs
     rows: bytes = b""
 
-    def spread(self, counts: list[int], to: list[Logprobs | None]) -> None:
-        """Put each row's logprobs in its place in `to`; `counts`: tokens of every row of the step."""
+    def scatter(self, counts: list[int], to: list[Logprobs | None]) -> None:
+        """Write each row's logprobs to its index of `to`; `counts`: tokens of every row of the step."""
         own, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
         end = 0
         for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
@@ -154,21 +152,24 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 to[row] = Logprobs(own[start:end], ranks[start:end], b"", b"", 0, mode)
 
 
-class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What few rows of a step have.  With a request's first output: `prompt_logprobs` (rows for prompt tokens
-    start.. in order, the very first token of a prompt has none) and `cached`, its prompt tokens found in the cache.
-    With its last: `finish`, and `spans`, (weight version, start, end) of output positions, the version with what
-    `Adapter.label` adds to it.
+class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What few rows of a step have.
+
+    With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
+    of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`, and
+    `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label.
+    `pooled`: float32, the vector of a pooling request.
     """
 
     row: int
     finish: Finish | None = None
     prompt_logprobs: Logprobs | None = None
-    cached: int = 0
-    spans: list[tuple[str, int, int]] = []
+    cached_tokens: int = 0
+    weight_versions: list[tuple[str, int, int]] = []
+    pooled: bytes = b""
 
 
-Row = tuple[str, list[int], Logprobs | None, Extra | None]  # a row of a step: request, new tokens, and the rest
+OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None]  # request id, new tokens, and the rest
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -206,38 +207,38 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     displaced: int = 0
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
-    """All new output of one step for one front end, in columns: row i belongs to the request `rids[i]`.
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+    """All new output of one step for one front end, in columns: row i belongs to the request `request_ids[i]`.
 
     `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
-    every row has one.  A row is in at most one of `logprobs`, and has at most one of `extras`, which are in order.
+    every row has one.  A row is in at most one of `logprobs`, and has at most one of `rare`, which are in order.
     """
 
     stats: StepStats
-    rids: list[str] = []
+    request_ids: list[str] = []
     token_ids: bytes = b""
     counts: bytes = b""
     logprobs: list[RowLogprobs] = []
-    extras: list[Extra] = []
+    rare: list[RareFields] = []
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[OutputRow]:
         """The rows one by one."""
         ids = unpack_ids(self.token_ids)
-        if not (self.counts or self.logprobs or self.extras):
-            for rid, token in zip(self.rids, ids, strict=True):
-                yield rid, [token], None, None
+        if not (self.counts or self.logprobs or self.rare):
+            for request_id, token in zip(self.request_ids, ids, strict=True):
+                yield request_id, [token], None, None
             return
-        counts = unpack_ids(self.counts) if self.counts else [1] * len(self.rids)
+        counts = unpack_ids(self.counts) if self.counts else [1] * len(self.request_ids)
         logprobs: list[Logprobs | None] = [None] * len(counts)
         for part in self.logprobs:
-            part.spread(counts, logprobs)
-        extras: list[Extra | None] = [None] * len(counts)
-        for extra in self.extras:
-            extras[extra.row] = extra
+            part.scatter(counts, logprobs)
+        rare: list[RareFields | None] = [None] * len(counts)
+        for fields in self.rare:
+            rare[fields.row] = fields
         end = 0
-        for rid, count, scores, rare in zip(self.rids, counts, logprobs, extras, strict=True):
-            start, end = end, end + count
-            yield rid, ids[start:end], scores, rare
+        for index, request_id in enumerate(self.request_ids):
+            start, end = end, end + counts[index]
+            yield request_id, ids[start:end], logprobs[index], rare[index]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -309,7 +310,7 @@ class Dead(msgspec.Struct, frozen=True, array_like=True, tag=3):
     expected: bool = False
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
+class SubmitReply(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
     """The answer to a `Submit`: accepted, unless `refusal` is one of `errors.REFUSALS`.
 
     `retry_after`: seconds after which the same may be accepted.  `field`: the sampling parameter at fault, or "".
@@ -323,7 +324,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
 
 
 ToEngine = Submit | Abort | Stall | Call
-FromEngine = Verdict | Step | Reply | Ready | Status | Dead
+FromEngine = SubmitReply | StepOutput | Reply | Ready | Status | Dead
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
@@ -253,6 +253,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("stop", "must not contain an empty string")
         if any(not text for text in self.bad_words):
             _refuse("bad_words", "must not contain an empty string")
+
+
+class PoolingParams(NamedTuple):  # not a Struct: a union of these would have to be tagged
+    """What a request returns that generates no tokens: one vector.
+
+    `pooling`: the hidden state of the last token, or the mean of all.  `normalize`: to length 1.
+    """
+
+    pooling: Literal["last", "mean"] = "last"
+    normalize: bool = True
+
+
+Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=_INT64 - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)]
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request says besides its prompt and its task; the one declaration, from HTTP bodies to the engine.
+
+    `stream`: outputs as they come, else one at the end.  `priority`: lower runs earlier under the priority policy.
+    `cache_salt`: shares cached blocks only with requests of the same salt.  `group_id`: aborted together.  `adapter`:
+    the name of a loaded LoRA adapter, "" for none.  `deadline_ms`: ends the request so long after its arrival with what
+    it has; `queue_timeout_ms`: likewise while it has no slot.
+    """
+
+    stream: bool = False
+    priority: Priority = 0
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    group_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    adapter: str = ""
+    deadline_ms: Milliseconds | None = None
+    queue_timeout_ms: Milliseconds | None = None
 
 
 def _refuse(field: str, rule: str) -> NoReturn:

@@ -1,56 +1,31 @@
-"""What the engine and the device say to each other: one `StepPlan` down, one `StepResult` up, per step.
+"""One step between the engine and the device: a `StepPlan` down, a `StepResult` up.
 
-Columns of numpy arrays, a row per scheduled request; the slot number is the row's place in every
-device table.  The scheduler writes plans without torch, the runner executes them without policy.
+Columns of numpy arrays with a row per scheduled request; a slot number is the row's index in every device table.  The
+scheduler writes plans without torch, and the runner executes them without policy.  Both are Structs that `encode` and
+`decode_plan` / `decode_result` carry over a wire as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.params import SamplingParams
+from tokserve.kv_spec import KVLayout
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.prompt import Feature
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 UInt32 = NDArray[np.uint32]
+UInt8 = NDArray[np.uint8]
+
+OK, NOT_FINITE, NO_LEGAL_TOKEN, WITHHELD = range(4)  # status of a row
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.
-
-    `window` > 0: attention reads only the last `window` tokens.
-    """
-
-    heads: int
-    dim: int
-    dtype: str
-    window: int = 0
-
-    def bytes_per_token(self) -> int:
-        """Bytes of K plus V for one token of one layer."""
-        return 2 * self.heads * self.dim * {"float32": 4, "float8_e4m3fn": 1}.get(self.dtype, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The cache a model needs: a spec per layer, and how many pages of how many tokens there are."""
-
-    specs: tuple[KVSpec, ...]
-    num_blocks: int
-    block_size: int
-
-    def bytes(self) -> int:
-        """Bytes of the whole cache."""
-        return self.num_blocks * self.block_size * sum(spec.bytes_per_token() for spec in self.specs)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFacts:
+class DeviceFacts(msgspec.Struct, frozen=True):
     """What the executor knows once the model is loaded."""
 
     layout: KVLayout
@@ -59,73 +34,64 @@ class DeviceFacts:
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class NewRow:
-    """A request that enters a slot (first admission, or again after a preemption).
+class NewRow(msgspec.Struct, frozen=True):
+    """A request that enters a slot: at its first admission, or again after a preemption.
 
-    `tokens`: prompt and the output so far.  `prompt_len` tells them apart, for penalties.
-    `stop_ids`: ids that `min_tokens` keeps from being drawn (EOS, ignored or not, and stop_token_ids).
-    `seed`: never None; the request's own or one drawn by the front end.  `adapter`: the slot of its adapter, -1: none.
+    `tokens`: int32[n], the prompt and the output so far; `prompt_len` tells them apart, for penalties.  `stop_ids`: ids
+    that `min_tokens` keeps from being sampled (EOS, ignored or not, and stop_token_ids).  `adapter`: the slot of its
+    adapter, -1 for none.
     """
 
     slot: int
-    rid: str
+    request_id: str
     tokens: Int32
     prompt_len: int
-    params: SamplingParams
+    task: SamplingParams | PoolingParams
     seed: int
     stop_ids: tuple[int, ...]
     adapter: int = -1
+    features: tuple[Feature, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """What rows may draw in a step: a bit per vocabulary id, the lowest first; 1 is allowed."""
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step.  Row i computes `num_tokens[i]` positions from `num_computed[i]` on.
 
-    slots: Int32  # [m]
-    words: UInt32  # [m, ceil(V / 32)]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step.  Columns `slots .. samples` have a row per scheduled request, in order.
-
-    Row i computes positions num_computed[i] .. num_computed[i] + num_tokens[i] - 1.  `samples[i]`: the
-    last of them is the newest token, so a new token is drawn; its result is written to the slot's next
-    position on the device.  `blocks`: (slot, index in the slot's block table of the first, block ids)
-    appended since the last plan (all of a row's blocks when it enters).  `done`: slots freed since the last plan.
-    `masks`: of the rows with `samples` whose request has a grammar; None if there are none.
-    Order of application: done, new, blocks, columns.
+    The last `num_drafts[i]` of them are drafts, whose ids are in `draft_token_ids`, all rows one after the other.
+    `num_logits[i]`: for how many of the row's last positions a token is sampled: 0 in the middle of a prompt and for
+    pooling, else `num_drafts[i]` + 1.  While an earlier step with drafts of the same request is in flight,
+    `num_computed` counts all of them; the device subtracts those that were rejected.
+    `blocks`: (slot, index in the slot's block table of the first, block ids) added since the last plan (all of a row's
+    blocks when it enters).  `freed`: slots freed since the last plan.  Order of application: freed, new, blocks, rows.
     """
 
     step: int
     slots: Int32
     num_tokens: Int32
     num_computed: Int32
-    samples: NDArray[np.bool_]
-    new: list[NewRow] = field(default_factory=list)
-    blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
-    masks: Masks | None = None
-
-    def total_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return int(self.num_tokens.sum())
-
-    def summary(self) -> str:
-        """One line for the log of a crash; no token values."""
-        return (
-            f"step {self.step}: {len(self.slots)} rows, {self.total_tokens()} tokens, {len(self.new)} new, "
-            f"slots {self.slots.tolist()}, num_tokens {self.num_tokens.tolist()}, "
-            f"num_computed {self.num_computed.tolist()}"
-        )
+    num_drafts: Int32
+    num_logits: Int32
+    draft_token_ids: Int32
+    new: list[NewRow] = []
+    blocks: list[tuple[int, int, list[int]]] = []
+    freed: list[int] = []
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
-    """Logprobs of n rows; columns of the top part past a row's own width are unspecified.
+class GrammarBitmask(msgspec.Struct, frozen=True):
+    """Which ids the rows with a grammar may sample in a step: a bit per vocabulary id, the lowest first; 1 is allowed.
 
-    A row's width is top-k plus the ids asked for by name, in that order.
+    `withheld`: slots of rows that must not sample now, as their mask is late or they have ended; their status is
+    WITHHELD and the position is computed again.
+    """
+
+    slots: Int32  # [m]
+    bits: UInt32  # [m, ceil(V / 32)]
+    withheld: Int32  # [k]
+
+
+class LogprobRows(msgspec.Struct, frozen=True):
+    """Logprobs of n tokens; columns of the top part past a row's own width are unspecified.
+
+    A row's width is top-k plus the ids requested by name, in that order.
     """
 
     token_logprobs: Float32  # [n]
@@ -134,18 +100,38 @@ class LogprobRows:
     top_logprobs: Float32  # [n, width]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What came of a plan.  `token_ids`, `finite` and `logprobs` have a row per plan row with `samples`,
-    in plan order; `logprobs` is None if no row asked for any.  `finite` False: there was nothing to draw from, and
-    the token is meaningless; with `forbidden` (None: nowhere) because of the request's parameters, else because the
-    logits held NaN or only -inf.  `prompt_logprobs`: plan row -> rows for the prompt tokens that follow this chunk's
-    positions (token num_computed + 1 ..), restricted to those that the request asks for.
+class StepResult(msgspec.Struct, frozen=True):
+    """What a plan brought, with a row per plan row.
+
+    Row i has `counts[i]` new tokens: accepted drafts and one sampled token, 0 where nothing was sampled.  `token_ids`
+    and `logprobs` hold all rows' tokens one after the other; `logprobs` is None if no row requested any.  `status[i]`:
+    OK, NOT_FINITE (the logits held NaN or only -inf), NO_LEGAL_TOKEN (the request's own parameters left none) or
+    WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
+    chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, int32
+    [num_tokens, layers, experts per token].
     """
 
     step: int
+    counts: Int32
     token_ids: Int32
-    finite: NDArray[np.bool_]
+    status: UInt8
     logprobs: LogprobRows | None = None
-    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
-    forbidden: NDArray[np.bool_] | None = None
+    prompt_logprobs: dict[int, LogprobRows] = {}
+    pooled: dict[int, Float32] = {}
+    routed_experts: dict[int, Int32] = {}
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _decode_array(kind: Any, value: Any) -> Any:
+    dtype, shape, packed = value
+    return np.frombuffer(packed, dtype).reshape(shape)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array).decode
+decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=_decode_array).decode

@@ -17,7 +17,7 @@ from tests.text.checkpoints import write_chatml
 from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
 from tokserve.client.inputs import Order
-from tokserve.client.outputs import Completion, merge
+from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.errors import (
     REFUSALS,
     Conflict,
@@ -87,11 +87,11 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
         assert add.rid == "r#0" and add.seed == 9 and not add.hold and add.sampling.logprobs == 2
         engine.step(tokens("r#0", [11], logprobs=logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached=3))
         first = await anext(stream)
-        assert first == Completion(
+        assert first == ChoiceOutput(
             0, [11], None, logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached_tokens=3
         )
         engine.step(tokens("r#0", [12, 13], logprobs=logprobs_for([12, 13])), running=1, steps=2)
-        assert await anext(stream) == Completion(0, [12, 13], None, logprobs_for([12, 13]))
+        assert await anext(stream) == ChoiceOutput(0, [12, 13], None, logprobs_for([12, 13]))
         assert llm.stats == StepStats(running=1, steps=2) and llm.num_inflight == 1
         end = stop("stop_token", "stop", stop=14)
         engine.step(tokens("r#0", [14], end, logprobs=logprobs_for([14]), spans=[("v1", 0, 4)]))
@@ -335,7 +335,7 @@ def test_closing_ends_the_wait_of_another_task(play: Callable[..., None]) -> Non
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([1], PLAIN)
 
-        async def read() -> list[Completion]:
+        async def read() -> list[ChoiceOutput]:
             return [delta async for delta in stream]
 
         reading = asyncio.create_task(read())

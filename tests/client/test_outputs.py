@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.client.fake_engine import logprobs_for, stop
-from tokserve.client.outputs import Choice, Completion, Delivery, join_logprobs, merge
+from tokserve.client.outputs import Choice, ChoiceOutput, Delivery, join_logprobs, merge
 from tokserve.errors import EngineDead
 from tokserve.messages import Extra, Finish
 
@@ -13,13 +13,13 @@ from tokserve.messages import Extra, Finish
 def test_merge() -> None:
     end = {"finish_reason": "stop", "stop_reason": 5, "stop_detail": "stop_token", "times": (1.0, 2.0, 3.0)}
     deltas = [
-        Completion(1, [7], "x", logprobs_for([7]), prompt_logprobs=logprobs_for([1, 2]), cached_tokens=4),
-        Completion(0, [1, 2], "ab", logprobs_for([1, 2])),
-        Completion(0, [], "", weight_versions=[("v", 0, 2)], **end),  # type: ignore[arg-type]
-        Completion(1, [8], "y", logprobs_for([8]), finish_reason="length"),
+        ChoiceOutput(1, [7], "x", logprobs_for([7]), prompt_logprobs=logprobs_for([1, 2]), cached_tokens=4),
+        ChoiceOutput(0, [1, 2], "ab", logprobs_for([1, 2])),
+        ChoiceOutput(0, [], "", weight_versions=[("v", 0, 2)], **end),  # type: ignore[arg-type]
+        ChoiceOutput(1, [8], "y", logprobs_for([8]), finish_reason="length"),
     ]
     first, second = merge(deltas)
-    assert first == Completion(0, [1, 2], "ab", logprobs_for([1, 2]), weight_versions=[("v", 0, 2)], **end)  # type: ignore[arg-type]
+    assert first == ChoiceOutput(0, [1, 2], "ab", logprobs_for([1, 2]), weight_versions=[("v", 0, 2)], **end)  # type: ignore[arg-type]
     assert (second.index, second.token_ids, second.text, second.finish_reason) == (1, [7, 8], "xy", "length")
     assert second.logprobs == logprobs_for([7, 8]) and second.prompt_logprobs == logprobs_for([1, 2])
     assert second.cached_tokens == 4

@@ -44,7 +44,8 @@ from tokserve.messages import (
     unpack_ids,
 )
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, KVLayout, KVSpec, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.plan import DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
 
 VOCAB = 20
 EOS = (1,)

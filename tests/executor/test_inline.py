@@ -13,7 +13,8 @@ import pytest
 
 from tokserve.config import Config
 from tokserve.executor.base import Executor, make
-from tokserve.plan import DeviceFacts, KVLayout, StepPlan, StepResult
+from tokserve.kv_spec import KVLayout
+from tokserve.plan import DeviceFacts, StepPlan, StepResult
 
 FACTS = DeviceFacts(KVLayout((), 1, 16), 10, "0", {})
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.rope import RopeSpec, rope_table
-from tokserve.plan import KVSpec
+from tokserve.kv_spec import KVSpec
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
 TABLE = rope_table(RopeSpec(DIM, 50.0), TOKENS)

@@ -12,7 +12,7 @@ from tests.models.driver import Driver, prefill, random_ids
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
-from tokserve.plan import KVSpec
+from tokserve.kv_spec import KVSpec
 
 
 def made(family: str, dtype: str = "float32", **changes: Any) -> Decoder:

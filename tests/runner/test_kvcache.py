@@ -5,7 +5,7 @@ import torch
 
 from tokserve.config import CacheConfig
 from tokserve.errors import StartError
-from tokserve.plan import KVLayout, KVSpec
+from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.runner import kvcache
 
 GIB = 1 << 30

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
-from tokserve.client.outputs import Completion, Logprobs, StepStats, join_logprobs
+from tokserve.client.outputs import ChoiceOutput, Logprobs, StepStats, join_logprobs
 from tokserve.config import Config
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import Ready, Status, unpack_ids
@@ -108,7 +108,7 @@ class FakeStream:
         self.wake = asyncio.Event()
         self.group = ""
         self.stalls: list[bool] = []
-        self._line: deque[Completion] = deque()
+        self._line: deque[ChoiceOutput] = deque()
         self._choices = [_Choice(self, index) for index in range(self.params.n)]
         self._error: Exception | None = None
         self._playing: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class FakeStream:
             self._error = error
             listener()
 
-    def take(self) -> Iterator[Completion]:
+    def take(self) -> Iterator[ChoiceOutput]:
         while self._line:
             delta = self._line.popleft()
             if self.ended:
@@ -155,7 +155,7 @@ class FakeStream:
     def ended(self) -> bool:
         return not self._line and all(choice.end is not None for choice in self._choices)
 
-    async def __aiter__(self) -> AsyncIterator[Completion]:
+    async def __aiter__(self) -> AsyncIterator[ChoiceOutput]:
         news = asyncio.Event()
         self.listen(news.set)
         while not self.ended:
@@ -200,11 +200,11 @@ class _Choice:
                 include_stop=p.include_stop_str_in_output,
                 skip_special=p.skip_special_tokens,
             )
-        self.parts: list[Completion] = []
+        self.parts: list[ChoiceOutput] = []
         self.end: str | None = None
         self.stop_reason: Any = None
 
-    def step(self, abort_reason: str | None) -> Completion:
+    def step(self, abort_reason: str | None) -> ChoiceOutput:
         place = sum(len(part.token_ids) for part in self.parts)
         tokens, detail = [], None
         if abort_reason:
@@ -232,11 +232,11 @@ class _Choice:
             return None
         return detail
 
-    def _delta(self, tokens: list[int], text: str, detail: str | None, place: int) -> Completion:
+    def _delta(self, tokens: list[int], text: str, detail: str | None, place: int) -> ChoiceOutput:
         p, prompt = self.params, self.stream.prompt_ids
         named = p.logprob_token_ids or []
         wanted = p.logprobs is not None or bool(named)
-        delta = Completion(self.index, tokens, text if self.stream.with_text else None)
+        delta = ChoiceOutput(self.index, tokens, text if self.stream.with_text else None)
         delta.logprobs = columns(tokens, _width(p.logprobs), named) if wanted and tokens else None
         if place == 0 and p.prompt_logprobs is not None and len(prompt) > 1 and self.end != "abort":
             first = max(1, p.prompt_logprobs_start)
@@ -249,7 +249,7 @@ class _Choice:
             delta.message = "the logits are not finite" if self.end == "error" else None
         return delta
 
-    def whole(self) -> Completion:
+    def whole(self) -> ChoiceOutput:
         """All parts as one."""
         first, last = self.parts[0], self.parts[-1]
         last.token_ids = [token for part in self.parts for token in part.token_ids]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_llm import Caller, FakeStream, Site, columns, ids, parse_events, says, site
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
 from tokserve.server import holes, logprobs, sse, tokens
 from tokserve.server.sse import _Wire, failure
@@ -148,7 +148,7 @@ def test_deltas_that_are_large_together_are_made_beside_the_loop(monkeypatch: py
     asked = BODY | {"sampling_params": {"max_tokens": 6, "seed": 3, "logprobs": 2, "n": 4}}
     at_once = joined(site().events(GENERATE, asked))
     monkeypatch.setattr(logprobs, "objects", objects)
-    monkeypatch.setattr(sse, "LARGE", 3 * sse._columns_size(Completion(0, [5], logprobs=columns([5], 2, ()))))
+    monkeypatch.setattr(sse, "LARGE", 3 * sse._columns_size(ChoiceOutput(0, [5], logprobs=columns([5], 2, ()))))
     assert joined(site().events(GENERATE, asked)) == at_once
     assert any(name.startswith("tokserve-work") for name in threads)
 
@@ -575,12 +575,12 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
         token_ids=[5], logprobs_format=kind, output_mode=mode, stream=True, stream_options=tokens.StreamOptions(usage)
     )
     params = SamplingParams(logprobs=logprobs, n=2)
-    flight: Any = SimpleNamespace(key='a"\\\x00é')
-    render = tokens._Render(site().app.state.serving, flight, asked, params, packed=False)
+    generation: Any = SimpleNamespace(key='a"\\\x00é')
+    render = tokens._Render(site().app.state.serving, generation, asked, params, packed=False)
     render._first = False
     for index, new in enumerate(([7], [4, 450_000, 0], [])):
         rows = None if logprobs is None or not new else columns(new, logprobs, [])
-        delta = Completion(index, new, 'say "\\é\x01"' if mode == "text" else None, rows)
+        delta = ChoiceOutput(index, new, 'say "\\é\x01"' if mode == "text" else None, rows)
         assert render._plain_event(delta) == render._event(delta) == render.delta(delta)
 
 
@@ -588,19 +588,19 @@ def test_an_event_in_the_middle_reads_as_if_it_were_encoded_whole(
 def test_prompt_logprobs_wait_for_a_choice_that_has_read_the_prompt(read: bool) -> None:
     params = SamplingParams(prompt_logprobs=0, n=2)
     asked = tokens.GenerateBody(token_ids=[5, 6], stream=True)
-    flight: Any = SimpleNamespace(key="r", ended=False, seed=1, prompt_ids=lambda: [5, 6])
-    render = tokens._Render(site().app.state.serving, flight, asked, params, packed=False)
-    never = Completion(0, [], finish_reason="deadline", stop_detail="queue_timeout")
+    generation: Any = SimpleNamespace(key="r", ended=False, seed=1, prompt_ids=lambda: [5, 6])
+    render = tokens._Render(site().app.state.serving, generation, asked, params, packed=False)
+    never = ChoiceOutput(0, [], finish_reason="deadline", stop_detail="queue_timeout")
     assert "prompt_logprobs" not in json.loads(render.delta(never).removeprefix(b"data: "))
-    other = Completion(1, [7], prompt_logprobs=columns([6], 0, [])) if read else never
-    flight.ended = not read
+    other = ChoiceOutput(1, [7], prompt_logprobs=columns([6], 0, [])) if read else never
+    generation.ended = not read
     scores = json.loads(render.delta(other).removeprefix(b"data: "))["prompt_logprobs"]
     assert scores == [None, {"6": {"logprob": -0.125, "rank": 1, "decoded_token": None}} if read else None]
 
 
 def test_a_failure_is_the_clients_own_if_its_parameters_left_nothing() -> None:
     own, other, sound = (
-        Completion(0, [], finish_reason=reason, stop_detail=detail, message="why")
+        ChoiceOutput(0, [], finish_reason=reason, stop_detail=detail, message="why")
         for reason, detail in (("error", "forbidden"), ("error", "nan"), ("length", "max_tokens"))
     )
     assert failure([own, sound]) is None and failure([]) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.server.fake_llm import NOWHERE, TOKENIZER, Caller, Site, endless, ids, says, site
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.server.tokens import last_version
 
 GENERATE = "/inference/v1/generate"
@@ -432,5 +432,5 @@ def test_tokens_only_serves_tokens() -> None:
 
 
 def test_the_last_version_is_that_of_the_last_choice_that_has_tokens() -> None:
-    made = Completion(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
-    assert last_version([made, Completion(1, [])]) == "2" and last_version([Completion(0, [])]) is None
+    made = ChoiceOutput(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
+    assert last_version([made, ChoiceOutput(1, [])]) == "2" and last_version([ChoiceOutput(0, [])]) is None

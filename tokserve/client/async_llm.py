@@ -18,7 +18,7 @@ from tokserve import checkpoint
 from tokserve.client import control
 from tokserve.client.connection import UNSENDABLE, Connection
 from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id, typed
-from tokserve.client.outputs import Completion, Delivery, Ready, Status, StepStats
+from tokserve.client.outputs import ChoiceOutput, Delivery, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, read
 from tokserve.client.requests import Requests
 from tokserve.client.results import RequestOutput, follow
@@ -30,7 +30,7 @@ from tokserve.params import SamplingParams
 from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM", "Completion", "StepStats", "Stream", "collect"]
+__all__ = ["AsyncLLM", "ChoiceOutput", "StepStats", "Stream", "collect"]
 
 
 class AsyncLLM:

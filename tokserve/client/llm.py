@@ -21,7 +21,7 @@ from tqdm import tqdm
 from tokserve.client import control
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
-from tokserve.client.outputs import Completion, merge
+from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.client.prompts import Asked, Prompt, as_list, read
 from tokserve.client.results import RequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
@@ -300,7 +300,7 @@ async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
     return [request_output(*each, done) for each, done in zip(started, results, strict=True)]
 
 
-async def _finish(stream: Stream, bar: Any) -> list[Completion]:
+async def _finish(stream: Stream, bar: Any) -> list[ChoiceOutput]:
     done = merge([delta async for delta in stream])
     bar.update(1)
     return done

@@ -1,4 +1,4 @@
-"""Turns what the engine sends for a request into `Completion` deltas: text, stop strings, merging, the end.
+"""Turns what the engine sends for a request into `ChoiceOutput` deltas: text, stop strings, merging, the end.
 
 A `Choice` receives the outputs of one engine request and merges those not fetched yet into one delta, however slow
 the consumer is.  A `Delivery` is the choices of one request, and where its consumer waits.  Sends nothing:
@@ -19,14 +19,14 @@ from tokserve.messages import Extra, Finish, Logprobs, Ready, Status, StepStats
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
 __all__ = [
-    "Choice", "Completion", "Delivery", "Logprobs", "Ready", "Status", "StepStats", "TextRules", "join_logprobs",
+    "Choice", "ChoiceOutput", "Delivery", "Logprobs", "Ready", "Status", "StepStats", "TextRules", "join_logprobs",
     "merge",
 ]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
 
-class Completion(msgspec.Struct):
+class ChoiceOutput(msgspec.Struct):
     """New output of one choice since the last delta; with `finish_reason`, its last.
 
     `text` is None where none was asked for.  `prompt_logprobs` and `cached_tokens` come once, with the first
@@ -146,10 +146,10 @@ class Choice:
             other._prompt_logprobs = self._prompt_logprobs
         return [other for other in others if other.finished or other._count]
 
-    def take(self) -> Completion:
+    def take(self) -> ChoiceOutput:
         """Everything since the last call, as one delta."""
         text = "".join(self._texts) if self._rules.wanted else None
-        delta = Completion(
+        delta = ChoiceOutput(
             self.index, self._ids, text, join_logprobs(self._logprobs), self._prompt_logprobs, self._cached
         )
         self._ids = []
@@ -161,7 +161,7 @@ class Choice:
             self._describe_end(delta, self._finish)
         return delta
 
-    def _describe_end(self, delta: Completion, finish: Finish) -> None:
+    def _describe_end(self, delta: ChoiceOutput, finish: Finish) -> None:
         delta.finish_reason, delta.stop_detail, delta.message = finish.reason, finish.detail, finish.message
         delta.stop_reason = finish.stop
         delta.times = finish.queued, finish.first_token, finish.total
@@ -238,7 +238,7 @@ class Delivery:
         """All choices have ended, and their last deltas are fetched."""
         return self.num_open == 0 and not self._line
 
-    def take(self) -> Iterator[Completion]:
+    def take(self) -> Iterator[ChoiceOutput]:
         """The deltas available now; after them, raises the error given to `fail`, if any."""
         line = self._line
         while line:
@@ -248,7 +248,7 @@ class Delivery:
         if self._error is not None:
             raise self._error
 
-    async def fetch(self) -> Completion | None:
+    async def fetch(self) -> ChoiceOutput | None:
         """The next delta of any choice; None when all have ended.  Raises the error given to `fail`."""
         while True:
             delta = next(self.take(), None)
@@ -273,20 +273,20 @@ def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
     )  # fmt: skip
 
 
-def merge(deltas: Iterable[Completion]) -> list[Completion]:
+def merge(deltas: Iterable[ChoiceOutput]) -> list[ChoiceOutput]:
     """One completion per choice, by index: what the same request returns when it is not streamed."""
-    by_index: dict[int, list[Completion]] = {}
+    by_index: dict[int, list[ChoiceOutput]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
     return [_merge_one(by_index[index]) for index in sorted(by_index)]
 
 
-def _merge_one(parts: list[Completion]) -> Completion:
+def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
     texts = [part.text for part in parts if part.text is not None]
-    return Completion(
+    return ChoiceOutput(
         index=last.index,
         token_ids=[token for part in parts for token in part.token_ids],
         text="".join(texts) if last.text is not None else None,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.client.outputs import Completion, Logprobs, merge
+from tokserve.client.outputs import ChoiceOutput, Logprobs, merge
 from tokserve.client.stream import Stream
 from tokserve.params import SamplingParams
 
@@ -83,7 +83,7 @@ class RequestOutput:
     finished: bool = True
 
 
-def request_output(stream: Stream, prompt: str | None, params: SamplingParams, done: list[Completion]) -> RequestOutput:
+def request_output(stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]) -> RequestOutput:
     """The choices so far, or whole, in vLLM's shape."""
     named = len(params.logprob_token_ids or ())
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)
@@ -110,7 +110,7 @@ def request_output(stream: Stream, prompt: str | None, params: SamplingParams, d
 
 async def follow(stream: Stream, prompt: str | None, params: SamplingParams) -> AsyncIterator[RequestOutput]:
     """The whole request so far, for every new delta."""
-    parts: list[Completion] = []
+    parts: list[ChoiceOutput] = []
     async for delta in stream:
         parts = merge([*parts, delta])
         yield request_output(stream, prompt, params, parts)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Protocol
 
 from tokserve.client.inputs import Prepared
-from tokserve.client.outputs import Completion, Delivery, merge
+from tokserve.client.outputs import ChoiceOutput, Delivery, merge
 from tokserve.errors import RequestError
 from tokserve.messages import unpack_ids
 
@@ -42,7 +42,7 @@ class Submission:
 
 
 class Stream:
-    """The outputs of one request: iterate over `Completion` deltas of all its choices as they come.
+    """The outputs of one request: iterate over `ChoiceOutput` deltas of all its choices as they come.
 
     `take`, `ended` and `listen` are the same without waiting.  Closing or dropping it early aborts the request.
     Cancelling the wait for the next delta loses nothing.
@@ -78,16 +78,16 @@ class Stream:
         if error is not None:
             raise error
 
-    def __aiter__(self) -> AsyncIterator[Completion]:
+    def __aiter__(self) -> AsyncIterator[ChoiceOutput]:
         return self
 
-    async def __anext__(self) -> Completion:
+    async def __anext__(self) -> ChoiceOutput:
         delta = await self._delivery.fetch()
         if delta is None:
             raise StopAsyncIteration
         return delta
 
-    def take(self) -> Iterator[Completion]:
+    def take(self) -> Iterator[ChoiceOutput]:
         """The deltas available now; after them, raises the request's error, if any."""
         return self._delivery.take()
 
@@ -126,7 +126,7 @@ class Stream:
             self._owner.release_soon(self._delivery)
 
 
-async def collect(stream: Stream) -> list[Completion]:
+async def collect(stream: Stream) -> list[ChoiceOutput]:
     """The whole request: one completion per choice, by index."""
     async with stream:
         return merge([delta async for delta in stream])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tokserve.config import Config
 from tokserve.executor.inline import InlineExecutor
-from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -20,11 +20,15 @@ class Executor(Protocol):
     def start(self) -> DeviceFacts:
         """Load the model and allocate the cache; called once, first.  Raises StartError."""
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Run a plan after all earlier ones.  The future may be finished already; results are asked in order."""
+    def forward(self, plan: StepPlan) -> None:
+        """Begin the forward pass of a plan, after all earlier ones; every `forward` is followed by its `sample`."""
+
+    def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
+        """Sample from the oldest forward pass that was not sampled from.  `bitmask`: of its rows with a grammar, None
+        if there are none.  The future may be finished already; results come in order."""
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """An admin method of the runner by name, after all plans submitted so far."""
+        """An admin method of the runner by name, after all steps begun so far."""
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """A method of the runner beside the steps, after all earlier ones of this kind; it may take long."""

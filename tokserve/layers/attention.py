@@ -15,7 +15,7 @@ from tokserve.layers.linear import Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
-from tokserve.plan import KVSpec
+from tokserve.kv_spec import KVSpec
 
 
 class Attention:

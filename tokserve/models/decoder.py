@@ -19,7 +19,7 @@ from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import DecoderSpec
-from tokserve.plan import KVSpec
+from tokserve.kv_spec import KVSpec
 
 
 class Block:

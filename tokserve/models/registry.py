@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from tokserve.errors import StartError
-from tokserve.models.spec import DecoderSpec, Fields
+from tokserve.models.spec import DecoderSpec, ConfigReader
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "tokserve.models.llama:llama",
@@ -22,7 +22,7 @@ ARCHITECTURES = {
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec for this config.json; StartError if no architecture it names is known."""
-    names = Fields(hf).texts("architectures")
+    names = ConfigReader(hf).texts("architectures")
     for name in names:
         if name in ARCHITECTURES:
             module, function = ARCHITECTURES[name].split(":")

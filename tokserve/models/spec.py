@@ -51,7 +51,7 @@ class DecoderSpec:
     float8_block: float8.Block | None = None
 
 
-class Fields:
+class ConfigReader:
     """Typed reading of a JSON object; a wrong value is a StartError that names the attribute."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -110,17 +110,17 @@ class Fields:
             raise self.refuse(name, f"must be a list of strings, found {value!r}")
         return value
 
-    def inner(self, name: str) -> Fields:
+    def inner(self, name: str) -> ConfigReader:
         """An object; empty if absent."""
         value = self.values.get(name)
         value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise self.refuse(name, f"must be an object, found {value!r}")
-        return Fields(value, f"{self.path}{name}.")
+        return ConfigReader(value, f"{self.path}{name}.")
 
 
 def dense(
-    fields: Fields,
+    fields: ConfigReader,
     *,
     windows: tuple[int, ...],
     max_position: int,
@@ -172,7 +172,7 @@ def dense(
     )
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(fields: ConfigReader) -> None:
     """Raise StartError for attributes that change the arithmetic in ways not built here."""
     for name in float8.NAMES:
         if fields.present(name) and (why := float8.refusal(fields.values[name])):
@@ -187,17 +187,17 @@ def refuse_unsupported(fields: Fields) -> None:
         raise fields.refuse("is_causal", "is false; only causal attention is supported")
 
 
-def no_windows(fields: Fields) -> tuple[int, ...]:
+def no_windows(fields: ConfigReader) -> tuple[int, ...]:
     """Full attention in every layer."""
     return (0,) * fields.integer("num_hidden_layers")
 
 
-def window_everywhere(fields: Fields, absent: int) -> tuple[int, ...]:
+def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:
     """`sliding_window` in every layer."""
     return (_window(fields, absent),) * fields.integer("num_hidden_layers")
 
 
-def windows_by_layer(fields: Fields, absent: int, full_layers: int) -> tuple[int, ...]:
+def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tuple[int, ...]:
     """By `layer_types`, or else from layer `max_window_layers` on; none unless `use_sliding_window`."""
     layers = fields.integer("num_hidden_layers")
     window = _window(fields, absent) if fields.flag("use_sliding_window") else 0
@@ -215,12 +215,12 @@ def windows_by_layer(fields: Fields, absent: int, full_layers: int) -> tuple[int
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _window(fields: Fields, absent: int) -> int:
+def _window(fields: ConfigReader, absent: int) -> int:
     null = "sliding_window" in fields.values and not fields.present("sliding_window")
     return 0 if null else fields.integer("sliding_window", absent)
 
 
-def rope(fields: Fields, dim: int, max_position: int) -> RopeSpec:
+def rope(fields: ConfigReader, dim: int, max_position: int) -> RopeSpec:
     """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside."""
     given = fields.inner("rope_scaling")
     if not given.values:
@@ -249,7 +249,7 @@ def rope(fields: Fields, dim: int, max_position: int) -> RopeSpec:
     return _yarn(given, dim, theta, original, max_position)
 
 
-def _llama3(given: Fields, dim: int, theta: float, original: int) -> RopeSpec:
+def _llama3(given: ConfigReader, dim: int, theta: float, original: int) -> RopeSpec:
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
     if high <= low:
         raise given.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
@@ -258,7 +258,7 @@ def _llama3(given: Fields, dim: int, theta: float, original: int) -> RopeSpec:
     )  # fmt: skip
 
 
-def _yarn(given: Fields, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+def _yarn(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
     def optional(name: str) -> float:
         return given.number(name) if given.values.get(name) else 0.0
 

@@ -36,7 +36,8 @@ from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, Int32, KVLayout, KVSpec, LogprobRows, Masks, NewRow, StepPlan, StepResult
+from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.plan import DeviceFacts, Int32, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled
 from tokserve.runner.graphs import Graphs, prompt_buckets, prompt_rows

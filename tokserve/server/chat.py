@@ -14,14 +14,14 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.outputs import Completion, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured, tools
-from tokserve.server.flights import Answered, Usage
+from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes
 from tokserve.server.schemas import ChatBody, TokenizeBody
-from tokserve.server.serving import Fields, Serving, Terms
+from tokserve.server.serving import FieldPaths, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
 from tokserve.server.workers import off_loop
@@ -122,19 +122,19 @@ class Call(NamedTuple):
     params: SamplingParams
     terms: Terms
     prompt: list[int]
-    fields: Fields
+    fields: FieldPaths
     plan: Plan
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     stream = bool(call.asked.stream)
-    flight = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
-    render = Render(serving, flight, call.asked, call.params, reader_of(serving, call.plan, flight.key, call.prompt))
+    generation = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
+    render = Render(serving, generation, call.asked, call.params, reader_of(serving, call.plan, generation.key, call.prompt))
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
-        return sse.EventStream(flight, render, serving.keep_alive, headers)
-    return await sse.answer(flight, request, render.reply, headers)
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:
@@ -173,10 +173,10 @@ async def call_of(
     return Call(asked, ignored, params, terms, prompt, fields, plan)
 
 
-def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fields:
+def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:
     """How errors name what a chat body says.  `source`: a plan's."""
     form = {} if source is None else {"structured_outputs": source}
-    return Fields(prompt, others=others | form)
+    return FieldPaths(prompt, others=others | form)
 
 
 def _thinks(serving: Serving, asked: ChatBody) -> bool:
@@ -256,12 +256,12 @@ class Render:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self, serving: Serving, flight: Answered, asked: ChatBody, params: SamplingParams, reader: Reader | None
+        self, serving: Serving, generation: ReplyContext, asked: ChatBody, params: SamplingParams, reader: Reader | None
     ) -> None:
-        self._id = ID_PREFIX + flight.key
+        self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(asked.model)
-        self._flight = flight
+        self._generation = generation
         self._reader = reader
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
@@ -272,7 +272,7 @@ class Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[Completion], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
@@ -285,14 +285,14 @@ class Render:
             )
             for c in completions
         ]  # fmt: skip
-        flight = self._flight
-        reply = Reply(self._id, self._created, self._model, choices, flight.usage(), prompt_logprobs=scores)
-        reply.system_fingerprint = flight.fingerprint
+        generation = self._generation
+        reply = Reply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
+        reply.system_fingerprint = generation.fingerprint
         if self._ids:
-            reply.prompt_token_ids, reply.weight_version = flight.prompt_ids(), last_version(completions)
+            reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
         return reply
 
-    def _message(self, c: Completion) -> Message:
+    def _message(self, c: ChoiceOutput) -> Message:
         if self._reader is None:
             return Message("assistant", c.text or "")
         read = self._reader.read(c)
@@ -302,10 +302,10 @@ class Render:
         content = read.content if alone else read.content or None
         return Message("assistant", content, None, read.reasoning or None, read.calls or UNSET)
 
-    def _finish_reason(self, c: Completion) -> str | None:
+    def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: Completion, holes: Holes | None = None) -> logprobs.Content | Raw | None:
+    def _logprobs(self, c: ChoiceOutput, holes: Holes | None = None) -> logprobs.Content | Raw | None:
         if not self._wanted:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
@@ -314,10 +314,10 @@ class Render:
     def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
-        args = (columns, self._flight.prompt_ids(), first, columns.width, self._names)
+        args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
         return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
 
-    def delta(self, delta: Completion) -> bytes:
+    def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""
         events = b""
         if delta.index not in self._begun:
@@ -335,14 +335,14 @@ class Render:
             if self._ids:
                 choice.weight_versions = versions(delta)
             chunk = self._chunk(choice)
-            chunk.system_fingerprint = self._flight.fingerprint
+            chunk.system_fingerprint = self._generation.fingerprint
             events += sse.event(body.encode_json(chunk))
         return events
 
-    def _role(self, delta: Completion) -> bytes:
+    def _role(self, delta: ChoiceOutput) -> bytes:
         chunk = self._chunk(ChunkChoice(delta.index, Delta("assistant", "")))
         if self._ids and not self._begun:
-            chunk.prompt_token_ids = self._flight.prompt_ids()
+            chunk.prompt_token_ids = self._generation.prompt_ids()
         if self._scores_due and delta.prompt_logprobs:
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
@@ -352,7 +352,7 @@ class Render:
     def _chunk(self, choice: ChunkChoice) -> Chunk:
         chunk = Chunk(self._id, self._created, self._model, [choice])
         if self._usage:
-            chunk.usage = self._flight.usage() if self._continuous else None
+            chunk.usage = self._generation.usage() if self._continuous else None
         return chunk
 
     def _event(self, choice: ChunkChoice) -> bytes:
@@ -363,5 +363,5 @@ class Render:
         if not self._usage:
             return b""
         chunk = Chunk(self._id, self._created, self._model, [])
-        chunk.usage = self._flight.usage()
+        chunk.usage = self._generation.usage()
         return sse.event(body.encode_json(chunk))

@@ -17,15 +17,15 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.outputs import Completion, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import body, logprobs, schemas, sse, structured
-from tokserve.server.flights import Answered, Usage
+from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
-from tokserve.server.serving import Fields, Serving, Terms
+from tokserve.server.serving import FieldPaths, Serving, Terms
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.workers import off_loop
 
@@ -72,21 +72,21 @@ class Call(NamedTuple):
     terms: Terms
     prompts: list[str | list[int]]
     ids: list[list[int]]
-    fields: Fields
+    fields: FieldPaths
 
 
 async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions"""
     call = await read(serving, request)
     asked, stream = call.asked, bool(call.asked.stream)
-    flight = await serving.start(request, call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
-    render = Render(serving, flight, asked, call.params, call.prompts)
+    generation = await serving.start(request, call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
+    render = Render(serving, generation, asked, call.params, call.prompts)
     if schemas.output_limit(asked)[0] == 0:
-        flight.adjust = drop_output
+        generation.adjust = drop_output
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
-        return sse.EventStream(flight, render, serving.keep_alive, headers)
-    return await sse.answer(flight, request, render.reply, headers)
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
 
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
@@ -105,11 +105,11 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
     if asked.structured_outputs is None:
         others["structured_outputs"] = "response_format"
-    fields = Fields("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
+    fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
     return Call(asked, ignored, params, terms, prompts, ids, fields)
 
 
-def drop_output(c: Completion) -> Completion:
+def drop_output(c: ChoiceOutput) -> ChoiceOutput:
     """A completion without its output, for a request that only scores its prompt."""
     ended = c.finish_reason in ("stop", "length")
     return msgspec.structs.replace(
@@ -188,13 +188,13 @@ class Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, flight: Answered, asked: CompletionBody, params: SamplingParams,
+        self, serving: Serving, generation: ReplyContext, asked: CompletionBody, params: SamplingParams,
         prompts: list[str | list[int]],
     ) -> None:  # fmt: skip
-        self._id = ID_PREFIX + flight.key
+        self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
         self._model = serving.answers_as(asked.model)
-        self._flight = flight
+        self._generation = generation
         self._prompts = prompts
         self._tokenizer = serving.tokenizer
         self._skip_special = params.skip_special_tokens
@@ -208,19 +208,19 @@ class Render:
         self._usage, self._continuous = schemas.usage_options(asked)
         self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[Completion], holes: Holes | None = None) -> Reply:
+    def reply(self, ends: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:
                 setattr(choice, name, None)
-        flight = self._flight
-        reply = Reply(self._id, self._created, self._model, choices, flight.usage(), flight.fingerprint)
+        generation = self._generation
+        reply = Reply(self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint)
         if self._ids:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: Completion, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
         """A choice from a delta; a choice's first delta also carries what was asked for about the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
@@ -238,11 +238,11 @@ class Render:
                 choice.weight_versions = versions(c)
         return choice
 
-    def _logprobs(self, c: Completion, begins: bool) -> TextLogprobs:
+    def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:
         """The logprobs of a delta; `begins`: with those of a prompt that is repeated before it."""
         shown = TextLogprobs()
         if begins and self._echo:
-            ids = self._flight.prompt_ids(c.index)
+            ids = self._generation.prompt_ids(c.index)
             exact = self._tokenizer.decode(ids, False) == self._own(c.index)
             place = logprobs.Place(self._tokenizer.pieces(not exact))
             shown.add(None, ids[:1], self._spelling, place, 0)
@@ -254,14 +254,14 @@ class Render:
 
     def _own(self, index: int) -> str:
         """The prompt's text, of a choice."""
-        prompt = self._prompts[index // self._flight.n]
+        prompt = self._prompts[index // self._generation.n]
         if isinstance(prompt, str):
             return prompt
-        return self._tokenizer.decode(self._flight.prompt_ids(index), self._skip_special)
+        return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
     def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
         """Add what was asked for about the prompt; returns the part of the prompt that the text begins with."""
-        ids = self._flight.prompt_ids(choice.index)
+        ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
         if self._ids:
             choice.prompt_token_ids = ids
@@ -277,7 +277,7 @@ class Render:
         choice.text = own + choice.text
         return own
 
-    def delta(self, delta: Completion) -> bytes:
+    def delta(self, delta: ChoiceOutput) -> bytes:
         """One event, or nothing if the delta is empty."""
         begins = delta.index not in self._places
         choice = self._choice(delta)
@@ -285,13 +285,13 @@ class Render:
             return b""
         reply = Reply(self._id, self._created, self._model, [choice])
         if self._usage:
-            reply.usage = self._flight.usage() if self._continuous else None
+            reply.usage = self._generation.usage() if self._continuous else None
         if delta.finish_reason is not None:
-            reply.system_fingerprint = self._flight.fingerprint
+            reply.system_fingerprint = self._generation.fingerprint
         return sse.event(body.encode_json(reply))
 
     def tail(self) -> bytes:
         """The usage event, if asked for."""
         if not self._usage:
             return b""
-        return sse.event(body.encode_json(Reply(self._id, self._created, self._model, [], self._flight.usage())))
+        return sse.event(body.encode_json(Reply(self._id, self._created, self._model, [], self._generation.usage())))

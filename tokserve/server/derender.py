@@ -1,7 +1,7 @@
 """Replies of /inference/v1/generate as replies of chat and completions: the inverse of `render`.
 
 The tokens may come from any server.  Text, stop strings and logprobs follow the rules of the text routes because the
-same classes render them: this file only turns a reply into `Completion`s again.  Streams are not accepted.
+same classes render them: this file only turns a reply into `ChoiceOutput`s again.  Streams are not accepted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import bare_id, check_lists
-from tokserve.client.outputs import TERMINATORS, Completion, Logprobs
+from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import MAX_CHOICES, SamplingParams
 from tokserve.server import body, chat, columns, completions, schemas, tools
-from tokserve.server.flights import PromptTokensDetails, Usage
+from tokserve.server.generation import PromptTokensDetails, Usage
 from tokserve.server.logprobs import num_rows
 from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, TextBody
 from tokserve.server.serving import Serving
@@ -110,7 +110,7 @@ class Generated(msgspec.Struct):
 
 
 class _Landed:
-    """The request of replies generated elsewhere; a `flights.Answered`."""
+    """The request of replies generated elsewhere; a `generation.ReplyContext`."""
 
     def __init__(self, request_id: str | None, n: int) -> None:
         self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
@@ -140,7 +140,7 @@ class ReplyReader:
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
         self._landed: _Landed | None = None
         self._stops = StopStrings(self.params.stop_strings())
-        self.ends: list[Completion] = []
+        self.ends: list[ChoiceOutput] = []
 
     @property
     def landed(self) -> _Landed:
@@ -220,12 +220,12 @@ class ReplyReader:
         top = None if not self._known or params.logprobs == -1 else params.logprobs or 0
         return columns.output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
-    def _end(self, choice: Choice, where: str, scores: Logprobs | None) -> Completion:
+    def _end(self, choice: Choice, where: str, scores: Logprobs | None) -> ChoiceOutput:
         """One choice with its text, cut at a stop string if its generator has not done so."""
         ids = self._ids(choice.token_ids, f"{where}.token_ids")
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
         kind = self._kind(choice, ids)
-        end = Completion(
+        end = ChoiceOutput(
             choice.index, ids, "", logprobs, scores, 0, choice.finish_reason, choice.stop_reason, kind,
             choice.stop_detail.message if choice.stop_detail else None,
         )  # fmt: skip

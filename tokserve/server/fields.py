@@ -31,7 +31,7 @@ def _refused(*idle: Any, note: str = "") -> Field:
     return Field("refused", idle, note)
 
 
-Fields = dict[str, Field]
+FieldTable = dict[str, Field]
 
 VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
 _TAG = "no user is told apart and nothing is stored"
@@ -39,7 +39,7 @@ _CACHE = "the prefix cache needs no hints"
 _OUTPUTS = "use structured_outputs"
 
 # of OpenAI
-OPENAI: Fields = {
+OPENAI: FieldTable = {
     "audio": _refused(),
     "function_call": _refused("none", "auto", note="use tool_choice"),
     "functions": _refused([], note="use tools"),
@@ -63,7 +63,7 @@ OPENAI: Fields = {
     "web_search_options": _refused(),
 }
 # of other servers and their clients
-OTHERS: Fields = {
+OTHERS: FieldTable = {
     "bad_words_ids": _refused([], note="use bad_token_sequences"),
     "echo": _refused(False),
     "kv_transfer_params": _refused(),
@@ -78,10 +78,10 @@ OTHERS: Fields = {
     "truncate_prompt_tokens": _refused(-1),
     "use_beam_search": _refused(False),
 }
-TEXT: Fields = OPENAI | OTHERS
+TEXT: FieldTable = OPENAI | OTHERS
 _STATELESS = "nothing is stored, the whole conversation comes in input"
 # of /v1/responses: also what chat has by other names, and what it says about the prompt
-RESPONSES: Fields = TEXT | {
+RESPONSES: FieldTable = TEXT | {
     "access_programs": _ignored(),
     "add_generation_prompt": _refused(True),
     "add_special_tokens": _refused(False),
@@ -107,7 +107,7 @@ RESPONSES: Fields = TEXT | {
     "truncation": _refused("disabled"),
 }
 # of objects inside a body, by their path
-INNER: Fields = {
+INNER: FieldTable = {
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
 }

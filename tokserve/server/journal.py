@@ -9,10 +9,10 @@ import logging
 from collections import Counter
 from typing import Any
 
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server.flights import Flight
+from tokserve.server.generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +21,16 @@ class Journal:
     """The observer of one request that logs it."""
 
     def __init__(self) -> None:
-        self._flight: Flight | None = None
+        self._generation: Generation | None = None
         self._reasons: Counter[str] = Counter()
         self._queued = self._first = self._total = 0.0
 
-    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams) -> None:
         """Log the beginning."""
-        self._flight = flight
-        usage = flight.usage()
+        self._generation = generation
+        usage = generation.usage()
         _say(
-            "accepted", prompts=len(flight.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
+            "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
             max_tokens=params.max_tokens,
         )  # fmt: skip
 
@@ -38,7 +38,7 @@ class Journal:
         """Log a refusal; nothing else is logged for the request."""
         _say("refused", status=error.status, code=error.code, field=error.field)
 
-    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """Count for the last line."""
         self._reasons[completion.stop_detail or completion.finish_reason or "error"] += 1
         queued, first, total = completion.times
@@ -52,9 +52,9 @@ class Journal:
     def closed(self) -> None:
         """Log the end: why the choices ended, tokens, and the engine's times in seconds from arrival: to the last slot,
         the first token and the last end of any choice."""
-        if self._flight is None:
+        if self._generation is None:
             return
-        usage = self._flight.usage()
+        usage = self._generation.usage()
         _say(
             "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,

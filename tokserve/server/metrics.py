@@ -17,12 +17,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.outputs import Completion, StepStats
+from tokserve.client.outputs import ChoiceOutput, StepStats
 from tokserve.config import Config
 from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
 from tokserve.server.counters import Counters
-from tokserve.server.flights import Flight, Render
+from tokserve.server.generation import Generation, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
@@ -155,13 +155,13 @@ class Metrics(Collector):
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
-    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams) -> None:
         """A request was accepted."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
-    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """A choice ended; its last delta carries the reason and the times."""
         reason = completion.finish_reason or "error"
         self._finished.add(reason)
@@ -194,7 +194,7 @@ class Metrics(Collector):
         if self._num_streams % SAMPLED != 1:
             return make
 
-        def timed(delta: Completion) -> bytes:
+        def timed(delta: ChoiceOutput) -> bytes:
             start = perf_counter()
             events = make(delta)
             self.serialization.observe(perf_counter() - start)

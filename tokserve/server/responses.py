@@ -16,15 +16,15 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.outputs import Completion, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import NotFound, RequestError
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
-from tokserve.server.flights import Flight
+from tokserve.server.generation import Generation
 from tokserve.server.holes import Holes
 from tokserve.server.items import Conversation, Item, Output
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
-from tokserve.server.serving import Fields, Serving
+from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tokens import StopDetail, WeightVersion, versions
 from tokserve.server.workers import off_loop
 from tokserve.text.parsing import Parser, Reading
@@ -121,14 +121,14 @@ async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses"""
     asked, call = await read(serving, request)
     stream = bool(asked.stream)
-    flight = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
-    render = Render(serving, flight, asked, call)
+    generation = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
+    render = Render(serving, generation, asked, call)
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
         return sse.EventStream(
-            flight, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
+            generation, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
         )
-    return await sse.answer(flight, request, render.reply, headers)
+    return await sse.answer(generation, request, render.reply, headers)
 
 
 async def stored(serving: Serving, request: Request) -> Response:
@@ -159,7 +159,7 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
         raise _renamed(error, conversation.places) from None
-    fields = Fields("input", others={name: _here(theirs, ()) for name, theirs in call.fields.others.items()})
+    fields = FieldPaths("input", others={name: _here(theirs, ()) for name, theirs in call.fields.others.items()})
     return asked, call._replace(ignored=ignored + [_here(name, ()) for name in call.ignored], fields=fields)
 
 
@@ -250,8 +250,8 @@ def _unheard(name: str, fields: dict[str, Any]) -> None:
 class Render:
     """One answer as JSON, or as typed events."""
 
-    def __init__(self, serving: Serving, flight: Flight, asked: ResponsesBody, call: Call) -> None:
-        self._flight = flight
+    def __init__(self, serving: Serving, generation: Generation, asked: ResponsesBody, call: Call) -> None:
+        self._generation = generation
         self._model = serving.answers_as(asked.model)
         self._asked = asked
         self._call = call
@@ -263,13 +263,13 @@ class Render:
         parser = Parser(reading, inside=plan.inside(serving.tokenizer, call.prompt))
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
         place = logprobs.Place(pieces) if self._wanted or reading.thinking else None
-        self._output = Output(flight.key, parser, place, self._tell if asked.stream else _unheard)
+        self._output = Output(generation.key, parser, place, self._tell if asked.stream else _unheard)
         self._token_ids: list[int] = []
-        self._last: Completion | None = None
+        self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def reply(self, done: list[Completion], holes: Holes | None = None) -> Reply:
+    def reply(self, done: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
         """The whole answer.  There is one choice, whose logprobs are made with its items: nothing is made later."""
         for completion in done:  # there is one
             self._push(completion)
@@ -281,7 +281,7 @@ class Render:
             self._tell(name, {"response": self._reply()})
         return self._taken()
 
-    def delta(self, delta: Completion) -> bytes:
+    def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta."""
         self._push(delta)
         return self._taken()
@@ -296,7 +296,7 @@ class Render:
         self._tell(reply.status, {"response": reply})
         return self._taken()
 
-    def _push(self, c: Completion) -> None:
+    def _push(self, c: ChoiceOutput) -> None:
         last = c.finish_reason is not None
         if self._asked.return_token_ids:
             self._token_ids += c.token_ids
@@ -321,9 +321,9 @@ class Render:
         reply.output = self._output.items
         reply.usage = self._usage()
         reply.stop_reason, reply.stop_detail = c.stop_reason, StopDetail(c.stop_detail, c.message)
-        reply.system_fingerprint = self._flight.fingerprint
+        reply.system_fingerprint = self._generation.fingerprint
         if self._asked.return_token_ids:
-            reply.prompt_token_ids, reply.token_ids = self._flight.prompt_ids(), self._token_ids
+            reply.prompt_token_ids, reply.token_ids = self._generation.prompt_ids(), self._token_ids
             reply.weight_versions = versions(c)
             reply.weight_version = reply.weight_versions[-1].version if reply.weight_versions else None
         return reply
@@ -338,7 +338,7 @@ class Render:
         return reply
 
     def _usage(self) -> Usage:
-        usage = self._flight.usage()
+        usage = self._generation.usage()
         return Usage(
             usage.prompt_tokens, InputDetails(usage.prompt_tokens_details.cached_tokens), usage.completion_tokens,
             OutputDetails(self._output.reasoning_tokens), usage.total_tokens,
@@ -348,7 +348,7 @@ class Render:
         asked, params = self._asked, self._call.params
         form = asked.text.format if asked.text else None
         return Reply(
-            id=ID_PREFIX + self._flight.key, created_at=self._created, model=self._model,
+            id=ID_PREFIX + self._generation.key, created_at=self._created, model=self._model,
             instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
             max_tool_calls=asked.max_tool_calls, parallel_tool_calls=asked.parallel_tool_calls is not False,
             reasoning={"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},

@@ -62,7 +62,7 @@ class RequestBody(BaseModel):
     """What all text routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    others: ClassVar[fields.Fields] = fields.TEXT  # that have no effect
+    others: ClassVar[fields.FieldTable] = fields.TEXT  # that have no effect
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -171,7 +171,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesBody(GeneratingBody):
     """The body of /v1/responses.  The items of `input` are checked by the route."""
 
-    others: ClassVar[fields.Fields] = fields.RESPONSES
+    others: ClassVar[fields.FieldTable] = fields.RESPONSES
 
     input: str | list[Any] | None = None
     instructions: str | None = None

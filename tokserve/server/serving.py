@@ -30,7 +30,7 @@ from tokserve.server import body, estimate
 from tokserve.server.bodies import Bodies
 from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
-from tokserve.server.flights import Flight, Observer
+from tokserve.server.generation import Generation, Observer
 from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
 from tokserve.server.watch import Watch
@@ -65,7 +65,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     score_each: bool = False
 
 
-class Fields(msgspec.Struct, frozen=True):
+class FieldPaths(msgspec.Struct, frozen=True):
     """How fields are called in a route's body, for errors: the prompt, what precedes sampling parameters, others."""
 
     prompt: str
@@ -243,17 +243,17 @@ class Serving:
 
     async def start(
         self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
-        fields: Fields, *, stream: bool, text: bool, entry_bytes: int = estimate.OBJECT_BYTES,
-    ) -> Flight:  # fmt: skip
+        fields: FieldPaths, *, stream: bool, text: bool, entry_bytes: int = estimate.OBJECT_BYTES,
+    ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
-        flight = Flight(terms.request_id, params.n, self._observers(request))
-        flight.timed = self.metrics.timed
-        flight.rename = fields.rename
+        generation = Generation(terms.request_id, params.n, self._observers(request))
+        generation.timed = self.metrics.timed
+        generation.rename = fields.rename
         if text:
-            flight.fingerprint = self.fingerprint
+            generation.fingerprint = self.fingerprint
         self.metrics.came()
         accepted = False
         try:
@@ -264,25 +264,25 @@ class Serving:
                 lambda: self._prepare(prompts, params, terms, fields, stream=stream, text=text),
             )  # fmt: skip
             self._check_reply(prepared, params, terms, fields, stream, entry_bytes)
-            flight.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
+            generation.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
             self.bodies.release(request)
             async with Watch(request.receive):
                 try:
-                    await flight.streams[0].accepted()
+                    await generation.streams[0].accepted()
                 except RequestError as error:
                     raise fields.rename(error) from None
             accepted = True
         except RequestError as error:
-            flight.refused(error)
+            generation.refused(error)
             raise
         finally:
             if not accepted:
-                await flight.close()
-        flight.accepted(params)
-        return flight
+                await generation.close()
+        generation.accepted(params)
+        return generation
 
     def _check_reply(
-        self, prepared: Sequence[Prepared], params: SamplingParams, terms: Terms, fields: Fields, stream: bool,
+        self, prepared: Sequence[Prepared], params: SamplingParams, terms: Terms, fields: FieldPaths, stream: bool,
         entry_bytes: int,
     ) -> None:  # fmt: skip
         ready = self.llm.ready
@@ -305,7 +305,7 @@ class Serving:
         return observers
 
     async def check(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: Fields
+        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: FieldPaths
     ) -> list[list[int]]:
         """Refuse what `start` would refuse, without starting.  Returns the forbidden token sequences."""
         prepared = await off_loop(
@@ -315,7 +315,7 @@ class Serving:
         return prepared[-1].adds[0].sampling.bad_token_sequences if prepared else []
 
     def _prepare(
-        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: Fields,
+        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: FieldPaths,
         *, stream: bool, text: bool,
     ) -> list[Prepared]:  # fmt: skip
         """Check the prompts; errors name fields as the client wrote them."""

@@ -1,6 +1,6 @@
 """Server-sent events, and the same for a reply that is not streamed: deltas until the end, an error or a disconnect.
 
-When the client disconnects, the request's own task is cancelled and the flight closed, which aborts it in the engine.
+When the client disconnects, the request's own task is cancelled and the generation closed, which aborts it in the engine.
 Must not know what the events say: a `Renderer` makes them.
 """
 
@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, RequestFailed
 from tokserve.server import body, errors, workers
-from tokserve.server.flights import Flight
+from tokserve.server.generation import Generation
 from tokserve.server.holes import FilledReply, Holes
 from tokserve.server.watch import Gone, Watch
 
@@ -48,7 +48,7 @@ def ended(error: RequestError | None) -> bytes:
 class Renderer(Protocol):
     """Makes the bytes of events."""
 
-    def delta(self, delta: Completion) -> bytes:
+    def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of one delta; may be empty."""
 
     def tail(self) -> bytes:
@@ -56,11 +56,11 @@ class Renderer(Protocol):
 
 
 async def answer(
-    flight: Flight, request: Request, render: Callable[[list[Completion], Holes | None], Any], headers: dict[str, str]
+    generation: Generation, request: Request, render: Callable[[list[ChoiceOutput], Holes | None], Any], headers: dict[str, str]
 ) -> Response:
     """What `render` makes of all choices, as the reply; a long one is made in a thread, and while it is sent.  Raises
     as `collect`."""
-    done = await collect(flight, request)
+    done = await collect(generation, request)
     size = sum(map(_columns_size, done))
     if size < LARGE:
         return body.reply(request, render(done, None), headers)
@@ -71,21 +71,21 @@ async def answer(
     return FilledReply(holes.filled(json), headers)
 
 
-def _columns_size(completion: Completion) -> int:
+def _columns_size(completion: ChoiceOutput) -> int:
     """Bytes of the logprobs."""
     both = (completion.logprobs, completion.prompt_logprobs)
     return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
 
 
-async def collect(flight: Flight, request: Request) -> list[Completion]:
+async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:
     """All choices in order.  Raises `Gone` if the client disconnects, `failure`'s error if every choice failed."""
-    done: list[Completion] = []
+    done: list[ChoiceOutput] = []
     ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def take() -> None:
         try:
-            done.extend(flight.take())
-            if flight.ended and not ended.done():
+            done.extend(generation.take())
+            if generation.ended and not ended.done():
                 ended.set_result(None)
         except Exception as error:
             if not ended.done():
@@ -93,24 +93,24 @@ async def collect(flight: Flight, request: Request) -> list[Completion]:
 
     try:
         async with Watch(request.receive):
-            flight.listen(take)
+            generation.listen(take)
             if error := await ended:
                 raise error
     except RequestError:
-        flight.cause = "error"
+        generation.cause = "error"
         raise
     finally:
-        await flight.close()
+        await generation.close()
     if failed := failure(done):
-        raise flight.rename(failed)
+        raise generation.rename(failed)
     return sorted(done, key=_index)
 
 
-def _index(completion: Completion) -> int:
+def _index(completion: ChoiceOutput) -> int:
     return completion.index
 
 
-def failure(ends: list[Completion]) -> RequestError | None:
+def failure(ends: list[ChoiceOutput]) -> RequestError | None:
     """The error of a request if every choice ended in one: 400 if its parameters are to blame, else 500."""
     if ends and all(end.finish_reason == "error" for end in ends):
         if all(end.stop_detail in OWN_FAULT for end in ends):
@@ -121,15 +121,15 @@ def failure(ends: list[Completion]) -> RequestError | None:
 
 
 class EventStream(Response):
-    """The deltas of a flight as server-sent events.  `opening`: what is written at once, before there are any."""
+    """The deltas of a generation as server-sent events.  `opening`: what is written at once, before there are any."""
 
     def __init__(
-        self, flight: Flight, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], *,
+        self, generation: Generation, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], *,
         opening: bytes = b"", close: Close = ended,
     ) -> None:  # fmt: skip
         self.background = None
         self.status_code = 200
-        self._flight = flight
+        self._generation = generation
         self._renderer = renderer
         self._opening = opening
         self._close = close
@@ -137,7 +137,7 @@ class EventStream(Response):
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._flight, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
+        pump = _Pump(self._generation, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
@@ -146,7 +146,7 @@ class EventStream(Response):
             pass
         finally:
             pump.stop()
-            await self._flight.close()
+            await self._generation.close()
 
 
 def _cannot(events: bytes) -> bool:
@@ -154,26 +154,26 @@ def _cannot(events: bytes) -> bool:
 
 
 class _Pump:
-    """Writes a flight's deltas in the very call that announces them: a token wakes no task.
+    """Writes a generation's deltas in the very call that announces them: a token wakes no task.
 
-    While the connection is blocked nothing is taken from the flight, which merges what comes.
+    While the connection is blocked nothing is taken from the generation, which merges what comes.
     """
 
-    def __init__(self, flight: Flight, renderer: Renderer, close: Close, wire: _Wire) -> None:
-        self._flight = flight
+    def __init__(self, generation: Generation, renderer: Renderer, close: Close, wire: _Wire) -> None:
+        self._generation = generation
         self._renderer = renderer
         self._close = close
-        self._events = flight.timed(renderer.delta)
+        self._events = generation.timed(renderer.delta)
         self._wire = wire
-        self._ends: list[Completion] = []
+        self._ends: list[ChoiceOutput] = []
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self, opening: bytes) -> None:
         """Write from the `opening` until the response has ended."""
-        self._wire.start(self._write, self._flight.stall)
+        self._wire.start(self._write, self._generation.stall)
         if opening:
             self._wire.write(opening)
-        self._flight.listen(self._write)
+        self._generation.listen(self._write)
         await self._wire.end(await self._last_events())
 
     def stop(self) -> None:
@@ -185,10 +185,10 @@ class _Pump:
         """Write all deltas available now, at once; from `LARGE` of them on, a thread makes the events."""
         if self._wire.blocked or self._ended.done():
             return
-        flight = self._flight
+        generation = self._generation
         try:
             events, size = b"", 0
-            for delta in flight.take():
+            for delta in generation.take():
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
                 size += _columns_size(delta)
@@ -198,12 +198,12 @@ class _Pump:
                 events += self._events(delta)
             if events:
                 self._wire.write(events)
-            if self._ends and flight.ended:
+            if self._ends and generation.ended:
                 self._ended.set_result(None)
         except Exception as error:
             self._ended.set_result(error)
 
-    async def _large_events(self, delta: Completion) -> bytes:
+    async def _large_events(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta with many logprobs, such as those of a long prompt, made in a thread."""
         try:
             return await workers.run(_columns_size(delta), lambda: self._events(delta))
@@ -218,12 +218,12 @@ class _Pump:
             if error := await self._ended:
                 raise error
             failed = failure(self._ends)
-            return self._renderer.tail() + self._close(failed and self._flight.rename(failed))
+            return self._renderer.tail() + self._close(failed and self._generation.rename(failed))
         except RequestError as error:
-            self._flight.cause = "error"
+            self._generation.cause = "error"
             return self._close(error)
         except Exception:
-            self._flight.cause = "error"
+            self._generation.cause = "error"
             logger.exception("a stream failed")
             return self._close(RequestFailed("internal error"))
 

@@ -18,13 +18,13 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.outputs import Completion, Logprobs
+from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs
 from tokserve.server import body, errors, estimate, logprobs, sse, structured
-from tokserve.server.flights import Flight, Usage
+from tokserve.server.generation import Generation, Usage
 from tokserve.server.holes import Holes, whole
-from tokserve.server.serving import Fields, Serving
+from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "generate-tokens-"
@@ -109,12 +109,12 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
-def versions(c: Completion) -> list[WeightVersion]:
+def versions(c: ChoiceOutput) -> list[WeightVersion]:
     """Which version of the weights made which of a choice's tokens."""
     return [WeightVersion(*span) for span in c.weight_versions]
 
 
-def last_version(ends: Sequence[Completion]) -> str | None:
+def last_version(ends: Sequence[ChoiceOutput]) -> str | None:
     """The version of the weights that made the last token of the last choice that has tokens."""
     return next((c.weight_versions[-1][0] for c in reversed(ends) if c.weight_versions), None)
 
@@ -240,13 +240,13 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
+def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
     """The prompt, as a list or packed, and the names of its fields for errors."""
     in_base64 = asked.token_ids_b64
     if in_base64 is None:
         if asked.token_ids is None:
             raise RequestError("token_ids is required", field="token_ids")
-        return asked.token_ids, Fields("token_ids", SAMPLING)
+        return asked.token_ids, FieldPaths("token_ids", SAMPLING)
     if asked.token_ids is not None:
         raise RequestError("give token_ids or token_ids_b64, not both", field="token_ids_b64")
     if isinstance(in_base64, str):
@@ -254,7 +254,7 @@ def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, Fields]:
             in_base64 = base64.b64decode(in_base64, validate=True)
         except ValueError:
             raise RequestError("token_ids_b64 is not base64", field="token_ids_b64") from None
-    return in_base64, Fields("token_ids_b64", SAMPLING)
+    return in_base64, FieldPaths("token_ids_b64", SAMPLING)
 
 
 async def generate(serving: Serving, request: Request) -> Response:
@@ -276,27 +276,27 @@ async def generate(serving: Serving, request: Request) -> Response:
     prompt, fields = prompt_of(asked)
     text = asked.output_mode == "text"
     entry_bytes = estimate.OBJECT_BYTES if asked.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
-    flight = await serving.start(
+    generation = await serving.start(
         request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text, entry_bytes=entry_bytes
     )
     asked.token_ids, asked.token_ids_b64, asked.sampling_params = None, None, UNSET  # what would keep the body
-    render = _Render(serving, flight, asked, params, packed=body.wants_msgpack(request))
+    render = _Render(serving, generation, asked, params, packed=body.wants_msgpack(request))
     headers = {"X-Request-Id": terms.request_id}
     if asked.stream:
-        return sse.EventStream(flight, render, serving.keep_alive, headers)
-    return await sse.answer(flight, request, render.reply, headers)
+        return sse.EventStream(generation, render, serving.keep_alive, headers)
+    return await sse.answer(generation, request, render.reply, headers)
 
 
 class _Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, flight: Flight, asked: AnyBody, params: SamplingParams, *, packed: bool
+        self, serving: Serving, generation: Generation, asked: AnyBody, params: SamplingParams, *, packed: bool
     ) -> None:
-        self._id = ID_PREFIX + flight.key
+        self._id = ID_PREFIX + generation.key
         self._serving = serving
         self._model = serving.answers_as(asked.model)
-        self._flight = flight
+        self._generation = generation
         self._params = params
         self._packed = packed
         self._text = asked.output_mode == "text"
@@ -311,7 +311,7 @@ class _Render:
         self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: Completion, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
         return Choice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._wanted else None,
@@ -339,33 +339,33 @@ class _Render:
         columns = columns or NO_ROWS
         if self._format == "objects":
             name = self._serving.tokenizer.token if self._text else None
-            args = (columns, self._flight.prompt_ids(), first, columns.width, name)
+            args = (columns, self._generation.prompt_ids(), first, columns.width, name)
             if holes is not None:
                 return holes.put(logprobs.prompt_objects_later(*args))
             return logprobs.prompt_objects(*args)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
         return make(columns, first) if holes is None else holes.put(whole(lambda: make(columns, first)))
 
-    def reply(self, completions: list[Completion], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
-        flight = self._flight
+        generation = self._generation
         scores = None
         if self._scores_due:
             found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
             scores = self._prompt_logprobs(found, holes)
         return Reply(
             self._id, self._id, int(time.time()), self._model, [self._choice(c, holes) for c in completions],
-            flight.usage(), scores, flight.seed, self._ids(flight.prompt_ids()) if self._echo else UNSET,
+            generation.usage(), scores, generation.seed, self._ids(generation.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
 
-    def delta(self, delta: Completion) -> bytes:
+    def delta(self, delta: ChoiceOutput) -> bytes:
         """One event."""
         if self._first or self._continuous or self._scores_due or delta.finish_reason is not None:
             return self._event(delta)
         return self._plain_event(delta)
 
-    def _plain_event(self, delta: Completion) -> bytes:
+    def _plain_event(self, delta: ChoiceOutput) -> bytes:
         """The event of a delta in the middle of a stream: all but the tokens is constant, and encoded once."""
         frame = self._frames.get(delta.index)
         if frame is None:
@@ -384,16 +384,16 @@ class _Render:
         chunk = Chunk(self._id, [choice], None if self._usage else UNSET)
         return sse.event(body.encode_json(chunk)).split(HOLE)
 
-    def _event(self, delta: Completion) -> bytes:
+    def _event(self, delta: ChoiceOutput) -> bytes:
         chunk = Chunk(self._id, [self._choice(delta)])
         if self._usage:
-            chunk.usage = self._flight.usage() if self._continuous else None
+            chunk.usage = self._generation.usage() if self._continuous else None
         if self._first:
             self._first = False
-            chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._flight.seed
+            chunk.model, chunk.created, chunk.seed = self._model, int(time.time()), self._generation.seed
             if self._echo:
-                chunk.prompt_token_ids = self._flight.prompt_ids()
-        if self._scores_due and (delta.prompt_logprobs or self._flight.ended):
+                chunk.prompt_token_ids = self._generation.prompt_ids()
+        if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
         return sse.event(body.encode_json(chunk))
@@ -402,4 +402,4 @@ class _Render:
         """The usage event, if asked for."""
         if not self._usage:
             return b""
-        return sse.event(body.encode_json(Chunk(self._id, [], self._flight.usage())))
+        return sse.event(body.encode_json(Chunk(self._id, [], self._generation.usage())))

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve import jsonschema
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
@@ -240,7 +240,7 @@ class Reader:
         self._inside = inside
         self._parsers: dict[int, Parser] = {}
 
-    def read(self, completion: Completion) -> Read:
+    def read(self, completion: ChoiceOutput) -> Read:
         """The next part of its choice."""
         index = completion.index
         parser = self._parsers.get(index)
@@ -265,7 +265,7 @@ class Reader:
             call.function.arguments = "".join(arguments)
         return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
-    def finish_reason(self, completion: Completion) -> str | None:
+    def finish_reason(self, completion: ChoiceOutput) -> str | None:
         """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole, and the model
         was free to say which."""
         parser = self._parsers[completion.index]

@@ -19,10 +19,10 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import tokserve
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server.flights import Flight
+from tokserve.server.generation import Generation
 
 EXPORT_SECONDS = 5  # timeout for sending a batch to the collector
 PARAMS = ("n", "max_tokens", "temperature", "top_p")
@@ -57,15 +57,15 @@ class Trace:
         self._parent = parent
         self._arrival = time.time_ns()
         self._attributes: dict[str, Any] = {"gen_ai.request.model": model}
-        self._ends: list[Completion] = []
+        self._ends: list[ChoiceOutput] = []
         self._reasons: list[str] = []
         self._error: RequestError | None = None
-        self._flight: Flight | None = None
+        self._generation: Generation | None = None
 
-    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams) -> None:
         """Note the parameters."""
-        self._flight = flight
-        self._attributes["gen_ai.request.id"] = flight.key
+        self._generation = generation
+        self._attributes["gen_ai.request.id"] = generation.key
         for name in PARAMS:
             value = getattr(params, name)
             if value is not None:
@@ -75,7 +75,7 @@ class Trace:
         """Note the error."""
         self._error = error
 
-    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """Note a choice's times."""
         self._ends.append(completion)
         self._reasons.append(completion.finish_reason or "error")
@@ -92,8 +92,8 @@ class Trace:
         if self._error is not None:
             span.set_status(Status(StatusCode.ERROR, self._error.code or self._error.type))
             span.set_attribute("http.response.status_code", self._error.status)
-        if self._flight is not None:
-            usage = self._flight.usage()
+        if self._generation is not None:
+            usage = self._generation.usage()
             span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
             span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
             span.set_attribute("gen_ai.usage.cached_tokens", usage.prompt_tokens_details.cached_tokens)
@@ -103,7 +103,7 @@ class Trace:
             self._lay_out(end, inside)
         span.end()
 
-    def _lay_out(self, end: Completion, inside: Context) -> None:
+    def _lay_out(self, end: ChoiceOutput, inside: Context) -> None:
         """Make the spans of a choice's phases, as far as it got."""
         queued, first, total = end.times
         phases = (

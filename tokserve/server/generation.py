@@ -1,6 +1,6 @@
 """HTTP requests in flight.
 
-A `Flight` is one HTTP request: its streams of completions, one per prompt, read as one, with the counts that usage and
+A `Generation` is one HTTP request: its streams of completions, one per prompt, read as one, with the counts that usage and
 metrics need.  Of JSON it knows only the shape of usage.
 """
 
@@ -15,11 +15,11 @@ import msgspec
 
 from tokserve.client.async_llm import Stream
 from tokserve.client.inputs import bare_id
-from tokserve.client.outputs import Completion
+from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 
-Render = Callable[[Completion], bytes]  # writes a delta
+Render = Callable[[ChoiceOutput], bytes]  # writes a delta
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -40,13 +40,13 @@ class Usage(msgspec.Struct):
 class Observer(Protocol):
     """Is told what becomes of a request: metrics, the request log, tracing."""
 
-    def accepted(self, flight: Flight, params: SamplingParams) -> None:
+    def accepted(self, generation: Generation, params: SamplingParams) -> None:
         """The engine has accepted it."""
 
     def refused(self, error: RequestError) -> None:
         """It was not accepted."""
 
-    def finished(self, completion: Completion, prompt_tokens: int, output_tokens: int) -> None:
+    def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """A choice ended; `completion` is its last delta."""
 
     def aborted(self, cause: str, count: int) -> None:
@@ -56,8 +56,8 @@ class Observer(Protocol):
         """The last call."""
 
 
-class Answered(Protocol):
-    """What a reply needs to know of its request besides the choices: a `Flight`, or one generated elsewhere."""
+class ReplyContext(Protocol):
+    """What a reply needs to know of its request besides the choices: a `Generation`, or one generated elsewhere."""
 
     key: str
     n: int
@@ -70,7 +70,7 @@ class Answered(Protocol):
         """The prompt of a choice."""
 
 
-class Flight:
+class Generation:
     """One HTTP request: its streams, read as one.  Choice index = prompt's place * n + the stream's index."""
 
     def __init__(self, request_id: str, n: int, observers: Sequence[Observer]) -> None:
@@ -79,7 +79,7 @@ class Flight:
         self.n = n
         self.fingerprint: str | None = None
         self.streams: list[Stream] = []
-        self.adjust: Callable[[Completion], Completion] | None = None
+        self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
         self.rename: Callable[[RequestError], RequestError] = _unchanged  # the error, naming fields as the route does
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
@@ -121,7 +121,7 @@ class Flight:
         """Every choice's last delta has been taken."""
         return self._ended == self.num_choices
 
-    def take(self) -> Iterator[Completion]:
+    def take(self) -> Iterator[ChoiceOutput]:
         """The deltas available now, of all choices; after them, raises the request's error, if any."""
         news = self._news
         while news:
@@ -131,7 +131,7 @@ class Flight:
                 yield self._noted(delta)
             news.popleft()
 
-    def _noted(self, delta: Completion) -> Completion:
+    def _noted(self, delta: ChoiceOutput) -> ChoiceOutput:
         """The delta, adjusted, counted for usage and, at a choice's end, reported to the observers."""
         if self.adjust is not None:
             delta = self.adjust(delta)
