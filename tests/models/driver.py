@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokserve.layers.batch import Ends, ForwardBatch
+from tokserve.layers.batch import LogitsRows, ForwardBatch
 from tokserve.models.decoder import Decoder
 
 PAGE = 16
@@ -50,7 +50,7 @@ class Driver:
         )
         if ends is not None:
             index = torch.tensor(ends, dtype=torch.int64)
-            batch.ends = Ends(
+            batch.logits_rows = LogitsRows(
                 starts[1:][index] - 1,
                 torch.arange(len(ends) + 1).int(),
                 batch.seq_lens[index],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.layers.batch import Ends, ForwardBatch
+from tokserve.layers.batch import LogitsRows, ForwardBatch
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
@@ -70,16 +70,16 @@ class Attention:
         self.cache_scales = None if k_scale == v_scale == 1.0 else torch.tensor([k_scale, v_scale], device="cpu")
 
     def __call__(
-        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, ends: Ends | None = None
-    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `ends`
+        self, x: Tensor, batch: ForwardBatch, layer: int, table: Tensor, logits_rows: LogitsRows | None = None
+    ) -> Tensor:  # [T, hidden] -> same, or [n, hidden] of the n tokens of `logits_rows`
         keys, values = batch.kv[layer]
         q = ops.norm_rope_store(
             self.qkv(x, adapters=batch.adapters), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
             table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale,
         )  # [T, heads, dim]  # fmt: skip
-        rows: Ends | ForwardBatch = batch
-        if ends is not None:
-            q, rows = q.index_select(0, ends.tokens), ends
+        rows: LogitsRows | ForwardBatch = batch
+        if logits_rows is not None:
+            q, rows = q.index_select(0, logits_rows.tokens), logits_rows
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
             self.window, self.v_scale,

@@ -14,13 +14,14 @@ Pages = list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, 
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """The last tokens of n of a batch's rows, and what attention reads of these rows, as in `ForwardBatch`."""
+class LogitsRows:
+    """Tokens whose hidden states are needed after the last layer: the last ones of R' of a batch's rows, any number of
+    each.  `query_start`, `seq_lens` and `block_tables` are what attention reads of these rows, as in `ForwardBatch`."""
 
-    tokens: Tensor  # [n] int64: where they are in the batch
-    query_start: Tensor  # [n + 1] int32: a query each
-    seq_lens: Tensor  # [n] int32
-    block_tables: Tensor  # [n, max_blocks] int32
+    tokens: Tensor  # [n] int64: their indices in the batch, ascending
+    query_start: Tensor  # [R' + 1] int32
+    seq_lens: Tensor  # [R'] int32
+    block_tables: Tensor  # [R', max_blocks] int32
     adapters: Tensor | None = None  # [n] int32
 
 
@@ -31,8 +32,9 @@ class ForwardBatch:
     `seq_lens[r]` counts the row's tokens up to and including these.  Page `block_tables[r, i]` of every
     layer's cache holds its positions i*P .. i*P + P - 1 (P tokens in a page); entries past its length
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
-    `ends`: the tokens whose hidden states are wanted; of the others the last layer computes keys and values only.
-    None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
+    `logits_rows`: the tokens whose hidden states are needed; for the others the last layer computes keys and values
+    only.  None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
+    `embeds`: tokens whose embeddings are given, not looked up.
     """
 
     input_ids: Tensor  # [T] int64
@@ -42,5 +44,6 @@ class ForwardBatch:
     block_tables: Tensor  # [R, max_blocks] int32
     slot_mapping: Tensor  # [T] int64
     kv: Pages
-    ends: Ends | None = None
+    logits_rows: LogitsRows | None = None
     adapters: Tensor | None = None  # [T] int32
+    embeds: tuple[Tensor, Tensor] | None = None  # indices in the batch [m] int64, embeddings [m, hidden]

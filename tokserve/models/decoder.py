@@ -130,17 +130,17 @@ class Decoder:
                     found |= {f"model.layers.{number}.{prefix}.{shard}": (linear, shard) for shard in linear.shards}
         return found
 
-    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.ends`
+    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual = self.embedding(batch.input_ids)
         x = self.blocks[0].attention_norm(residual)
         for layer, block in enumerate(self.blocks):
-            ends = batch.ends if block is self.blocks[-1] else None
-            x = block.attention(x, batch, layer, self.rope_table, ends)
-            if ends is not None:
-                residual = residual.index_select(0, ends.tokens)
+            logits_rows = batch.logits_rows if block is self.blocks[-1] else None
+            x = block.attention(x, batch, layer, self.rope_table, logits_rows)
+            if logits_rows is not None:
+                residual = residual.index_select(0, logits_rows.tokens)
             x, residual = block.mlp_norm.add(x, residual)
-            x = block.mlp(x, batch.adapters if ends is None else ends.adapters)
+            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters)
             following = self.blocks[layer + 1].attention_norm if layer + 1 < len(self.blocks) else self.norm
             x, residual = following.add(x, residual)
         return x

@@ -291,7 +291,7 @@ class Runner:
         if graph is not None:
             return graph.run(plan)
         batch = self._slots.build(plan, self._kv)
-        batch.ends = None if self._sampler.scoring else self._slots.ends(plan, batch)
+        batch.logits_rows = None if self._sampler.scoring else self._slots.ends(plan, batch)
         return self._model.forward(batch)
 
     def _settle(self, *, wait: bool) -> None:

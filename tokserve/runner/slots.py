@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import Ends, ForwardBatch, Pages
+from tokserve.layers.batch import LogitsRows, ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
@@ -81,13 +81,13 @@ class Slots:
         """Where the last tokens of the rows that draw are in the batch, [n] int64."""
         return torch.from_numpy(last_tokens(plan))
 
-    def ends(self, plan: StepPlan, batch: ForwardBatch) -> Ends | None:
+    def ends(self, plan: StepPlan, batch: ForwardBatch) -> LogitsRows | None:
         """Those last tokens of the batch; None if they are all there are."""
         if np.count_nonzero(plan.samples) == len(batch.input_ids):
             return None
         rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
         query_start = torch.from_numpy(self._count[: len(rows) + 1].copy())
-        return Ends(
+        return LogitsRows(
             self.last(plan), query_start, batch.seq_lens.index_select(0, rows),
             batch.block_tables.index_select(0, rows),
             None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots[plan.samples]]),

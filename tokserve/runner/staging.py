@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device
-from tokserve.layers.batch import Ends, ForwardBatch, Pages
+from tokserve.layers.batch import LogitsRows, ForwardBatch, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Columns, Int64, Slots, last_tokens
 
@@ -142,7 +142,7 @@ class StagedSlots(Slots):
         assert self._last is not None
         return self._last
 
-    def ends(self, plan: StepPlan, batch: ForwardBatch) -> Ends | None:
+    def ends(self, plan: StepPlan, batch: ForwardBatch) -> LogitsRows | None:
         """Not made here: all tokens go through the last layer."""
         return None
 
