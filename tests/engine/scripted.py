@@ -25,6 +25,7 @@ from tokserve.client.outputs import join_logprobs
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.errors import RequestError
+from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.messages import (
     Abort,
     Add,
@@ -44,7 +45,6 @@ from tokserve.messages import (
     unpack_ids,
 )
 from tokserve.params import SamplingParams
-from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.plan import DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
 
 VOCAB = 20

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokserve.kv_spec import KVSpec
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.rope import RopeSpec, rope_table
-from tokserve.kv_spec import KVSpec
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
 TABLE = rope_table(RopeSpec(DIM, 50.0), TOKENS)

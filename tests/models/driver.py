@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokserve.layers.batch import LogitsRows, ForwardBatch
+from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.models.decoder import Decoder
 
 PAGE = 16

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.models.driver import Driver, prefill, random_ids
+from tokserve.kv_spec import KVSpec
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
-from tokserve.kv_spec import KVSpec
 
 
 def made(family: str, dtype: str = "float32", **changes: Any) -> Decoder:

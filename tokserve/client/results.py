@@ -83,7 +83,9 @@ class RequestOutput:
     finished: bool = True
 
 
-def request_output(stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]) -> RequestOutput:
+def request_output(
+    stream: Stream, prompt: str | None, params: SamplingParams, done: list[ChoiceOutput]
+) -> RequestOutput:
     """The choices so far, or whole, in vLLM's shape."""
     named = len(params.logprob_token_ids or ())
     prompt_rows = next((c.prompt_logprobs for c in done if c.prompt_logprobs is not None), None)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.layers.batch import LogitsRows, ForwardBatch
+from tokserve.kv_spec import KVSpec
+from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
-from tokserve.kv_spec import KVSpec
 
 
 class Attention:

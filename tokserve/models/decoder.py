@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokserve.kv_spec import KVSpec
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
@@ -19,7 +20,6 @@ from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.quant import UNQUANTIZED, QuantMethod
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import DecoderSpec
-from tokserve.kv_spec import KVSpec
 
 
 class Block:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from tokserve.errors import StartError
-from tokserve.models.spec import DecoderSpec, ConfigReader
+from tokserve.models.spec import ConfigReader, DecoderSpec
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "tokserve.models.llama:llama",

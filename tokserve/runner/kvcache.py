@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tokserve.config import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, CacheConfig
 from tokserve.errors import StartError
-from tokserve.layers.batch import Pages
 from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.layers.batch import Pages
 
 FLOAT8 = "float8_e4m3fn"
 MOST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max

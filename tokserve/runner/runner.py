@@ -30,13 +30,13 @@ from tokserve.config import (
     WeightsConfig,
 )
 from tokserve.errors import NotFound, RequestError, StartError
+from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models import load
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
-from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.plan import DeviceFacts, Int32, LogprobRows, Masks, NewRow, StepPlan, StepResult
 from tokserve.runner import exactness, extension, kvcache
 from tokserve.runner.flights import Flight, sampled

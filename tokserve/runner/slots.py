@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import LogitsRows, ForwardBatch, Pages
+from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device
-from tokserve.layers.batch import LogitsRows, ForwardBatch, Pages
+from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.plan import Int32, NewRow, StepPlan
 from tokserve.runner.slots import Columns, Int64, Slots, last_tokens
 

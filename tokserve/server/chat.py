@@ -129,8 +129,12 @@ class Call(NamedTuple):
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     stream = bool(call.asked.stream)
-    generation = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
-    render = Render(serving, generation, call.asked, call.params, reader_of(serving, call.plan, generation.key, call.prompt))
+    generation = await serving.start(
+        request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True
+    )
+    render = Render(
+        serving, generation, call.asked, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
+    )
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)

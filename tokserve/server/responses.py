@@ -121,7 +121,9 @@ async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses"""
     asked, call = await read(serving, request)
     stream = bool(asked.stream)
-    generation = await serving.start(request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True)
+    generation = await serving.start(
+        request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True
+    )
     render = Render(serving, generation, asked, call)
     headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
     if stream:

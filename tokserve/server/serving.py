@@ -305,7 +305,12 @@ class Serving:
         return observers
 
     async def check(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: SamplingParams, terms: Terms, fields: FieldPaths
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        terms: Terms,
+        fields: FieldPaths,
     ) -> list[list[int]]:
         """Refuse what `start` would refuse, without starting.  Returns the forbidden token sequences."""
         prepared = await off_loop(

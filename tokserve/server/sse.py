@@ -56,7 +56,10 @@ class Renderer(Protocol):
 
 
 async def answer(
-    generation: Generation, request: Request, render: Callable[[list[ChoiceOutput], Holes | None], Any], headers: dict[str, str]
+    generation: Generation,
+    request: Request,
+    render: Callable[[list[ChoiceOutput], Holes | None], Any],
+    headers: dict[str, str],
 ) -> Response:
     """What `render` makes of all choices, as the reply; a long one is made in a thread, and while it is sent.  Raises
     as `collect`."""
@@ -137,7 +140,9 @@ class EventStream(Response):
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = _Pump(self._generation, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot)))
+        pump = _Pump(
+            self._generation, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot))
+        )
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with Watch(receive):
