@@ -33,8 +33,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         "seed": draw(st.integers(0, 2)),
         "max_tokens": draw(st.sampled_from([1, 2, 5, 12, 20, 30, None, None])),
         "ignore_eos": draw(st.sampled_from([False, True, True])),
-        "hold": draw(st.booleans()),
-        "salt": draw(st.sampled_from(["", "", "s"])),
+        "stream": draw(st.booleans()),
+        "cache_salt": draw(st.sampled_from(["", "", "s"])),
         "priority": draw(st.integers(-1, 1)),
         "arrival": float(draw(st.integers(0, 3))),
     }

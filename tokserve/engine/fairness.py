@@ -1,17 +1,16 @@
-"""Who is next among several clients: the one with the fewest slots, then the one whose last turn was longest ago.
+"""Fairness between clients: who is admitted next, and who is preempted.
 
-The policy orders the requests of a client, and levels of priority stand above clients.  With one client all of this
-is the order of the policy.  Knows neither blocks nor budgets.
+The client with the fewest slots is next, then the one whose last turn was longest ago.  The policy orders the requests
+of a client, and levels of priority stand above clients.  With one client all of this is the order of the policy.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from tokserve.engine.policies import Policy
-from tokserve.engine.queue import Queue
+from tokserve.engine.queue import Policy, Queue
 from tokserve.engine.request import Request
 
 
@@ -28,7 +27,7 @@ class Shares:
         self._turns: dict[str, int] = {}
         self._turn = 0
 
-    def came(self, request: Request) -> None:
+    def added(self, request: Request) -> None:
         """A request is live."""
         self.live[request.client] += 1
         self.present[request.share] += 1
@@ -40,7 +39,7 @@ class Shares:
         if request.share not in self.present:
             self._turns.pop(request.share, None)
 
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """A request got a slot."""
         self.running[request.share] += 1
         self._turn += 1
@@ -119,3 +118,34 @@ class FairQueue:
     def _rank(self, client: str, entered: int) -> tuple[int, int]:
         running, turn = self._shares.rank(client)
         return running + entered, turn
+
+
+def choose_victim(running: Queue, shares: Shares, is_idle: Callable[[Request], bool]) -> Request:
+    """Which running request gives up its blocks to another: an idle one, else the last of the client with the most
+    slots.  Where no client has two, the last of all: so the first of all always gets on."""
+    most = max(shares.running.values())
+    last: Request | None = None
+    for request in reversed(running):
+        if is_idle(request):
+            return request
+        if last is None and (most == 1 or shares.running[request.share] == most):
+            last = request
+    assert last is not None
+    return last
+
+
+def choose_displaced(
+    waiting: Request, running: Queue, slots: Mapping[str, int], policy: Policy, is_idle: Callable[[Request], bool]
+) -> Request | None:
+    """Which running request gives up its slot and blocks to a waiting one: an idle one, else one of the client with the
+    most slots, if it has at least two more.  `slots`: by client."""
+    level = policy(waiting)[0]
+    heavy = max(slots, key=lambda share: slots[share], default="")
+    owed = slots.get(heavy, 0) > slots.get(waiting.share, 0) + 1
+    last: Request | None = None
+    for request in reversed(running):
+        if is_idle(request):
+            return request
+        if last is None and owed and request.share == heavy and policy(request)[0] >= level:
+            last = request
+    return last

@@ -1,7 +1,4 @@
-"""Clients take turns: of those that wait for a turn, the one whose last turn was longest ago is next.
-
-Knows nothing of what is waited for.
-"""
+"""Clients take turns: of those that wait for a turn, the one whose last turn was longest ago is next."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which weights serve, under which version and epoch, and how others take their place: an update as a transaction.
+"""Which weights serve, under which version and epoch, and the commands that update them, each update a transaction.
 
-What comes is staged beside the weights that serve and counts from a step boundary on, or not at all.  Knows no tensors:
-the executor stages them, and here is decided when they count.  Knows no pause and no sleep either.
+New weights are staged by the executor beside those that serve, and take effect at a step boundary, or not at all.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.engine.cache import Cache
+from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests, Wait
+from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.verb import STEP_BOUNDARY, Requests, Verb, Wait
 from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
@@ -45,10 +44,10 @@ class Update:
 
 
 class Weights:
-    """See the module.  `is_settled`: no sleep is about to drop the weights.  `verbs` is the table."""
+    """`is_settled`: no sleep is about to drop the weights.  `commands` is the table."""
 
     def __init__(
-        self, requests: Requests, scheduler: Scheduler, cache: Cache, executor: Executor, version: str,
+        self, requests: LiveRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
         is_settled: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._requests = requests
@@ -65,8 +64,8 @@ class Weights:
         self.failure: str | None = None  # of the last update
         self.origin = Origin()  # of the weights that have the version
         self.touched = False  # a worker call may have changed the weights since they came
-        self._meeting = 0  # verbs that wait for a trainer
-        self.verbs: dict[str, Callable[..., Verb]] = {
+        self._meeting = 0  # commands that wait for a trainer
+        self.commands: dict[str, Callable[..., Command]] = {
             "init_weight_transfer_engine": self.init_weight_transfer_engine,
             "shutdown_weight_transfer_engine": self.shutdown_weight_transfer_engine,
             "start_weight_update": self.start_weight_update,
@@ -88,23 +87,23 @@ class Weights:
 
     @property
     def dropped(self) -> bool:
-        """There are none: a sleep has cost them, or could not be read again, and no others have come."""
+        """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
         return not (self.are_there or self._in_place or (self.quarantine is not None and not self.lost))
 
     @property
     def _in_place(self) -> bool:
         return self.update is not None and self.update.in_place
 
-    def take_over(self, was: Status) -> Verb:
-        """Be those of an engine that has ended, and of its epoch.  What cannot be had again is not replaced by others:
-        nothing is served then."""
-        gone = ""
+    def take_over(self, was: Status) -> Command:
+        """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
+        served."""
+        reason = ""
         if not was.dropped:
-            gone = "they came in no files" if was.pushed else (yield from self._read_again(was))
-        if gone:
+            reason = "they came in no files" if was.pushed else (yield from self._read_again(was))
+        if reason:
             self.quarantine = (
                 f"the engine was replaced, and the weights of version {was.weight_version} could not be had again "
-                f"({gone}): push weights"
+                f"({reason}): push weights"
             )
             self.lost = True
             self._renew(self.version, Origin(), was.epoch + 1)
@@ -115,7 +114,7 @@ class Weights:
         self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
 
     def _read_again(self, was: Status) -> Generator[Wait, None, str]:
-        """Load the weights of a directory, if they came from one; why that cannot be, or ""."""
+        """Load the weights of a directory, if they came from one; returns why that failed, or ""."""
         if was.source is None:
             return ""
         try:
@@ -131,7 +130,7 @@ class Weights:
             return error.message
         return ""
 
-    def init_weight_transfer_engine(self, options: dict[str, Any]) -> Verb:
+    def init_weight_transfer_engine(self, options: dict[str, Any]) -> Command:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
@@ -143,19 +142,19 @@ class Weights:
             self._meeting -= 1
 
     def _give_up_meeting(self) -> None:
-        """A trainer that is still waited for will not come any more."""
+        """Stop waiting for a trainer."""
         if self._meeting:
             self._executor.interrupt()
 
-    def shutdown_weight_transfer_engine(self) -> Verb:
-        """Let go of the backend; an open update is rolled back."""
+    def shutdown_weight_transfer_engine(self) -> Command:
+        """Close the backend; an open update is rolled back."""
         if self.update is not None:
             yield from self.abort_weight_update()
         self._give_up_meeting()
         return (yield from self._background("shutdown_weight_transfer"))
 
-    def start_weight_update(self, is_checkpoint_format: bool = True) -> Verb:
-        """Open a transaction: what comes is staged beside the weights that serve."""
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> Command:
+        """Open a transaction: new weights are staged beside those that serve."""
         if not is_checkpoint_format:
             raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
         yield from self._open()
@@ -175,20 +174,20 @@ class Weights:
             self.are_there = False
         return update
 
-    def update_weights(self, update: dict[str, Any]) -> Verb:
+    def update_weights(self, update: dict[str, Any]) -> Command:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
         opened = self._filling()
         opened.source = update.get("weight_dir", update.get("path"))
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
-    def begin_weight_stream(self, stream: str) -> Verb:
+    def begin_weight_stream(self, stream: str) -> Command:
         """What comes under this name belongs to the update that is open now, and to no later one."""
         self._filling().streams.add(stream)
         yield from ()
         return {}
 
-    def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
+    def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Command:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
         opened = self._filling()
         if stream not in opened.streams:
@@ -197,7 +196,7 @@ class Weights:
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
+    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Command:
         """A whole update from a checkpoint directory."""
         self._check_version(weight_version)
         update = yield from self._open(closed=True)
@@ -205,12 +204,12 @@ class Weights:
         update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
         return (yield from self._commit(update, weight_version))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> Verb:
+    def finish_weight_update(self, weight_version: str | None = None) -> Command:
         """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
         self._check_version(weight_version)
         return (yield from self._commit(self._filling(weight_version), weight_version))
 
-    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
+    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Command:
         update.closed = True
         yield from self._staged(update, "finish_update")
         if weight_version is not None and epoch is None:
@@ -240,10 +239,10 @@ class Weights:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
         self.version = str(self.epoch) if weight_version is None else weight_version
-        self._cache.renew(self.epoch)
-        self._scheduler.use_weights(self.version, self.epoch)
+        self._cache.set_epoch(self.epoch)
+        self._scheduler.weights.use(self.version, self.epoch)
 
-    def abort_weight_update(self) -> Verb:
+    def abort_weight_update(self) -> Command:
         """Roll back: what was staged is dropped, even what is still coming."""
         update = self._opened()
         self._fail(update, "the weight update was aborted")
@@ -251,7 +250,7 @@ class Weights:
         yield from self._background("abort_update")
         return {"message": "Weight update aborted"}
 
-    def update_weight_version(self, new_version: str) -> Verb:
+    def update_weight_version(self, new_version: str) -> Command:
         """Name the weights that serve.  A new epoch too: a worker call may have changed them.  After `take_over` it
         says that those that are there are the right ones."""
         self._check_version(new_version, "new_version")
@@ -263,13 +262,13 @@ class Weights:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
-    def weight_checksums(self) -> Verb:
+    def weight_checksums(self) -> Command:
         """Digests of the weights in memory, by place."""
         if not self.are_there:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
 
-    def checkpoint_checksums(self) -> Verb:
+    def checkpoint_checksums(self) -> Command:
         """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
         if not self.are_there:
             raise Conflict("there are no weights to look at now")
@@ -320,7 +319,7 @@ class Weights:
             raise Conflict(self.failure or "the weight update was aborted")
 
     def _staged(self, update: Update, method: str, **args: Any) -> Generator[Wait, None, Any]:
-        """A call that stages; if it fails, the whole update is rolled back and the error goes to the caller."""
+        """A background call for an update; if it fails, the update is rolled back and the error is raised."""
         future = self._executor.background(method, args)
         yield future
         self._check_open(update)
@@ -340,7 +339,7 @@ class Weights:
             self._requests.end_all("abort_quarantine")
 
     def _background(self, method: str, **args: Any) -> Generator[Wait, None, Any]:
-        """Call the executor beside the steps; raises what it raises."""
+        """Call the executor's background thread; raises what it raises."""
         future = self._executor.background(method, args)
         yield future
         return future.result()

@@ -7,30 +7,30 @@ from array import array
 import pytest
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.blocks import CacheBroken
-from tokserve.engine.cache import Cache, Table
+from tokserve.engine.block_pool import CacheBroken
+from tokserve.engine.prefix_cache import BlockTable, PrefixCache
 
 
-def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> Cache:
-    return Cache(num_blocks, 4, enabled=enabled, model=model, epoch=epoch)
+def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> PrefixCache:
+    return PrefixCache(num_blocks, 4, enabled=enabled, model=model, epoch=epoch)
 
 
 def tokens(count: int, start: int = 0) -> array[int]:
     return array("i", range(start, start + count))
 
 
-def run(cache: Cache, ids: array[int], salt: str = "", adapter: Adapter | None = None) -> Table:
+def run(cache: PrefixCache, ids: array[int], salt: str = "", adapter: Adapter | None = None) -> BlockTable:
     """A request that computes all its tokens, taking what it can from the cache; it stays."""
-    table = Table(salt, adapter)
-    hits = cache.find(table, ids, len(ids) // 4)
+    table = BlockTable(salt, adapter)
+    hits = cache.lookup(table, ids, len(ids) // 4)
     assert hits is not None
-    assert cache.admit(table, ids, hits, spare=0)
-    cache.settle(table, ids, len(ids))
+    assert cache.allocate(table, ids, hits, reserve=0)
+    cache.cache_full_blocks(table, ids, len(ids))
     return table
 
 
-def hits(cache: Cache, ids: array[int], salt: str = "") -> int | None:
-    return cache.find(Table(salt), ids, len(ids) // 4)
+def hits(cache: PrefixCache, ids: array[int], salt: str = "") -> int | None:
+    return cache.lookup(BlockTable(salt), ids, len(ids) // 4)
 
 
 def test_full_blocks_of_a_computed_prefix_are_found() -> None:
@@ -58,7 +58,7 @@ def test_shared_blocks_are_the_same_blocks() -> None:
     one, two = run(cache, tokens(10)), run(cache, tokens(12))
     assert one.blocks[:2] == two.blocks[:2]
     assert one.blocks[2] != two.blocks[2]
-    assert cache.pool.num_held == 4
+    assert cache.pool.num_in_use == 4
     cache.check()
 
 
@@ -66,7 +66,7 @@ def test_shared_blocks_are_the_same_blocks() -> None:
 def test_no_more_than_usable_blocks_are_found(usable: int) -> None:
     cache = make()
     run(cache, tokens(12))
-    assert cache.find(Table(""), tokens(12), usable) == usable
+    assert cache.lookup(BlockTable(""), tokens(12), usable) == usable
 
 
 def test_salts_do_not_share() -> None:
@@ -78,10 +78,10 @@ def test_salts_do_not_share() -> None:
 
 
 def test_the_root_of_the_chain_names_model_version_salt_and_process() -> None:
-    def digest(cache: Cache, salt: str = "", adapter: Adapter | None = None) -> bytes:
-        table = Table(salt, adapter)
-        cache.find(table, tokens(4), 1)
-        return table.digests[0]
+    def digest(cache: PrefixCache, salt: str = "", adapter: Adapter | None = None) -> bytes:
+        table = BlockTable(salt, adapter)
+        cache.lookup(table, tokens(4), 1)
+        return table.hashes[0]
 
     caches = [make(), make(model="other"), make(epoch=2)]
     for cache in caches:
@@ -97,29 +97,29 @@ def test_a_replaced_adapter_finds_nothing_of_the_old_and_others_keep_theirs() ->
     mine, other = Adapter("mine", "", 0, 1), Adapter("other", "", 1, 2)
     for adapter in (mine, other, None):
         run(cache, tokens(8), adapter=adapter)
-    running, waiting = Table("", mine), Table("", mine)
-    assert cache.admit(running, tokens(12), 0, spare=0)
-    assert cache.find(waiting, tokens(12), 2) == 2
-    assert cache.find(waiting, tokens(12), 3) is None  # the third block is promised
+    running, waiting = BlockTable("", mine), BlockTable("", mine)
+    assert cache.allocate(running, tokens(12), 0, reserve=0)
+    assert cache.lookup(waiting, tokens(12), 2) == 2
+    assert cache.lookup(waiting, tokens(12), 3) is None  # the third block is promised
     mine.generation = 3
-    cache.replaced(mine)
-    assert not cache.must_wait(waiting) and cache.find(waiting, tokens(12), 3) == 0
-    cache.settle(running, tokens(12), 12)  # made by the old weights, in part: nobody may find it
-    assert cache.find(Table("", mine), tokens(12), 3) == 0
-    assert cache.find(Table("", other), tokens(8), 2) == cache.find(Table(""), tokens(8), 2) == 2
+    cache.on_adapter_replaced(mine)
+    assert not cache.must_wait(waiting) and cache.lookup(waiting, tokens(12), 3) == 0
+    cache.cache_full_blocks(running, tokens(12), 12)  # made by the old weights, in part: nobody may find it
+    assert cache.lookup(BlockTable("", mine), tokens(12), 3) == 0
+    assert cache.lookup(BlockTable("", other), tokens(8), 2) == cache.lookup(BlockTable(""), tokens(8), 2) == 2
     cache.free(running)
     run(cache, tokens(8), adapter=mine)
-    assert cache.find(Table("", mine), tokens(8), 2) == 2
+    assert cache.lookup(BlockTable("", mine), tokens(8), 2) == 2
     cache.check()
 
 
 def test_names_cannot_be_shifted_into_each_other() -> None:
     one, two = make(model="ab", epoch=1), make(model="ab1", epoch=1)
     one._key = two._key
-    assert one._root("") != two._root("")
+    assert one._root(BlockTable("")) != two._root(BlockTable(""))
 
 
-def test_disabled_finds_nothing_and_promises_nothing() -> None:
+def test_disabled_finds_nothing_and_pending_nothing() -> None:
     cache = make(enabled=False)
     table = run(cache, tokens(8))
     assert hits(cache, tokens(8)) == 0
@@ -129,46 +129,46 @@ def test_disabled_finds_nothing_and_promises_nothing() -> None:
 
 def test_admission_allocates_all_blocks_or_none() -> None:
     cache = make(num_blocks=4)
-    table = Table("")
-    assert not cache.admit(table, tokens(17), 0, spare=0)
-    assert not cache.admit(table, tokens(16), 0, spare=1)
+    table = BlockTable("")
+    assert not cache.allocate(table, tokens(17), 0, reserve=0)
+    assert not cache.allocate(table, tokens(16), 0, reserve=1)
     assert table.blocks == []
     cache.check_idle()
-    assert cache.admit(table, tokens(16), 0, spare=0)
+    assert cache.allocate(table, tokens(16), 0, reserve=0)
     assert len(table.blocks) == 4
 
 
 def test_admission_counts_found_blocks_that_nobody_holds_as_taken() -> None:
     cache = make(num_blocks=4)
     cache.free(run(cache, tokens(8)))
-    other = Table("")
-    assert cache.admit(other, tokens(4, start=50), 0, spare=0)
-    late = Table("")
-    found = cache.find(late, tokens(16), 4)
-    assert found == 2
-    assert not cache.admit(late, tokens(16), 2, spare=0)
-    assert cache.admit(late, tokens(12), 2, spare=0)
+    other = BlockTable("")
+    assert cache.allocate(other, tokens(4, start=50), 0, reserve=0)
+    late = BlockTable("")
+    hits = cache.lookup(late, tokens(16), 4)
+    assert hits == 2
+    assert not cache.allocate(late, tokens(16), 2, reserve=0)
+    assert cache.allocate(late, tokens(12), 2, reserve=0)
     cache.check()
 
 
 def test_growth_is_refused_when_nothing_is_left() -> None:
     cache = make(num_blocks=2)
     table = run(cache, tokens(4))
-    assert cache.grow(table, 4)
+    assert cache.extend(table, 4)
     assert len(table.blocks) == 1
-    assert cache.grow(table, 5)
+    assert cache.extend(table, 5)
     assert len(table.blocks) == 2
-    assert not cache.grow(table, 9)
+    assert not cache.extend(table, 9)
     assert len(table.blocks) == 2
 
 
 def test_blocks_are_found_only_when_they_have_been_computed() -> None:
     cache = make()
-    table = Table("")
-    cache.admit(table, tokens(12), 0, spare=0)
-    cache.settle(table, tokens(12), 7)
-    assert cache.pool.find(table.digests[0]) is not None
-    assert cache.pool.find(table.digests[1]) is None
+    table = BlockTable("")
+    cache.allocate(table, tokens(12), 0, reserve=0)
+    cache.cache_full_blocks(table, tokens(12), 7)
+    assert cache.pool.lookup(table.hashes[0]) is not None
+    assert cache.pool.lookup(table.hashes[1]) is None
 
 
 def test_output_is_found_too() -> None:
@@ -176,73 +176,73 @@ def test_output_is_found_too() -> None:
     ids = tokens(5)
     table = run(cache, ids)
     ids.extend([70, 71, 72])
-    cache.grow(table, 8)
-    cache.settle(table, ids, 8)
+    cache.extend(table, 8)
+    cache.cache_full_blocks(table, ids, 8)
     assert hits(cache, array("i", [0, 1, 2, 3, 4, 70, 71, 72, 1])) == 2
 
 
 def test_who_shares_the_next_block_with_one_that_is_computing_waits_for_it() -> None:
     cache = make()
-    first = Table("")
-    cache.admit(first, tokens(12), 0, spare=0)
-    second = Table("")
-    assert cache.find(second, tokens(10), 2) is None
+    first = BlockTable("")
+    cache.allocate(first, tokens(12), 0, reserve=0)
+    second = BlockTable("")
+    assert cache.lookup(second, tokens(10), 2) is None
     assert cache.must_wait(second)
-    cache.settle(first, tokens(12), 4)
+    cache.cache_full_blocks(first, tokens(12), 4)
     assert not cache.must_wait(second)
-    assert cache.find(second, tokens(10), 2) is None  # now for the second block
-    cache.settle(first, tokens(12), 8)
-    assert cache.find(second, tokens(10), 2) == 2
+    assert cache.lookup(second, tokens(10), 2) is None  # now for the second block
+    cache.cache_full_blocks(first, tokens(12), 8)
+    assert cache.lookup(second, tokens(10), 2) == 2
 
 
 def test_nobody_waits_for_a_block_it_cannot_use() -> None:
     cache = make()
-    cache.admit(Table(""), tokens(12), 0, spare=0)
-    assert cache.find(Table(""), tokens(12), 0) == 0
+    cache.allocate(BlockTable(""), tokens(12), 0, reserve=0)
+    assert cache.lookup(BlockTable(""), tokens(12), 0) == 0
     assert hits(cache, tokens(12, start=7)) == 0
     assert hits(cache, tokens(12), "salt") == 0
 
 
 def test_a_promise_ends_with_its_request() -> None:
     cache = make()
-    first, second = Table(""), Table("")
-    cache.admit(first, tokens(12), 0, spare=0)
-    assert cache.find(second, tokens(12), 3) is None
+    first, second = BlockTable(""), BlockTable("")
+    cache.allocate(first, tokens(12), 0, reserve=0)
+    assert cache.lookup(second, tokens(12), 3) is None
     cache.free(first)
     assert not cache.must_wait(second)
-    assert cache.find(second, tokens(12), 3) == 0
+    assert cache.lookup(second, tokens(12), 3) == 0
     cache.check_idle()
 
 
 def test_a_promise_is_not_withdrawn_by_another_that_computes_the_same() -> None:
     cache = make()
-    first, same, waiting = Table(""), Table(""), Table("")
-    cache.admit(first, tokens(12), 0, spare=0)
-    cache.admit(same, tokens(12), 0, spare=0)  # one that may reuse nothing
+    first, same, waiting = BlockTable(""), BlockTable(""), BlockTable("")
+    cache.allocate(first, tokens(12), 0, reserve=0)
+    cache.allocate(same, tokens(12), 0, reserve=0)  # one that may reuse nothing
     cache.free(same)
-    assert cache.find(waiting, tokens(12), 3) is None
+    assert cache.lookup(waiting, tokens(12), 3) is None
 
 
 def test_reset_changes_all_names() -> None:
     cache = make()
-    table = Table("")
-    cache.find(table, tokens(8), 2)
-    before = list(table.digests)
+    table = BlockTable("")
+    cache.lookup(table, tokens(8), 2)
+    before = list(table.hashes)
     cache.reset()
-    cache.find(table, tokens(8), 2)
-    assert len(table.digests) == 2 and not set(before) & set(table.digests)
+    cache.lookup(table, tokens(8), 2)
+    assert len(table.hashes) == 2 and not set(before) & set(table.hashes)
 
 
 def test_reset_forgets_even_what_is_being_computed() -> None:
     cache = make()
-    table, waiting = Table(""), Table("")
-    cache.admit(table, tokens(12), 0, spare=0)
-    cache.settle(table, tokens(12), 4)
-    assert cache.find(waiting, tokens(12), 3) is None
+    table, waiting = BlockTable(""), BlockTable("")
+    cache.allocate(table, tokens(12), 0, reserve=0)
+    cache.cache_full_blocks(table, tokens(12), 4)
+    assert cache.lookup(waiting, tokens(12), 3) is None
     cache.reset()
     assert not cache.must_wait(waiting)
-    assert cache.find(waiting, tokens(12), 3) == 0
-    cache.settle(table, tokens(12), 12)
+    assert cache.lookup(waiting, tokens(12), 3) == 0
+    cache.cache_full_blocks(table, tokens(12), 12)
     assert hits(cache, tokens(12)) == 0
     cache.free(table)
     cache.check()
@@ -257,10 +257,10 @@ def test_checks_find_a_table_that_was_not_freed() -> None:
     cache.check()
     with pytest.raises(CacheBroken):
         cache.check_idle()
-    cache._promises[b"x"] = Table("")
+    cache._pending[b"x"] = BlockTable("")
     with pytest.raises(CacheBroken, match="does not run"):
         cache.check()
-    cache._promises.clear()
+    cache._pending.clear()
     table.blocks.pop()
     with pytest.raises(CacheBroken):
         cache.check()
