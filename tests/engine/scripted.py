@@ -10,6 +10,7 @@ they are what would have been sampled.
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from tests.outputs import Output, unpack
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
 from tokserve.engine.drafter import Drafter
+from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.messages import (
@@ -525,8 +527,10 @@ class ScriptedExecutor:
         for i, number in enumerate(plan.slots.tolist()):
             slot, task = self.slots[number], self.slots[number].row.task
             count, start = int(plan.num_tokens[i]), self.slots[number].computed - int(plan.num_tokens[i])
+            failed = False
             if isinstance(task, PoolingParams):
-                if slot.computed == slot.row.prompt_len:
+                failed = (slot.row.seed, slot.computed) in self.spoil
+                if slot.computed == slot.row.prompt_len and not failed:
                     pooled[i] = vector(slot.prefixes[slot.computed])
             elif task.prompt_logprobs is not None:
                 width = VOCAB if task.prompt_logprobs < 0 else task.prompt_logprobs
@@ -550,7 +554,7 @@ class ScriptedExecutor:
                 status.append(state)
             else:
                 counts.append(0)
-                status.append(OK)
+                status.append(NOT_FINITE if failed else OK)
         widest = max((len(row[2]) for row in rows), default=0)
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
@@ -595,6 +599,32 @@ class ScriptedExecutor:
     def _reject(self, slot: Slot, step: int, count: int) -> None:
         slot.computed -= count
         slot.rejected[step] = count
+
+
+# --- drafts ---
+
+
+class RandomDrafter:
+    """Proposes what the request gives alone, something else, or the one and then the other."""
+
+    def __init__(self, engine: Engine, seed: int, right: float = 0.5, longest: int = 5) -> None:
+        self._engine = engine
+        self._rng = random.Random(seed)
+        self._right = right
+        self._longest = longest
+        self._solo: dict[str, list[int]] = {}
+        self.proposed = 0
+
+    def propose(self, request: Request, limit: int) -> list[int]:
+        if request.request_id not in self._solo:
+            self._solo[request.request_id] = self._engine.solo(request.request_id).tokens
+        rest = self._solo[request.request_id][request.num_output :]
+        count = min(self._rng.randint(0, self._longest), limit)
+        right = count if self._rng.random() < self._right else self._rng.randint(0, count)
+        drafts = rest[:right]
+        drafts += [self._rng.randrange(VOCAB) for _ in range(count - len(drafts))]
+        self.proposed += len(drafts)
+        return drafts
 
 
 # --- the harness ---
