@@ -16,6 +16,7 @@ from tokserve.engine.grammar import Grammar
 from tokserve.errors import QueueFull, RequestError
 from tokserve.messages import StepOutput, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
+from tokserve.plan import WITHHELD
 
 LONG = 60.0  # seconds
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -40,12 +41,16 @@ class Grammars:
 
 
 ENGINES: list[Engine] = []
+EVENTS: list[threading.Event] = []  # that masks wait for
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     """No engine's threads outlive its test."""
     yield
+    for event in EVENTS:
+        event.set()
+    EVENTS.clear()
     while ENGINES:
         ENGINES.pop().core.close()
 
@@ -148,8 +153,9 @@ def test_a_preempted_request_keeps_its_place(depth: int) -> None:
     {"ignore_eos": True}, {"min_tokens": 8}, {"bad_token_ids": list(EOS)}, {"bad_token_sequences": [[t] for t in EOS]},
     {"allowed_token_ids": [3, 5, 6, 13, 16]},
 ])  # fmt: skip
-def test_a_complete_text_that_no_eos_may_follow_ends_the_output(barrier: dict[str, Any]) -> None:
-    engine, grammars = made()
+@DEPTHS
+def test_a_complete_text_that_no_eos_may_follow_ends_the_output(depth: int, barrier: dict[str, Any]) -> None:
+    engine, grammars = made(depth=depth)
     for seed in range(6):
         send(engine, f"g{seed}", seed=seed, call_id=20 + seed, **barrier)
     grammars.finish()
@@ -221,6 +227,7 @@ class Stuck(Machine):
     def __init__(self, tokens: tuple[int, ...] = (), reached: Any = None, free: Any = None) -> None:
         super().__init__(tokens)
         self.reached, self.free = reached or threading.Event(), free or threading.Event()
+        EVENTS.append(self.free)
 
     def deep_copy(self) -> Machine:
         return Stuck(self.tokens, self.reached, self.free)
@@ -284,8 +291,9 @@ def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> N
     machine.free.set()
 
 
-def test_an_abort_does_not_wait_for_a_mask() -> None:
-    engine, machine, there = stuck()
+@DEPTHS
+def test_an_abort_does_not_wait_for_a_mask(depth: int) -> None:
+    engine, machine, there = stuck(depth=depth)
     engine.abort("g")
     engine.run()
     assert detail(engine, "g") == "abort_user"
@@ -343,6 +351,108 @@ def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_
     grammars.finish()
     engine.run()
     assert len(engine.tokens("h")) >= 3
+    engine.check_empty()
+
+
+# --- depth 2: masks while the forward pass runs ---
+
+
+def statuses(engine: Engine) -> list[int]:
+    return [status for result in engine.executor.results for status in result.status.tolist()]
+
+
+def test_one_grammar_does_not_turn_depth_two_into_depth_one() -> None:
+    engine, grammars = made(depth=2)
+    for i in range(3):
+        engine.add(f"a{i}", [6, 7, i], max_tokens=12, ignore_eos=True)
+    engine.step()
+    send(engine, "g", seed=5)
+    grammars.finish()
+    engine.run()
+    plans = [set(plan.slots.tolist()) for plan in engine.executor.plans]
+    (slot,) = {row.slot for plan in engine.executor.plans for row in plan.new if row.request_id == "g"}
+    with_grammar = [step for step, slots in enumerate(plans) if slot in slots]
+    assert len(with_grammar) >= 4 and {engine.executor.depths[step] for step in with_grammar} == {2}
+    assert set(engine.executor.depths[1:]) == {2}, "some step began only when none was in flight"
+    assert max(len(engine.received[f"a{i}"].outputs) for i in range(3)) == 12 == len(plans)
+    for i in range(3):
+        engine.check_complete(f"a{i}")
+    engine.check_empty()
+
+
+def test_a_grammar_that_runs_alone_is_sampled_at_once() -> None:
+    engine, grammars = made(depth=2)
+    send(engine, "g", seed=5)
+    grammars.finish()
+    engine.step()
+    assert engine.executor.unsampled is None and len(engine.executor.results) == 1
+    engine.run()
+    assert engine.received["g"].finish is not None
+    engine.check_empty()
+
+
+def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> None:
+    engine, machine, there = stuck(depth=2)  # its row is planned when its second token comes, and the mask is not there
+    engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
+    engine.steps(5)
+    assert len(engine.tokens("a")) >= 3
+    withheld = statuses(engine).count(WITHHELD)  # the mask after its first token may be late as well
+    assert withheld in (1, 2) and len(engine.tokens("g")) == 2
+    computed = engine.executor.computed["g"]
+    there.clear()
+    engine.core._mask_worker.patience = LONG
+    machine.free.set()
+    while engine.received["g"].finish is None:
+        if not engine.step():
+            assert there.wait(LONG)
+            there.clear()
+    engine.run()
+    assert statuses(engine).count(WITHHELD) <= withheld + 1  # its end may find a row in flight
+    starts = [
+        int(plan.num_computed[i]) for plan in engine.executor.plans for i, slot in enumerate(plan.slots.tolist())
+        if slot == 0
+    ]  # fmt: skip
+    assert starts.count(4) == 2, "position 4 holds its second token"
+    assert engine.executor.computed["g"] > computed
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+def test_a_slow_mask_holds_up_no_step_of_others_at_depth_two() -> None:
+    """While it is computed, every turn brings each of the others a token."""
+    engine, machine, _ = stuck(depth=2)
+    for i in range(3):
+        engine.add(f"a{i}", [6, 7, i], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    for _ in range(10):
+        before = [len(engine.tokens(f"a{i}")) for i in range(3)]
+        engine.step()
+        assert [len(engine.tokens(f"a{i}")) for i in range(3)] == [count + 1 for count in before]
+        assert len(engine.executor.in_flight) == 1 and engine.executor.depths[-1] == 2
+    assert not machine.free.is_set() and len(engine.tokens("g")) == 2
+    machine.free.set()
+    engine.abort("g")
+    engine.run()
+    for i in range(3):
+        engine.check_complete(f"a{i}")
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("end", ["grammar", "abort"])
+def test_a_row_in_flight_of_a_request_that_has_ended_is_withheld(end: str) -> None:
+    engine, grammars = made(depth=2)
+    engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
+    engine.step()
+    send(engine, "g", seed=5, ignore_eos=True)  # no EOS may follow its text of three tokens
+    grammars.finish()
+    while "g" not in engine.received or len(engine.tokens("g")) < 2:
+        engine.step()
+    if end == "abort":
+        engine.abort("g")
+    engine.run()
+    assert detail(engine, "g") == {"grammar": "grammar", "abort": "abort_user"}[end]
+    assert statuses(engine).count(WITHHELD) == (end == "grammar")
+    engine.check_complete("a")
     engine.check_empty()
 
 

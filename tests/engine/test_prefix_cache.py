@@ -9,6 +9,7 @@ import pytest
 from tokserve.engine.adapter import Adapter
 from tokserve.engine.block_pool import CacheBroken
 from tokserve.engine.prefix_cache import BlockTable, PrefixCache
+from tokserve.prompt import Feature
 
 
 def make(num_blocks: int = 16, *, enabled: bool = True, model: str = "m", epoch: int = 1) -> PrefixCache:
@@ -264,3 +265,54 @@ def test_checks_find_a_table_that_was_not_freed() -> None:
     table.blocks.pop()
     with pytest.raises(CacheBroken):
         cache.check()
+
+
+# --- features ---
+
+
+def image(content: bytes, start: int = 2, length: int = 5, kind: str = "image") -> Feature:
+    return Feature(kind, content, start, length, b"")
+
+
+def hashes(cache: PrefixCache, *features: Feature, count: int = 12) -> list[bytes]:
+    table = BlockTable("", features=features)
+    cache.lookup(table, tokens(count), count // 4)
+    return table.hashes
+
+
+def test_blocks_of_equal_ids_are_shared_only_if_their_features_are_equal() -> None:
+    cache = make()
+    table = BlockTable("", features=(image(b"one", start=5),))
+    assert cache.allocate(table, tokens(12), 0, reserve=0)
+    cache.cache_full_blocks(table, tokens(12), 12)
+
+    def found(*features: Feature) -> int | None:
+        return cache.lookup(BlockTable("", features=features), tokens(12), 3)
+
+    assert found(image(b"one", start=5)) == 3
+    assert found(image(b"two", start=5)) == found() == found(image(b"one", start=5, kind="audio")) == 1
+    assert found(image(b"one", start=4)) == found(image(b"one", start=6)) == 1
+    assert found(image(b"one", start=3)) == 0, "it begins in the first block"
+
+
+def test_a_feature_changes_the_blocks_it_overlaps_and_those_after() -> None:
+    cache = make()
+    plain = hashes(cache)
+    for start, length, first in ((0, 1, 0), (3, 1, 0), (3, 2, 0), (4, 4, 1), (7, 5, 1), (8, 4, 2), (12, 3, 3)):
+        changed = hashes(cache, image(b"x", start, length))
+        assert changed[:first] == plain[:first]
+        assert not set(changed[first:]) & set(plain), (start, length)
+
+
+def test_the_same_part_of_a_feature_is_the_same_and_another_part_is_not() -> None:
+    cache = make()
+    two = [hashes(cache, image(b"x", 0, 12), image(b"y", 12, 4), count=16) for _ in range(2)]
+    assert two[0] == two[1]
+    shifted = hashes(cache, image(b"x", 1, 12), image(b"y", 13, 3), count=16)
+    assert not set(shifted) & set(two[0])
+    assert (
+        len(
+            {*hashes(cache, image(b"x", 4, 4), image(b"y", 8, 4)), *hashes(cache, image(b"y", 4, 4), image(b"x", 8, 4))}
+        )
+        == 5
+    )

@@ -307,3 +307,35 @@ def test_new_row_has_all_tokens() -> None:
     assert (row.slot, row.request_id, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
     request.append([22], None, 0, "v", 1.0)
     assert len(row.tokens) == 4
+
+
+def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
+    request = make(max_tokens=9, stop_token_ids=[30], logprobs=0)
+    rows = PackedRows(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
+    assert request.append([20, 21], rows, 1, "v", 101.0) == 2 and request.finish is None
+    assert request.append([22, 30, 23], rows, 3, "v", 102.0) == 2
+    output = emitted(request)
+    assert output.token_ids == [20, 21, 22, 30] and output.finish is not None and output.finish.stop == 30
+    assert output.logprobs is not None and np.frombuffer(output.logprobs.ranks, "<i4").tolist() == [1, 2, 3, 4]
+
+
+def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
+    request = make(max_tokens=2, ignore_eos=True)
+    assert request.append([20, 21, 22], None, 0, "v", 101.0) == 2
+    assert request.finish is not None and request.finish.detail == "max_tokens" and request.num_output == 2
+
+
+def test_a_pooling_request_may_fill_the_context() -> None:
+    request = make([10] * 32, task=PoolingParams())
+    assert request.pooling and request.limit == request.prompt_len == 32 and request.stop_ids == ()
+    with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
+        make([10] * 33, task=PoolingParams())
+    request.set_pooled(np.array([0.5, -1.0], np.float32), 101.0)
+    output = emitted(request)
+    assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
+    assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")
+
+
+@pytest.mark.parametrize(("pooling", "reusable"), [("last", 7), ("mean", 0)])
+def test_what_pooling_may_take_from_the_cache(pooling: Any, reusable: int) -> None:
+    assert make([10] * 8, task=PoolingParams(pooling)).reusable == reusable
