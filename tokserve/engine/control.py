@@ -74,7 +74,7 @@ class Control:
             return "sleeping"
         if weights.update is not None:
             return "updating"
-        if not weights.are_there:
+        if not weights.loaded:
             return "sleeping"
         if self._paused:
             return "paused"
@@ -186,7 +186,7 @@ class Control:
         self._cache.reset()
         self._executor.call("release", {"tags": tags})
         if "weights" in tags:
-            self._weights.are_there = False
+            self._weights.loaded = False
 
     def wake_up(self, tags: Iterable[str] | None = None) -> Command:
         """Undo `sleep`, or parts of it.  When both memories are back, scheduling goes on too."""
@@ -212,12 +212,12 @@ class Control:
     ) -> Command:
         """Call a method of the worker extension between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.touched = True
+        self._weights.modified_by_rpc = True
         call = {"method": method, "args": args or [], "kwargs": kwargs or {}}
         return [self._executor.call("collective_rpc", call)]
 
     def apply_model(self, function: str) -> Command:
         """Call the function `module:name` with the model between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.touched = True
+        self._weights.modified_by_rpc = True
         return [self._executor.call("apply_model", {"function": function})]

@@ -88,7 +88,7 @@ class EngineCore:
         )  # fmt: skip
         self._status = self._state_now()
         self._commands = Commands(
-            self.control.commands | self.adapters.commands | self._table(), with_caller=("hello", "stats"), emit=emit,
+            self.control.commands | self.adapters.commands | self._table(), with_caller=("stats",), emit=emit,
             at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
         )  # fmt: skip
         if context < (config.model.max_model_len or 0):
@@ -154,9 +154,8 @@ class EngineCore:
         for request in requests:
             if request.finish is not None:
                 self._registry.remove(request)
-        grammar_rows = step.grammar_rows()
-        if grammar_rows:
-            self._mask_worker.submit(row.request for row in grammar_rows if row.request.finish is None)
+        if step.grammar_rows:
+            self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
             requests += [request for request in self._end_by_masks() if request not in requests]
         if self.scheduler.in_flight:
             self._sample()
@@ -317,7 +316,7 @@ class EngineCore:
             "take_over": self._take_over,
         }
 
-    def _hello(self, caller: bytes) -> Ready:
+    def _hello(self) -> Ready:
         """What the engine serves."""
         layout = self._facts.layout
         return Ready(

@@ -28,7 +28,7 @@ class Shares:
         self._turn = 0
 
     def added(self, request: Request) -> None:
-        """A request is live."""
+        """Count a new request."""
         self.live[request.client] += 1
         self.present[request.share] += 1
 
@@ -93,31 +93,31 @@ class FairQueue:
                 del self._levels[level]
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they would be served if all of them entered at once."""
+        """In the order in which they would be served if all of them were admitted at once."""
         return self.order(assume=True)
 
     def order(self, assume: bool = False) -> Iterator[Request]:
-        """The next request; then, if it was removed, the next after it has entered, and else the one that follows it.
-        `assume`: each enters, and none is removed."""
+        """The next request; then, if it was removed, the next after its admission, else the one that follows it.
+        `assume`: as if all were admitted, though none is removed."""
         for level in sorted(self._levels):
-            places = {client: 0 for client in self._levels[level]}
+            indexes = {client: 0 for client in self._levels[level]}
             queues = dict(self._levels[level])
             heap = [(self._rank(client, 0), self._policy(queue[0]), client) for client, queue in queues.items()]
             heapq.heapify(heap)
             while heap:
                 *_, client = heapq.heappop(heap)
-                queue, place = queues[client], places[client]
-                request = queue[place]
+                queue, index = queues[client], indexes[client]
+                request = queue[index]
                 yield request
-                if place < len(queue) and queue[place] is request:
-                    places[client] = place = place + 1
-                if place < len(queue):
-                    entered = place if assume else 0
-                    heapq.heappush(heap, (self._rank(client, entered), self._policy(queue[place]), client))
+                if index < len(queue) and queue[index] is request:
+                    indexes[client] = index = index + 1
+                if index < len(queue):
+                    admitted = index if assume else 0
+                    heapq.heappush(heap, (self._rank(client, admitted), self._policy(queue[index]), client))
 
-    def _rank(self, client: str, entered: int) -> tuple[int, int]:
+    def _rank(self, client: str, admitted: int) -> tuple[int, int]:
         running, turn = self._shares.rank(client)
-        return running + entered, turn
+        return running + admitted, turn
 
 
 def choose_victim(running: Queue, shares: Shares, is_idle: Callable[[Request], bool]) -> Request:

@@ -31,24 +31,23 @@ class InFlightStep:
     weight_version: str
     num_new: int
     future: Future[StepResult] | None = None
+    grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
 
-    def grammar_rows(self) -> list[ScheduledRow]:
-        """Rows that sample under a grammar."""
-        return [row for row in self.rows if row.num_logits and row.request.grammar is not None]
+    def __post_init__(self) -> None:
+        self.grammar_rows = [row for row in self.rows if row.num_logits and row.request.grammar is not None]
 
     def can_sample(self) -> bool:
         """No earlier step is still to bring a token that a grammar's mask depends on."""
         return all(
-            row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows()
+            row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows
         )
 
     def bitmask(self) -> GrammarBitmask | None:
         """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
-        rows = self.grammar_rows()
-        if not rows:
+        if not self.grammar_rows:
             return None
         slots, bits, withheld = [], [], []
-        for row in rows:
+        for row in self.grammar_rows:
             request, grammar = row.request, row.request.grammar
             if request.finish is None and request.is_ready_to_sample and grammar is not None:
                 slots.append(request.slot)

@@ -56,7 +56,6 @@ class Registry:
     def __init__(self) -> None:
         self._by_choice: dict[str, Submission] = {}  # by the requests' own ids
         self._submissions: dict[str, Submission] = {}
-        self._groups: dict[str, dict[str, Submission]] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -77,8 +76,6 @@ class Registry:
         self._submissions[request_id] = submission
         for choice_id in submission.requests:
             self._by_choice[choice_id] = submission
-        if group_id is not None:
-            self._groups.setdefault(group_id, {})[request_id] = submission
 
     def remove(self, request: Request) -> None:
         """A request has ended; with the last of its submission, the client's id is free again."""
@@ -86,12 +83,8 @@ class Registry:
         del submission.requests[request.request_id]
         if submission.requests:
             return
-        request_id, group_id = submission.request_id, submission.group_id
+        request_id = submission.request_id
         del self._submissions[request_id]
-        if group_id is not None:
-            del self._groups[group_id][request_id]
-            if not self._groups[group_id]:
-                del self._groups[group_id]
         self._ended[request_id] = None
         self._ended.move_to_end(request_id)
         if len(self._ended) > ENDED_KEPT:
@@ -105,7 +98,11 @@ class Registry:
 
     def request_ids(self, group_id: str | None = None) -> list[str]:
         """The client's ids of a group, or all."""
-        return list(self._submissions if group_id is None else self._groups.get(group_id, ()))
+        return [
+            request_id
+            for request_id, submission in self._submissions.items()
+            if group_id in (None, submission.group_id)
+        ]
 
     def requests(self, request_id: str) -> list[Request]:
         """The requests of a submission."""

@@ -21,8 +21,8 @@ MAX_VERSION = 256
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: in a way that
-    cannot be gone again, over a wire or by a worker call; none of these: the checkpoint of the start."""
+    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: over a wire or by
+    a worker call, so they cannot be read again; none of these: the checkpoint of the start."""
 
     source: str | None = None
     stamp: str | None = None
@@ -57,13 +57,13 @@ class Weights:
         self._is_settled = is_settled
         self.version = version
         self.epoch = 0
-        self.are_there = True
+        self.loaded = True
         self.update: Update | None = None  # that is open
         self.quarantine: str | None = None  # why nothing can be served
-        self.lost = False  # it is only that other weights should be here
+        self.lost = False  # the quarantine is only because other weights should be here
         self.failure: str | None = None  # of the last update
         self.origin = Origin()  # of the weights that have the version
-        self.touched = False  # a worker call may have changed the weights since they came
+        self.modified_by_rpc = False  # a worker call may have changed the weights since
         self._meeting = 0  # commands that wait for a trainer
         self.commands: dict[str, Callable[..., Command]] = {
             "init_weight_transfer_engine": self.init_weight_transfer_engine,
@@ -83,12 +83,12 @@ class Weights:
     @property
     def can_compute(self) -> bool:
         """A step can be computed with them."""
-        return self.are_there and not self._in_place and self.quarantine is None
+        return self.loaded and not self._in_place and self.quarantine is None
 
     @property
     def dropped(self) -> bool:
         """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
-        return not (self.are_there or self._in_place or (self.quarantine is not None and not self.lost))
+        return not (self.loaded or self._in_place or (self.quarantine is not None and not self.lost))
 
     @property
     def _in_place(self) -> bool:
@@ -134,14 +134,14 @@ class Weights:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
-        self._give_up_meeting()
+        self._stop_meeting()
         self._meeting += 1
         try:
             return (yield from self._background("init_weight_transfer", options=options))
         finally:
             self._meeting -= 1
 
-    def _give_up_meeting(self) -> None:
+    def _stop_meeting(self) -> None:
         """Stop waiting for a trainer."""
         if self._meeting:
             self._executor.interrupt()
@@ -150,7 +150,7 @@ class Weights:
         """Close the backend; an open update is rolled back."""
         if self.update is not None:
             yield from self.abort_weight_update()
-        self._give_up_meeting()
+        self._stop_meeting()
         return (yield from self._background("shutdown_weight_transfer"))
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> Command:
@@ -161,17 +161,17 @@ class Weights:
         return {"message": "Weight update started"}
 
     def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
-        yield lambda: self.update is not None or self._is_settled()  # what it stages beside is settled then
+        yield lambda: self.update is not None or self._is_settled()
         if self.update is not None:
             raise Conflict("a weight update is open already: finish or abort it first")
         self.update = update = Update(closed=closed)
-        beside = yield from self._staged(update, "begin_update", have_weights=self.are_there)
+        beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         if not beside:
             yield STEP_BOUNDARY
             self._check_open(update)
             update.in_place = True
             self._executor.call("release", {"tags": ["weights"]})
-            self.are_there = False
+            self.loaded = False
         return update
 
     def update_weights(self, update: dict[str, Any]) -> Command:
@@ -221,21 +221,21 @@ class Weights:
             self._executor.call("commit_update", {})
             committed = True
         finally:
-            if not committed:  # the swap may have happened: what is there now has no name
+            if not committed:  # the swap may have happened, so the version of the weights is unknown
                 update.in_place = True
                 self._fail(update, "the new weights could not take effect; the engine's log says more")
                 yield from self._background("forget_weights")
         self.update = None
-        self.are_there = True
+        self.loaded = True
         self.quarantine = self.failure = None
-        self.lost = self.touched = False
+        self.lost = self.modified_by_rpc = False
         self._renew(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         yield from self._background("forget_weights")
         return done
 
     def _renew(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
-        """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
+        """Begin a new epoch: KV of the old one is never found again."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
         self.version = str(self.epoch) if weight_version is None else weight_version
@@ -243,7 +243,7 @@ class Weights:
         self._scheduler.weights.use(self.version, self.epoch)
 
     def abort_weight_update(self) -> Command:
-        """Roll back: what was staged is dropped, even what is still coming."""
+        """Roll back: drop what was staged, and what is still coming."""
         update = self._opened()
         self._fail(update, "the weight update was aborted")
         self._executor.interrupt()
@@ -251,28 +251,28 @@ class Weights:
         return {"message": "Weight update aborted"}
 
     def update_weight_version(self, new_version: str) -> Command:
-        """Name the weights that serve.  A new epoch too: a worker call may have changed them.  After `take_over` it
-        says that those that are there are the right ones."""
+        """Name the weights that serve, and begin a new epoch, as a worker call may have changed them.  After a failover
+        this confirms that the loaded weights are the right ones."""
         self._check_version(new_version, "new_version")
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
-        self._renew(new_version, Origin(pushed=True) if self.touched else self.origin)
-        if self.lost and self.are_there:
+        self._renew(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
+        if self.lost and self.loaded:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
     def weight_checksums(self) -> Command:
-        """Digests of the weights in memory, by place."""
-        if not self.are_there:
+        """Digests of the weights in memory, by name."""
+        if not self.loaded:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
 
     def checkpoint_checksums(self) -> Command:
         """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
-        if not self.are_there:
+        if not self.loaded:
             raise Conflict("there are no weights to look at now")
-        if self.touched:
+        if self.modified_by_rpc:
             raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
@@ -282,7 +282,7 @@ class Weights:
         The same weights may come again, from a client that has not heard of its success, and the first update may have
         the name of the start.
         """
-        comparable = self.can_compute and not self.touched
+        comparable = self.can_compute and not self.modified_by_rpc
         if weight_version != self.version or not self.epoch or not comparable:
             return
         is_same = yield from self._staged(update, "is_same_update")
@@ -308,7 +308,7 @@ class Weights:
         return self.update
 
     def _filling(self, weight_version: str | None = None) -> Update:
-        """The open update, unless nothing more may come: what does so all the same does not touch it."""
+        """The open update.  Raises Conflict if nothing more may come; the update is not affected by that."""
         opened = self._opened(weight_version)
         if opened.closed:
             raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
@@ -331,7 +331,7 @@ class Weights:
         return future.result()
 
     def _fail(self, update: Update, reason: str) -> None:
-        """The update is over.  If it has cost the old weights, nothing can be served until another one succeeds."""
+        """The update is over.  If the old weights are gone, nothing can be served until another one succeeds."""
         self.update = None
         self.failure = reason
         if update.in_place:
