@@ -605,26 +605,35 @@ class ScriptedExecutor:
 
 
 class RandomDrafter:
-    """Proposes what the request gives alone, something else, or the one and then the other."""
+    """Proposes what would be sampled, something else, or the one and then the other."""
 
-    def __init__(self, engine: Engine, seed: int, right: float = 0.5, longest: int = 5) -> None:
-        self._engine = engine
+    def __init__(self, executor: ScriptedExecutor, seed: int, right: float = 0.5, longest: int = 5) -> None:
+        self._executor = executor
         self._rng = random.Random(seed)
         self._right = right
         self._longest = longest
-        self._solo: dict[str, list[int]] = {}
         self.proposed = 0
 
     def propose(self, request: Request, limit: int) -> list[int]:
-        if request.request_id not in self._solo:
-            self._solo[request.request_id] = self._engine.solo(request.request_id).tokens
-        rest = self._solo[request.request_id][request.num_output :]
         count = min(self._rng.randint(0, self._longest), limit)
         right = count if self._rng.random() < self._right else self._rng.randint(0, count)
-        drafts = rest[:right]
+        drafts = self._continuation(request, right)
         drafts += [self._rng.randrange(VOCAB) for _ in range(count - len(drafts))]
         self.proposed += len(drafts)
         return drafts
+
+    def _continuation(self, request: Request, count: int) -> list[int]:
+        assert isinstance(request.task, SamplingParams)
+        weights = str(self._executor.weights)
+        if request.adapter is not None:
+            weights += f"+{self._executor.adapters[request.adapter.slot]}"
+        tokens = request.tokens.tolist()
+        prefix = prefixes_of(tokens, request.features)[-1]
+        for _ in range(count):
+            banned = request.stop_ids if len(tokens) - request.prompt_len < request.task.min_tokens else ()
+            tokens.append(draw(prefix, request.seed, len(tokens), banned, weights=weights))
+            prefix = chain(prefix, tokens[-1])
+        return tokens[len(request.tokens) :]
 
 
 # --- the harness ---

@@ -2,7 +2,7 @@
 and engines that end suddenly and are replaced.
 
 Requests have one choice or several, groups, priorities, deadlines, prompts up to the context's end, and grammars whose
-compilation and masks come late; queues are short, slots and budgets few.
+compilation and masks come late; queues are short, slots and budgets few; some engines draft.
 
 The scripted executor checks every plan (no step without weights or memory, no prefix hit on KV of other weights); here
 it is checked that nothing is lost, hung or misattributed, that what is made after a commit is what the new weights
@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
-from tests.engine.scripted import Engine
+from tests.engine.scripted import Engine, RandomDrafter
 from tokserve.messages import Abort, Status, StepOutput, Submit, SubmitReply
-from tokserve.params import StructuredOutputs
+from tokserve.params import PoolingParams, SamplingParams, StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
 ENDS = {"abort_user", "abort_pause", "abort_quarantine", "abort_disconnect", "deadline", "queue_timeout"}
@@ -45,6 +45,7 @@ class Life:
         )  # fmt: skip
         self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
         self.num = self.kills = 0
+        self.drafts = rng.random() < 0.5
         self.begin({"v1": ""}, beside=rng.random() < 0.7)
 
     def begin(self, weights_of: dict[str, str], beside: bool) -> None:
@@ -56,6 +57,8 @@ class Life:
         self.grammars, self.masks = LateGrammars(rng), LateMasks(rng)
         self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
         self.engine.core._mask_worker = cast(Any, self.masks)
+        if self.drafts:
+            self.engine.core.scheduler._drafter = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
         self.engine.executor.slow = deque()
         self.engine.executor.beside = beside
         self.calls: dict[int, str] = {}
@@ -113,6 +116,8 @@ class Life:
                 fields |= {"prompt_logprobs": 1, "prompt_logprobs_start": rng.choice([0, 3, len(prompt) - 1])}
             if rng.random() < 0.2:
                 fields |= {"deadline_ms": rng.choice([1, 500, 5000]), "queue_timeout_ms": rng.choice([None, 1, 300])}
+            if structured is None and rng.random() < 0.1:
+                fields["task"] = PoolingParams(rng.choice(["last", "mean"]))
             adds.append(
                 self.engine.make(
                     f"k{self.num}#{index}", prompt, structured_outputs=structured, group_id=group_id, **fields
@@ -287,7 +292,8 @@ class Life:
         assert finish is not None, f"{rid} has not ended"
         engine.check_spans(rid)
         tokens = engine.tokens(rid)
-        if engine.requests[rid].task.structured_outputs is not None:
+        task = engine.requests[rid].task
+        if isinstance(task, SamplingParams) and task.structured_outputs is not None:
             assert finish.detail in FOLLOWED
             assert all(token in allowed for token, allowed in zip(tokens, STEPS, strict=False))
         elif finish.detail in ENDS:

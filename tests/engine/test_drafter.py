@@ -205,7 +205,7 @@ def test_a_failure_after_accepted_drafts_ends_the_request_with_them(depth: int) 
 @DEPTHS
 def test_drafts_of_many_requests_in_turn(depth: int) -> None:
     engine = Engine(depth=depth, max_num_batched_tokens=24)
-    drafter = engine.core.scheduler._drafter = RandomDrafter(engine, seed=1)
+    drafter = engine.core.scheduler._drafter = RandomDrafter(engine.executor, seed=1)
     for i in range(12):
         engine.add(f"r{i}", PROMPT[: 1 + i % 5], seed=i, max_tokens=20, ignore_eos=True, logprobs=1)
     engine.run()

@@ -88,7 +88,7 @@ def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -
     right = options.pop("right")
     engine = Engine(num_blocks=num_blocks, block_size=block_size, context=40, **options)
     if right is not None:
-        engine.core.scheduler._drafter = RandomDrafter(engine, len(script), right)
+        engine.core.scheduler._drafter = RandomDrafter(engine.executor, len(script), right)
     aborts: list[tuple[int, str]] = []
     expected: dict[str, str] = {}
     for turn in range(2000):
