@@ -150,6 +150,43 @@ def rows_of_logits(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatc
     return calls
 
 
+@pytest.fixture
+def last_layer(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that each call of the last layer's MLP computes, of the float32 model run op by op."""
+    runner, _ = loaded("float32")
+    block = runner.model.blocks[-1]
+    monkeypatch.setattr(runner.backend, "_graphs", None)
+    calls: list[int] = []
+
+    class Counted:
+        def __call__(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            calls.append(len(x))
+            return mlp(x, *rest)
+
+    mlp = block.mlp
+    monkeypatch.setattr(block, "mlp", Counted())
+    return calls
+
+
+def test_prompt_logprobs_of_one_request_cost_the_others_nothing(
+    loaded: Callable[..., Loaded], last_layer: list[int]
+) -> None:
+    runner, facts = loaded("float32")
+
+    def made() -> list[Job]:
+        scoring = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=2, prompt_logprobs_start=30)
+        plain = SamplingParams(max_tokens=3, temperature=0.7, logprobs=1)
+        return [Job(prompt(40, 1), scoring, 1), Job(prompt(50, 2), plain, 2), Job(prompt(33, 3), plain, 3)]
+
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in made()])
+    last_layer.clear()
+    assert outcomes(Driver(runner, facts).run(made())) == alone
+    assert last_layer == [11 + 1 + 1, 3, 3]  # prompt tokens 30 .. 39 are predicted by positions 29 .. 38
+    last_layer.clear()
+    assert outcomes(Driver(runner, facts, seed=3).run(made(), chunk=20)) == alone
+    assert last_layer == [0, 11 + 1, 3, 3, 1]
+
+
 def test_logits_are_made_for_the_rows_that_need_them_only(
     loaded: Callable[..., Loaded], rows_of_logits: list[int]
 ) -> None:
