@@ -26,8 +26,9 @@ from tokserve.plan import OK, DeviceFacts, NewRow, StepPlan
 from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
 from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.runner import Runner
-from tokserve.runner.slots import Slots, logit_lengths
+from tokserve.runner.slots import logit_lengths
 from tokserve.runner.steps import PendingResult
 
 Loaded = tuple[Runner, DeviceFacts, FakeDevice]
@@ -201,7 +202,7 @@ def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Lo
 
 
 def test_batches_are_those_of_the_hosts_tables() -> None:
-    host, fake = Slots(6, 50, 4), FakeDevice()
+    host, fake = HostSlots(6, 50, 4), FakeDevice()
     staged = DeviceSlots(fake, 6, 50, 4, padding_block=999)
     for slots in (host, staged):
         for slot in range(6):
@@ -216,7 +217,7 @@ def test_batches_are_those_of_the_hosts_tables() -> None:
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         rows = logit_lengths(plan)
         for name in ("seeds", "lengths", "greedy", "temperature"):
-            assert torch.equal(getattr(host.columns(*rows), name), getattr(staged.columns(*rows), name))
+            assert torch.equal(getattr(host.columns(*rows), name), getattr(staged.columns(), name))
 
 
 def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:

@@ -16,7 +16,7 @@ from tokserve.params import LOGPROBS_MODES, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import SampledTokens, Sampler
-from tokserve.runner.slots import Slots
+from tokserve.runner.slots import SamplingColumns, Slots
 
 VOCAB = 24
 PROMPT, OUTPUT = [3, 3, 7, 0], [5, 5, 7, 1]
@@ -45,7 +45,9 @@ def rows_of(slots: list[int] | np.ndarray[Any, Any]) -> LogitRows:
 
 
 def draw(made: Sampler, logits: torch.Tensor, rows: LogitRows) -> SampledTokens:
-    return made.sample(logits, rows, made._slots.columns(rows.slots, rows.lengths)).result()
+    slots = made._slots
+    table = (slots.seeds[rows.slots], rows.lengths, slots.greedy[rows.slots], slots.temperature[rows.slots])
+    return made.sample(logits, rows, SamplingColumns(*map(torch.from_numpy, table))).result()
 
 
 def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray[Any, Any]:

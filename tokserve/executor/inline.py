@@ -43,11 +43,11 @@ class InlineExecutor:
         self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
         self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
-        self._step: Future[PendingStep] | None = None  # not sampled from
+        self._step: Callable[[], PendingStep] | None = None  # not sampled from
 
     def start(self) -> DeviceFacts:
         """Load the model."""
-        return self._run(self._load).result()
+        return self._begin(self._load)()
 
     def _load(self) -> DeviceFacts:
         from tokserve.runner.startup import load  # brings torch
@@ -59,23 +59,23 @@ class InlineExecutor:
         """Run a forward pass, or queue it for the worker thread."""
         if self._step is not None:
             raise RuntimeError("the last forward pass was not sampled from")
-        self._step = self._run(self._loaded().forward, plan)
+        self._step = self._begin(self._loaded().forward, plan)
 
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
         """Sample from the last forward pass, or queue that; the caller of `result` waits for the device."""
         step, self._step = self._step, None
         if step is None:
             raise RuntimeError("there is no forward pass to sample from")
-        result = self._run(self._sample, self._loaded(), step, bitmask)
-        return Deferred(lambda: result.result().result())
+        result = self._begin(self._sample, self._loaded(), step, bitmask)
+        return Deferred(lambda: result().result())
 
     @staticmethod
-    def _sample(runner: Runner, step: Future[PendingStep], bitmask: GrammarBitmask | None) -> PendingResult:
-        return runner.sample(step.result(), bitmask)
+    def _sample(runner: Runner, step: Callable[[], PendingStep], bitmask: GrammarBitmask | None) -> PendingResult:
+        return runner.sample(step(), bitmask)
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Wait for the steps begun so far, then call."""
-        return self._run(self._loaded().call, method, args).result()
+        return self._begin(self._loaded().call, method, args)()
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """Call in the background thread."""
@@ -99,9 +99,9 @@ class InlineExecutor:
             raise RuntimeError("the executor was not started, or is closed")
         return self._runner
 
-    def _run(self, function: Callable[..., T], *args: Any) -> Future[T]:
+    def _begin(self, function: Callable[..., T], *args: Any) -> Callable[[], T]:
+        """Call now, or queue the call for the worker thread; returns how to get its value."""
         if self._thread is not None:
-            return self._thread.submit(function, *args)
-        future: Future[T] = Future()
-        future.set_result(function(*args))
-        return future
+            return self._thread.submit(function, *args).result
+        value = function(*args)
+        return lambda: value

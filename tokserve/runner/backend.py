@@ -14,6 +14,7 @@ from tokserve.kv_spec import KVLayout
 from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
+from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.steps import PendingResult
@@ -76,6 +77,9 @@ class Backend(Protocol):
     ) -> HiddenStates:
         """Compute the plan's tokens; the last needed[i] of row i are used, at least its `num_logits`.  `embeds`: as in
         `ForwardBatch`."""
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        """What sampling reads of the rows of logits of the step that was computed last."""
 
     def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
         """Keep tokens [n] sampled for the rows `columns` for the next step."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.layers.batch import Pages
 from tokserve.ops.record import Memory, Unrecordable, record
 from tokserve.plan import StepPlan
+from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
-from tokserve.runner.slots import Slots
 
 MAX_ROWS = 64  # of more rows the interpreter's share is small, and their logits are large
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class CpuGraph:
     """A captured step of `batch`, whose tensors are filled in before each replay."""
 
-    batch: ForwardBatch
+    batch: DecodeBatch
     logits: Tensor  # [rows, V], good until the next step
     run: Callable[[], None]
 
@@ -35,7 +35,7 @@ class CpuGraph:
 class CpuGraphs:
     """`Replay` of `step`, from a batch to logits [R, V].  `row_bytes`: what a row of a step takes at most."""
 
-    def __init__(self, slots: Slots, kv: Pages, step: Step, row_bytes: int) -> None:
+    def __init__(self, slots: HostSlots, kv: Pages, step: Step, row_bytes: int) -> None:
         self._slots = slots
         self._kv = kv
         self._step = step
@@ -56,7 +56,7 @@ class CpuGraphs:
         graph = self._captured.get(key)
         if graph is None:
             return self._capture(plan, key)
-        self._slots.build(plan, self._kv, graph.batch)
+        self._slots.fill(plan, graph.batch)
         graph.run()
         return graph.logits
 
@@ -66,13 +66,13 @@ class CpuGraphs:
 
     def _capture(self, plan: StepPlan, key: tuple[int, bool]) -> Tensor:
         rows, adapted = key
-        batch = self._slots.empty_batch(rows, self._kv, adapters=adapted)
-        self._slots.build(plan, self._kv, batch)
+        batch = self._slots.decode_batch(rows, self._kv, adapters=adapted)
+        self._slots.fill(plan, batch)
         try:
-            logits, run = record(lambda: self._step(batch), self._memory)
+            logits, run = record(lambda: self._step(batch.batch), self._memory)
         except Unrecordable as error:
             logger.info("decode steps run op by op: %s", error)
             self._can_capture = False
-            return self._step(batch)
+            return self._step(batch.batch)
         self._captured[key] = CpuGraph(batch, logits, run)
         return logits

@@ -21,6 +21,7 @@ from tokserve.runner import exactness, kvcache
 from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
 from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
 from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.logits import LogitRows
 from tokserve.runner.slots import Int64, SamplingColumns
 from tokserve.runner.steps import PendingResult
 
@@ -114,6 +115,9 @@ class CudaBackend:
         every = np.add.reduce(plan.num_logits) == len(states)
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         return HiddenStates(states, ends, None if every else self.slots.logits_indices)
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        return self.slots.columns()
 
     def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
         self.slots.write_sampled(columns, token_ids)

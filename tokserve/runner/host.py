@@ -15,8 +15,10 @@ from tokserve.plan import Int32, StepPlan
 from tokserve.runner import kvcache
 from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
 from tokserve.runner.cpu_graphs import CpuGraphs
+from tokserve.runner.host_slots import HostSlots
+from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
-from tokserve.runner.slots import SamplingColumns, Slots, last_indices
+from tokserve.runner.slots import SamplingColumns, last_indices
 from tokserve.runner.steps import PendingResult
 
 
@@ -32,7 +34,7 @@ class HostBackend:
             specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             free_bytes=max(0, device.free_memory()),
         )  # fmt: skip
-        self.slots = Slots(max_num_seqs, max_model_len, self.layout.block_size)
+        self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
@@ -58,6 +60,9 @@ class HostBackend:
         if np.add.reduce(plan.num_logits) == len(states):
             return HiddenStates(states, ends, None)
         return HiddenStates(states, ends, torch.from_numpy(last_indices(ends, plan.num_logits)))
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        return self.slots.columns(rows.slots, rows.lengths)
 
     def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
         slots, lengths, tokens = result.new_tokens()

@@ -97,7 +97,7 @@ class Runner:
             step.prompt_logprobs = {span[0]: self._score(plan, hidden, span) for span in spans}
             logits = self._logits(hidden) if len(rows.slots) else None
         if logits is not None:
-            step.logits, step.columns = logits, self._slots.columns(rows.slots, rows.lengths)
+            step.logits, step.columns = logits, self.backend.columns(rows)
 
     def _logits(self, hidden: HiddenStates) -> Tensor:  # [n, V]
         if hidden.logits_indices is None:

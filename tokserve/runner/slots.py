@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
 from tokserve.params import SamplingParams
 from tokserve.plan import Int32, NewRow, StepPlan
 
@@ -59,7 +57,7 @@ def logit_lengths(plan: StepPlan) -> tuple[Int32, Int64]:
 
 
 class Slots:
-    """Tables indexed by slot number.  The torch tensors of a batch are copies, never views of these."""
+    """Tables indexed by slot number, in the host's memory.  The tensors of a batch are copies, never views of these."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -73,7 +71,7 @@ class Slots:
         self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
         self.adapters: Int32 = np.full(max_num_seqs, -1, np.int32)
         self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was assigned
-        self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
+        self._with_adapter: set[int] = set()  # slots
         # slot -> the most tokens that can be computed, as its last step rejected drafts; for the next plan only
         self._limits: dict[int, int] = {}
 
@@ -86,6 +84,7 @@ class Slots:
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.prompt_lens[slot] = row.prompt_len
         self.adapters[slot] = row.adapter
+        (self._with_adapter.add if row.adapter >= 0 else self._with_adapter.discard)(slot)
         self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self.greedy[slot] = temperature == 0.0
         self.temperature[slot] = 1.0 if temperature == 0.0 else max(temperature, MIN_TEMPERATURE)
@@ -115,78 +114,6 @@ class Slots:
         positions = last_indices(plan.num_computed + plan.num_tokens, plan.num_drafts)
         self.tokens[np.repeat(plan.slots, plan.num_drafts), positions] = plan.draft_token_ids
 
-    def logits_rows(self, plan: StepPlan, batch: ForwardBatch, counts: Int32) -> LogitsRows | None:
-        """The last counts[i] tokens of each row; None if these are all of the batch."""
-        if np.add.reduce(counts) == len(batch.input_ids):
-            return None
-        rows = np.flatnonzero(counts)  # [R']
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts[rows], out=query_start[1:])
-        index = torch.from_numpy(rows)
-        return LogitsRows(
-            torch.from_numpy(last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), counts)),
-            torch.from_numpy(query_start), batch.seq_lens.index_select(0, index),
-            batch.block_tables.index_select(0, index),
-            None if batch.adapters is None else torch.from_numpy(np.repeat(self.adapters[plan.slots], counts)),
-        )  # fmt: skip
-
-    def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
-        """The columns of these rows."""
-        return SamplingColumns(
-            torch.from_numpy(self.seeds[slots]), torch.from_numpy(lengths),
-            torch.from_numpy(self.greedy[slots]), torch.from_numpy(self.temperature[slots]),
-        )  # fmt: skip
-
-    def empty_batch(self, rows: int, kv: Pages, *, adapters: bool = False) -> ForwardBatch:
-        """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
-        return ForwardBatch(
-            input_ids=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.zeros(rows, dtype=torch.int64),
-            query_start=torch.arange(rows + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(rows, dtype=torch.int32),
-            block_tables=torch.zeros(rows, self.blocks.shape[1], dtype=torch.int32),
-            slot_mapping=torch.zeros(rows, dtype=torch.int64),
-            kv=kv,
-            adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
-        )
-
-    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
-        """The plan's tokens as one batch; `into`: fill this one, which has as many rows, one token each."""
-        slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
-        rows = len(slots)
-        if into is not None or np.count_nonzero(counts == 1) == rows:  # decode only
-            query_start = self._count[: rows + 1]
-            owner, positions = slots, computed.astype(np.int64)
-        else:
-            query_start = np.zeros(rows + 1, np.int32)
-            np.cumsum(counts, out=query_start[1:])
-            owner = np.repeat(slots, counts)
-            positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], counts)
-        seq_lens = computed + counts
-        pages, offsets = np.divmod(positions, self.block_size)
-        width = -(-int(seq_lens.max()) // self.block_size)
-        input_ids = self.tokens[owner, positions]  # [T]
-        slot_mapping = self.blocks[owner, pages] * np.int64(self.block_size) + offsets  # [T]
-        if into is not None:
-            into.input_ids.numpy()[:] = input_ids
-            into.positions.numpy()[:] = positions
-            into.seq_lens.numpy()[:] = seq_lens
-            into.block_tables.numpy()[:, :width] = self.blocks[slots, :width]
-            into.slot_mapping.numpy()[:] = slot_mapping
-            if into.adapters is not None:
-                into.adapters.numpy()[:] = self.adapters[slots]
-            return into
-        return ForwardBatch(
-            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            positions=torch.from_numpy(positions),  # [T]
-            query_start=torch.from_numpy(query_start.copy()),  # [R + 1]
-            seq_lens=torch.from_numpy(seq_lens),  # [R]
-            block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
-            slot_mapping=torch.from_numpy(slot_mapping),
-            kv=kv,
-            adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
-        )
-
     def has_adapters(self, plan: StepPlan) -> bool:
         """Whether a row of the plan has an adapter."""
-        return bool((self.adapters[plan.slots] >= 0).any())
+        return bool(self._with_adapter) and bool((self.adapters[plan.slots] >= 0).any())
