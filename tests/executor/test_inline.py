@@ -123,7 +123,9 @@ def test_forward_and_sample_alternate(depth: int) -> None:
     executor.forward(plan_of([]))
     with pytest.raises(RuntimeError, match="not sampled from"):
         executor.forward(plan_of([]))
-    executor.close()
+    with pytest.raises(RuntimeError, match="not sampled from"):
+        executor.call("weights", {})
+    executor.close()  # does not wait for a bitmask that never comes
 
 
 @DEPTHS

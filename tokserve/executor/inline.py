@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokserve.config import Config
@@ -16,7 +17,6 @@ from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
-    from tokserve.runner.steps import PendingResult, PendingStep
 
 T = TypeVar("T")
 
@@ -43,11 +43,11 @@ class InlineExecutor:
         self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
         self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
-        self._step: Callable[[], PendingStep] | None = None  # not sampled from
+        self._finish: Callable[[GrammarBitmask | None], Callable[[], StepResult]] | None = None  # of a forward pass
 
     def start(self) -> DeviceFacts:
         """Load the model."""
-        return self._begin(self._load)()
+        return self._run(self._load)
 
     def _load(self) -> DeviceFacts:
         from tokserve.runner.startup import load  # brings torch
@@ -56,26 +56,35 @@ class InlineExecutor:
         return facts
 
     def forward(self, plan: StepPlan) -> None:
-        """Run a forward pass, or queue it for the worker thread."""
-        if self._step is not None:
+        """Run a forward pass, or have the worker thread run it and wait for the bitmask."""
+        runner = self._loaded()
+        if self._finish is not None:
             raise RuntimeError("the last forward pass was not sampled from")
-        self._step = self._begin(self._loaded().forward, plan)
+        if self._thread is None:
+            step = runner.forward(plan)
+            self._finish = lambda bitmask: runner.sample(step, bitmask).result
+            return
+        bitmasks: SimpleQueue[GrammarBitmask | None] = SimpleQueue()
+        pending = self._thread.submit(lambda: runner.sample(runner.forward(plan), bitmasks.get()))
+
+        def finish(bitmask: GrammarBitmask | None) -> Callable[[], StepResult]:
+            bitmasks.put(bitmask)
+            return lambda: pending.result().result()
+
+        self._finish = finish
 
     def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
-        """Sample from the last forward pass, or queue that; the caller of `result` waits for the device."""
-        step, self._step = self._step, None
-        if step is None:
+        """Sample from the last forward pass; the caller of `result` waits for the device."""
+        finish, self._finish = self._finish, None
+        if finish is None:
             raise RuntimeError("there is no forward pass to sample from")
-        result = self._begin(self._sample, self._loaded(), step, bitmask)
-        return Deferred(lambda: result().result())
-
-    @staticmethod
-    def _sample(runner: Runner, step: Callable[[], PendingStep], bitmask: GrammarBitmask | None) -> PendingResult:
-        return runner.sample(step(), bitmask)
+        return Deferred(finish(bitmask))
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         """Wait for the steps begun so far, then call."""
-        return self._begin(self._loaded().call, method, args)()
+        if self._finish is not None:
+            raise RuntimeError("the last forward pass was not sampled from")
+        return self._run(self._loaded().call, method, args)
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
         """Call in the background thread."""
@@ -91,17 +100,15 @@ class InlineExecutor:
             self._runner.interrupt()
         self._background.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
+            if self._finish is not None:
+                self._finish(None)  # the worker thread waits for it
             self._thread.shutdown()
-        self._runner = self._step = None
+        self._runner = None
 
     def _loaded(self) -> Runner:
         if self._runner is None:
             raise RuntimeError("the executor was not started, or is closed")
         return self._runner
 
-    def _begin(self, function: Callable[..., T], *args: Any) -> Callable[[], T]:
-        """Call now, or queue the call for the worker thread; returns how to get its value."""
-        if self._thread is not None:
-            return self._thread.submit(function, *args).result
-        value = function(*args)
-        return lambda: value
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args) if self._thread is None else self._thread.submit(function, *args).result()

@@ -56,7 +56,7 @@ class HostBackend:
         batch.embeds = embeds
         batch.logits_rows = self.slots.logits_rows(plan, batch, needed)
         states = model.forward(batch)
-        ends = np.cumsum(plan.num_tokens if batch.logits_rows is None else needed, dtype=np.int64)
+        ends = np.add.accumulate(plan.num_tokens if batch.logits_rows is None else needed, dtype=np.int64)
         if np.add.reduce(plan.num_logits) == len(states):
             return HiddenStates(states, ends, None)
         return HiddenStates(states, ends, torch.from_numpy(last_indices(ends, plan.num_logits)))

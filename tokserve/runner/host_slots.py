@@ -60,9 +60,9 @@ class HostSlots(Slots):
             owner, positions = slots, computed.astype(np.int64)
         else:
             query_start = np.zeros(rows + 1, np.int32)
-            np.cumsum(counts, out=query_start[1:])
-            owner = np.repeat(slots, counts)
-            positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], counts)
+            np.add.accumulate(counts, out=query_start[1:])
+            owner = slots.repeat(counts)
+            positions = np.arange(query_start[-1], dtype=np.int64) + (computed - query_start[:-1]).repeat(counts)
         seq_lens = computed + counts
         pages, offsets = np.divmod(positions, self.block_size)
         width = -(-int(seq_lens.max()) // self.block_size)
@@ -113,13 +113,13 @@ class HostSlots(Slots):
         """The last counts[i] tokens of each row; None if these are all of the batch."""
         if np.add.reduce(counts) == len(batch.input_ids):
             return None
-        rows = np.flatnonzero(counts)  # [R']
+        rows = counts.nonzero()[0]  # [R']
         query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts[rows], out=query_start[1:])
+        np.add.accumulate(counts[rows], out=query_start[1:])
         index = torch.from_numpy(rows)
         return LogitsRows(
-            torch.from_numpy(last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), counts)),
+            torch.from_numpy(last_indices(np.add.accumulate(plan.num_tokens, dtype=np.int64), counts)),
             torch.from_numpy(query_start), batch.seq_lens.index_select(0, index),
             batch.block_tables.index_select(0, index),
-            None if batch.adapters is None else torch.from_numpy(np.repeat(self.adapters[plan.slots], counts)),
+            None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots].repeat(counts)),
         )  # fmt: skip

@@ -44,8 +44,8 @@ class SamplingColumns:
 
 def last_indices(ends: Int64 | Int32, counts: Int32) -> Int64:
     """For each row the counts[i] numbers before ends[i], ascending, all rows one after the other."""
-    bounds = np.cumsum(counts, dtype=np.int64)
-    return np.arange(bounds[-1] if len(bounds) else 0) + np.repeat(ends - bounds, counts)
+    bounds = np.add.accumulate(counts, dtype=np.int64)
+    return np.arange(bounds[-1] if len(bounds) else 0) + (ends - bounds).repeat(counts)
 
 
 def logit_lengths(plan: StepPlan) -> tuple[Int32, Int64]:
@@ -53,7 +53,7 @@ def logit_lengths(plan: StepPlan) -> tuple[Int32, Int64]:
     lengths = np.add(plan.num_computed, plan.num_tokens, dtype=np.int64)
     if np.count_nonzero(plan.num_logits == 1) == len(plan.slots):
         return plan.slots, lengths
-    return np.repeat(plan.slots, plan.num_logits), last_indices(lengths + 1, plan.num_logits)
+    return plan.slots.repeat(plan.num_logits), last_indices(lengths + 1, plan.num_logits)
 
 
 class Slots:
