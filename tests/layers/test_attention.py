@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from tokserve.kv_spec import KVSpec
-from tokserve.layers.attention import Attention
+from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.norm import NormSpec
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.rope import RopeSpec, rope_table
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
-TABLE = rope_table(RopeSpec(DIM, 50.0), TOKENS)
+ROPE = RopeSpec(DIM, 50.0)
+TABLE = rope_table(ROPE, TOKENS)
 
 
 def rotated(x: Tensor) -> Tensor:  # [T, H, D]
@@ -47,10 +50,11 @@ def expected(x: Tensor, w: dict[str, Tensor], window: int) -> Tensor:
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("qkv_bias", "out_bias"), [(False, False), (True, False), (True, True)])
 def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, out_bias: bool) -> None:
-    block = Attention(
-        HIDDEN, HEADS, KV_HEADS, DIM, torch.float32,
-        window=window, norm_eps=0.1 if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
+    spec = AttentionSpec(
+        HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, "window" if window else "full", window,
+        qk_norm=NormSpec(0.1) if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
     )  # fmt: skip
+    block = Attention(HIDDEN, spec, LayerOptions(torch.float32))
     assert block.kv_spec() == KVSpec(KV_HEADS, DIM, "float32", window)
     generator = torch.Generator().manual_seed(0)
     weights = {}

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.lora import LoraSlots
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, Scaled
-from tokserve.layers.quant import UNQUANTIZED, Float8, Packed, QuantMethod, gated
+from tokserve.layers.quant import Float8, Packed, gated
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -36,17 +37,16 @@ class Linear:
         self,
         inputs: int,
         shards: Mapping[str, int],
-        dtype: torch.dtype,
+        options: LayerOptions,
         *,
         bias: bool = False,
-        quant: QuantMethod = UNQUANTIZED,
     ) -> None:
         self.inputs = inputs
         self.shards = dict(shards)
         self.outputs = sum(shards.values())
-        self.dtype = dtype
-        self.quant = quant
-        self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
+        self.dtype = options.dtype
+        self.quant = options.quant
+        self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.home) if bias else None  # [outputs]
         self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
@@ -136,13 +136,12 @@ class GatedLinear(Linear):
         self,
         inputs: int,
         shards: Mapping[str, int],
-        dtype: torch.dtype,
         activation: Activation,
+        options: LayerOptions,
         *,
         bias: bool = False,
-        quant: QuantMethod = UNQUANTIZED,
     ) -> None:
-        super().__init__(inputs, shards, dtype, bias=bias, quant=quant)
+        super().__init__(inputs, shards, options, bias=bias)
         self.activation = activation
 
     def pack(self, weight: Tensor) -> Packed:

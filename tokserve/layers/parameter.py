@@ -1,19 +1,22 @@
 """Where a checkpoint tensor goes: its expected shape and the function that takes it.
 
-Layers say what they want under their own short names; a model joins these into checkpoint names, and
-`models/weights` pours tensors in.  A `load` copies (a checkpoint file may be mapped into memory and change
-later) and converts to the layer's dtype; loading again replaces.
+Layers name their parameters in short; a model joins these into checkpoint names, and `models/weights` loads tensors
+into them.  A `load` copies (a checkpoint file may be mapped into memory and change later) and converts to the layer's
+dtype; loading again replaces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`.
+    """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`, `offset` added.
 
     `load_scaled` takes one that is stored as float8; None: `load` is given what it means.
     """
@@ -51,6 +54,7 @@ class Parameter:
     load: Callable[[Tensor], None]
     dtype: torch.dtype
     load_scaled: Callable[[Scaled], None] | None = None
+    offset: float = 0.0
 
     def take(self, tensor: Tensor | Scaled) -> None:
         """Load it, however it is stored."""
@@ -62,9 +66,9 @@ class Parameter:
             self.load_scaled(tensor)
 
 
-def under(prefix: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+def under(prefix: str, named: dict[str, T]) -> dict[str, T]:
     """The same with `prefix.` before each name."""
-    return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}
+    return {f"{prefix}.{name}": value for name, value in named.items()}
 
 
 def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,7 @@
 """Random weights for a real or tiny config, so that a server can be run and tested with no download.
 
 A tensor's values follow from its name and the seed alone.  They are scaled so that the model behaves like
-a trained one: logits with a spread of about 2, attention with peaks, output that varies with the context.  This file
-must not know how tensors are loaded, nor need transformers.
+a trained one: logits with a spread of about 2, attention with peaks, output that varies with the context.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
-from tokserve.models.decoder import Decoder
+from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.registry import decoder_spec
 from tokserve.models.weights import INDEX, SINGLE
 
@@ -59,11 +59,11 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     return common | own | changes
 
 
-def tensors(wanted: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
+def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) for each parameter of a model."""
-    tied = "lm_head.weight" not in wanted
-    for name, parameter in wanted.items():
-        yield name, values(name, parameter.shape, seed, tied=tied)
+    tied = "lm_head.weight" not in parameters
+    for name, parameter in parameters.items():
+        yield name, values(name, parameter.shape, seed, tied=tied) - parameter.offset
 
 
 def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tensor:
@@ -106,8 +106,9 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
-    wanted = Decoder(decoder_spec(hf), dtype, dtype, torch.empty(0)).parameters_by_name()
-    named = {name: tensor.to(dtype) for name, tensor in tensors(wanted, seed)}
+    spec, options = decoder_spec(hf), LayerOptions(dtype)
+    parameters = Decoder(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
+    named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
         return directory

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from tokserve import ops
 from tokserve.errors import StartError
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED
-from tokserve.layers.rope import rope_table
 from tokserve.models import dummy, float8, kv_scales, weights
-from tokserve.models.decoder import Decoder
+from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
@@ -65,7 +64,7 @@ def load(
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
     found = weights.own_names(catalogue, spec.renames)
-    scales = {name: found.pop(name) for name in kv_scales.places(len(spec.windows)) if name in found}
+    scales = {name: found.pop(name) for name in kv_scales.places(len(spec.blocks)) if name in found}
     found = weights.understood(found, hf)
     as_float8 = weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",))
     if as_float8:
@@ -114,10 +113,9 @@ def build(
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     head_quant = quant if quantize_lm_head else UNQUANTIZED
-    table = rope_table(spec.rope, max_model_len or spec.max_position)
-    return Decoder(
-        spec, model_type, head_type, table.to(ops.home), quant=quant, head_quant=head_quant, float8_cache=float8_cache
-    )
+    options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
+    tables = rope_tables(spec, max_model_len or spec.max_position)
+    return Decoder(spec, options, head, tables, float8_cache=float8_cache)
 
 
 def _dtype(name: str) -> torch.dtype:

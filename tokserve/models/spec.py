@@ -1,122 +1,88 @@
-"""What a decoder is made of, read from config.json.
+"""What a decoder consists of, read from config.json.
 
-The only place that knows the attribute names of Hugging Face configs, their older and newer spellings and
-the values transformers assumes where one is absent.  What comes out is a `DecoderSpec`; nothing below reads a
-config.  What it cannot honour it refuses: a silently ignored attribute would mean other logits.
+This file and the family modules know the attribute names of Hugging Face configs, their older and newer spellings and
+the values that transformers assumes where one is absent.  The result is a `DecoderSpec`.  An attribute that changes the
+arithmetic in a way not built here is refused, because ignoring it would give other logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from tokserve.errors import StartError
+from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.linear import Activation
+from tokserve.layers.mlp import MLPSpec
+from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models import float8
+from tokserve.models.config_reader import ConfigReader
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+Renames = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """One layer.  `norm` is before attention and before the MLP, with `post_norms` after each of them too."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    norm: NormSpec
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A dense pre-norm decoder.  `windows`: per layer, how many last tokens attention sees (0: all).
+    """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
 
-    `renames`: (prefix in the checkpoint, prefix here), tried on names that are unknown as they stand.  `float8_block`:
-    rows and columns that share a scale in float8 weights that are scaled by block; None: weights are not float8.
+    `embedding_multiplier`: of the embeddings, in the model's dtype.  `renames`: (prefix in the checkpoint, prefix
+    here), applied to names that start with the first.  `float8_block`: rows and columns that share a scale in float8
+    weights that are scaled by block; None: weights are not float8.
     """
 
     vocab: int
     hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    activation: Activation
-    rope: RopeSpec
     max_position: int
-    windows: tuple[int, ...]
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
     tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    renames: tuple[tuple[str, str], ...]
+    renames: Renames
+    embedding_multiplier: float = 1.0
     float8_block: float8.Block | None = None
 
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different ones, in the order of the blocks."""
+        return tuple(dict.fromkeys(block.attention.rope for block in self.blocks))
 
-class ConfigReader:
-    """Typed reading of a JSON object; a wrong value is a StartError that names the attribute."""
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
-        self.values = values
-        self.path = path
-
-    def refuse(self, name: str, problem: str) -> StartError:
-        """The error to raise about attribute `name`."""
-        return StartError(f"config.json: {self.path}{name} {problem}")
-
-    def present(self, name: str) -> bool:
-        """Whether the attribute is there and not null."""
-        return self.values.get(name) is not None
-
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer; null counts as absent; without a default it must be there."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.refuse(name, "is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.refuse(name, f"must be an integer of at least {minimum}, found {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number, likewise."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise self.refuse(name, "is missing")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.refuse(name, f"must be a positive number, found {value!r}")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(name, f"must be true or false, found {value!r}")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        """A string; null counts as absent."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.refuse(name, f"must be a string, found {value!r}")
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        """A list of strings; empty if absent."""
-        value = self.values.get(name)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise self.refuse(name, f"must be a list of strings, found {value!r}")
-        return value
-
-    def inner(self, name: str) -> ConfigReader:
-        """An object; empty if absent."""
-        value = self.values.get(name)
-        value = {} if value is None else value
-        if not isinstance(value, Mapping):
-            raise self.refuse(name, f"must be an object, found {value!r}")
-        return ConfigReader(value, f"{self.path}{name}.")
+def decoder(
+    fields: ConfigReader,
+    blocks: tuple[BlockSpec, ...],
+    *,
+    max_position: int,
+    renames: Renames,
+    tied: bool = False,
+    embedding_multiplier: float = 1.0,
+) -> DecoderSpec:
+    """The spec of these blocks.  `max_position`, `tied`: what the family assumes where the attribute is absent."""
+    refuse_unsupported(fields)
+    return DecoderSpec(
+        vocab=fields.integer("vocab_size"),
+        hidden=fields.integer("hidden_size"),
+        max_position=fields.integer("max_position_embeddings", max_position),
+        blocks=blocks,
+        norm=blocks[-1].norm,
+        tied=fields.flag("tie_word_embeddings", tied),
+        renames=renames,
+        embedding_multiplier=embedding_multiplier,
+        float8_block=float8.block_of(fields.values),
+    )
 
 
 def dense(
@@ -130,46 +96,78 @@ def dense(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
-    renames: tuple[tuple[str, str], ...] = (),
+    renames: Renames = (),
 ) -> DecoderSpec:
-    """The spec of a dense family.
+    """The spec of a family whose blocks differ in their windows alone (0: full attention).
 
-    `kv_heads`, `head_dim`, `max_position`: what the family's config assumes where the attribute is absent
-    (None: as many as query heads; hidden size / heads).  A null num_key_value_heads means the query heads.
+    `kv_heads`, `head_dim`: as `attention` takes them; `max_position`: as `decoder` does.
     """
-    refuse_unsupported(fields)
+    norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
+    dim = head_size(fields, head_dim)
+    attend = attention(
+        fields,
+        dim=dim,
+        rope=rope(fields, dim, fields.integer("max_position_embeddings", max_position)),
+        kv_heads=kv_heads,
+        qk_norm=norm if qk_norm else None,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+    )
+    feed_forward = mlp(fields, "hidden_act", "silu", bias=mlp_bias)
+    blocks = tuple(BlockSpec(windowed(attend, window), feed_forward, norm) for window in windows)
+    return decoder(fields, blocks, max_position=max_position, renames=renames)
+
+
+def head_size(fields: ConfigReader, absent: int | None = None) -> int:
+    """Elements of a head; `absent`: where the config has no head_dim, None: hidden size / heads."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    dim = fields.integer("head_dim", absent or max(1, hidden // heads))
+    if dim % 2:
+        raise fields.refuse("head_dim", f"must be even, found {dim}")
+    return dim
+
+
+def attention(
+    fields: ConfigReader,
+    *,
+    dim: int,
+    rope: RopeSpec,
+    kv_heads: int | None = None,
+    scale: float | None = None,
+    qk_norm: NormSpec | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+) -> AttentionSpec:
+    """Full attention.  `kv_heads`: where the config has no num_key_value_heads, None: as many as query heads, which is
+    also what null means.  `scale` None: dim ** -0.5."""
+    heads = fields.integer("num_attention_heads")
     absent = "num_key_value_heads" not in fields.values
     kv_heads = fields.integer("num_key_value_heads", kv_heads if absent and kv_heads else heads)
     if heads % kv_heads:
         raise fields.refuse("num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}")
-    dim = fields.integer("head_dim", head_dim or max(1, hidden // heads))
-    if dim % 2:
-        raise fields.refuse("head_dim", f"must be even, found {dim}")
-    name = fields.text("hidden_act", "silu")
-    if name not in ACTIVATIONS:
-        raise fields.refuse("hidden_act", f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
-    max_position = fields.integer("max_position_embeddings", max_position)
-    return DecoderSpec(
-        vocab=fields.integer("vocab_size"),
-        hidden=hidden,
-        inner=fields.integer("intermediate_size"),
+    return AttentionSpec(
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[name],
-        rope=rope(fields, dim, max_position),
-        max_position=max_position,
-        windows=windows,
-        tied=fields.flag("tie_word_embeddings"),
+        dim=dim,
+        scale=dim**-0.5 if scale is None else scale,
+        rope=rope,
+        qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        renames=renames,
-        float8_block=float8.block_of(fields.values),
     )
+
+
+def windowed(spec: AttentionSpec, window: int) -> AttentionSpec:
+    """The same with a window; 0: full attention."""
+    return replace(spec, kind="window", window=window) if window else spec
+
+
+def mlp(fields: ConfigReader, attribute: str, absent: str, *, bias: bool = False) -> MLPSpec:
+    """`attribute` names the activation; `absent`: where the config does not."""
+    name = fields.text(attribute, absent)
+    if name not in ACTIVATIONS:
+        raise fields.refuse(attribute, f"{name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
+    return MLPSpec(fields.integer("intermediate_size"), ACTIVATIONS[name], bias)
 
 
 def refuse_unsupported(fields: ConfigReader) -> None:

@@ -60,8 +60,8 @@ def layout(
     if limit < context_bytes:
         fits = limit // block_bytes * block_size
         raise StartError(
-            f"the KV cache of one request of max_model_len {max_model_len} needs {context_bytes} bytes, but only {limit} "
-            f"({why}) may be used; raise --kv-cache-memory-bytes to at least {context_bytes}"
+            f"the KV cache of one request of max_model_len {max_model_len} needs {context_bytes} bytes, but only "
+            f"{limit} ({why}) may be used; raise --kv-cache-memory-bytes to at least {context_bytes}"
             + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
         )
     blocks = limit // block_bytes
