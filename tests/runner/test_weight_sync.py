@@ -27,7 +27,7 @@ from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.staging import is_finite
+from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums

@@ -1,10 +1,9 @@
 """A linear layer whose rows come from one or several checkpoint tensors.
 
-q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
-ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
-the last one is there, and keeps only the packed form; shards that are stored as float8 it joins as they are, where the
-method takes them and they are alike.  Adapters add to the output of shards.  It must not know file formats or what its
-shards mean.
+q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product ends in
+the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when the last
+one is there, and keeps only the packed form.  Shards that the method accepts as they are stored are packed so, if they
+can be joined.  Adapters add to the output of shards.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.lora import LoraSlots
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, Scaled
-from tokserve.layers.quant import Float8, Packed, gated
+from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.quant import Packed, gated
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -50,18 +49,19 @@ class Linear:
         self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
-        self._scaled: dict[str, Scaled] = {}  # shards that are stored as float8, while loading
+        self._stored: dict[str, StoredWeight] = {}  # shards as they are stored, while loading
 
     def parameters(self) -> dict[str, Parameter]:
         """`<shard>.weight` and, with a bias, `<shard>.bias`."""
-        found = {}
+        parameters = {}
         kept = self.quant.kept_dtype(self.dtype)
         for shard, size in self.shards.items():
-            scaled = partial(self.load_scaled, shard) if isinstance(self.quant, Float8) else None
-            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard), kept, scaled)
+            parameters[f"{shard}.weight"] = Parameter(
+                (size, self.inputs), partial(self.load, shard), kept, partial(self.load_stored, shard)
+            )
             if self.bias is not None:
-                found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard), self.dtype)
-        return found
+                parameters[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard), self.dtype)
+        return parameters
 
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight [size, inputs]; the last one packs the layer."""
@@ -76,30 +76,32 @@ class Linear:
         if not self._awaited:
             self.packed = self.pack(self._weight)
             self._weight = None
-        elif self._awaited == self._scaled.keys():
+        elif self._awaited == self._stored.keys():
             self._load_dense()
 
-    def load_scaled(self, shard: str, weight: Scaled) -> None:
-        """Take a shard's weight [size, inputs] that is stored as float8; the last one packs the layer.
+    def load_stored(self, shard: str, weight: StoredWeight) -> None:
+        """Take a shard's weight [size, inputs] in the form in which it is stored; the last one packs the layer.
 
-        If all shards come so, in groups of one size that the method takes, they are kept; else what they mean is.
+        Shards that the method does not accept, or that cannot be joined with the others, become tensors of floats.
         """
-        assert isinstance(self.quant, Float8)
-        self._scaled[shard] = Scaled(weight.values.clone(), weight.scales.clone(), weight.group)
-        if self._scaled.keys() == self.shards.keys():
-            parts = [self._scaled[name] for name in self.shards]
-            if any(part.group != weight.group for part in parts) or not self.quant.takes(weight.scales, weight.group):
+        if not self.quant.accepts(weight):
+            self.load(shard, weight.dense())
+            return
+        self._stored[shard] = weight.clone()
+        if self._stored.keys() == self.shards.keys():
+            first, *others = (self._stored[name] for name in self.shards)
+            whole = first.joined(others) if others else first
+            if whole is None:
                 self._load_dense()
-                return
-            self._scaled = {}
-            values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts], 1)
-            self.packed = self.quant.pack_scaled(values, scales, weight.group)
-        elif self._awaited and self._awaited == self._scaled.keys():
+            else:
+                self._stored = {}
+                self.packed = self.pack(whole)
+        elif self._awaited and self._awaited == self._stored.keys():
             self._load_dense()
 
     def _load_dense(self) -> None:
-        scaled, self._scaled = self._scaled, {}
-        for shard, weight in scaled.items():
+        stored, self._stored = self._stored, {}
+        for shard, weight in stored.items():
             self.load(shard, weight.dense())
 
     def load_bias(self, shard: str, tensor: Tensor) -> None:
@@ -108,7 +110,7 @@ class Linear:
             raise ValueError(f"{shard} has no bias")
         _fill(self._rows(self.bias, shard), shard, tensor)
 
-    def pack(self, weight: Tensor) -> Packed:
+    def pack(self, weight: Tensor | StoredWeight) -> Packed:
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack(weight)
 
@@ -144,7 +146,7 @@ class GatedLinear(Linear):
         super().__init__(inputs, shards, options, bias=bias)
         self.activation = activation
 
-    def pack(self, weight: Tensor) -> Packed:
+    def pack(self, weight: Tensor | StoredWeight) -> Packed:
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack_gated(weight)
 

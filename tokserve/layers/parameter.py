@@ -7,9 +7,9 @@ dtype; loading again replaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,51 +19,51 @@ from tokserve import ops
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A weight [N,K] stored as float8 (e4m3), each `group` of a row's inputs with a scale of its own."""
-
-    values: Tensor  # [N,K] float8
-    scales: Tensor  # [G,N] float32
-    group: int
+class StoredWeight(Protocol):
+    """A weight [N,K] in the form in which a checkpoint stores it, which is not a tensor of floats."""
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """[N,K]."""
-        return self.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Of what it means."""
-        return self.scales.dtype
 
     def dense(self) -> Tensor:
-        """What it means: [N,K] float32."""
-        spread = self.scales.t().repeat_interleave(self.group, 1)
-        return self.values.float() * spread[:, : self.values.shape[1]]
+        """What it means: [N,K] of `dtype`."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it is stored in."""
+
+    def clone(self) -> StoredWeight:
+        """A copy in memory of its own."""
+
+    def joined(self, others: Sequence[StoredWeight]) -> StoredWeight | None:
+        """This weight's rows and those of the others; None: they cannot be stored as one weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`, `offset` added.
 
-    `load_scaled` takes one that is stored as float8; None: `load` is given what it means.
+    `load_stored` takes a weight as it is stored; None: `load` is given what it means.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
     dtype: torch.dtype
-    load_scaled: Callable[[Scaled], None] | None = None
+    load_stored: Callable[[StoredWeight], None] | None = None
     offset: float = 0.0
 
-    def take(self, tensor: Tensor | Scaled) -> None:
+    def take(self, weight: Tensor | StoredWeight) -> None:
         """Load it, however it is stored."""
-        if not isinstance(tensor, Scaled):
-            self.load(tensor)
-        elif self.load_scaled is None:
-            self.load(tensor.dense())
+        if isinstance(weight, Tensor):
+            self.load(weight)
+        elif self.load_stored is None:
+            self.load(weight.dense())
         else:
-            self.load_scaled(tensor)
+            self.load_stored(weight)
 
 
 def under(prefix: str, named: dict[str, T]) -> dict[str, T]:

@@ -22,6 +22,7 @@ from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.lora import LowRank
 from tokserve.models import weights
+from tokserve.models.formats.base import FLOATS
 from tokserve.models.weights import Entry
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -162,7 +163,7 @@ def _check(found: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: 
             entry = parts[part]
             if entry.shape != shape:
                 misshapen.append(f"{entry.key} (expected {list(shape)}, found {list(entry.shape)})")
-            if entry.dtype not in weights.FLOATS.values():
+            if entry.dtype not in FLOATS.values():
                 mistyped.append(f"{entry.key} ({entry.dtype})")
     problems = (
         ("for modules that adapters cannot change here", unknown),

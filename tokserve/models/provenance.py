@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tokserve.errors import Conflict, StartError
-from tokserve.models import float8, weights
+from tokserve.models import weights
+from tokserve.models.formats.pick import is_unused
 from tokserve.models.weights import Entry
 from tokserve.rl.digests import checksum, checksums
 
@@ -61,7 +62,7 @@ class Provenance:
         if self._generator is not None:
             digests |= checksums(self._generator())
         own = {name: weights.own_name(name, renames) for name in digests}
-        used = {name: digest for name, digest in digests.items() if own[name] and not float8.is_unused(own[name] or "")}
+        used = {name: digest for name, digest in digests.items() if own[name] and not is_unused(own[name] or "")}
         return used, _add_aliases(used, own) if tied else {}
 
 

@@ -15,8 +15,9 @@ from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
-from tokserve.models import float8
 from tokserve.models.config_reader import ConfigReader
+from tokserve.models.formats import pick
+from tokserve.models.formats.base import DENSE, CheckpointFormat
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu",
@@ -41,8 +42,7 @@ class DecoderSpec:
     """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
 
     `embedding_multiplier`: of the embeddings, in the model's dtype.  `renames`: (prefix in the checkpoint, prefix
-    here), applied to names that start with the first.  `float8_block`: rows and columns that share a scale in float8
-    weights that are scaled by block; None: weights are not float8.
+    here), applied to names that start with the first.  `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -53,7 +53,7 @@ class DecoderSpec:
     tied: bool
     renames: Renames
     embedding_multiplier: float = 1.0
-    float8_block: float8.Block | None = None
+    format: CheckpointFormat = DENSE
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -81,7 +81,7 @@ def decoder(
         tied=fields.flag("tie_word_embeddings", tied),
         renames=renames,
         embedding_multiplier=embedding_multiplier,
-        float8_block=float8.block_of(fields.values),
+        format=pick.checkpoint_format(fields.values),
     )
 
 
@@ -172,13 +172,7 @@ def mlp(fields: ConfigReader, attribute: str, absent: str, *, bias: bool = False
 
 def refuse_unsupported(fields: ConfigReader) -> None:
     """Raise StartError for attributes that change the arithmetic in ways not built here."""
-    for name in float8.NAMES:
-        if fields.present(name) and (why := float8.refusal(fields.values[name])):
-            raise fields.refuse(
-                name,
-                f"{why}; of quantized checkpoints those with float8 (e4m3) weights are supported, and "
-                "an unquantized one can be quantized as it loads: --quantization int8",
-            )
+    pick.refuse_unsupported(fields)
     if fields.values.get("per_layer_config"):
         raise fields.refuse("per_layer_config", "(layers of different sizes) is not supported")
     if not fields.flag("is_causal", True):

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.errors import Forbidden, RequestError
-from tokserve.models import float8
-from tokserve.models.weights import FLOATS
+from tokserve.models.formats import base as formats
 from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_HEADER = 64 << 20
-STORED = FLOATS | {float8.STORED: torch.float8_e4m3fn}
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):
@@ -225,9 +223,9 @@ def _entries(header: bytes) -> list[Declared]:
     entries: list[Declared] = []
     place = 0
     for begin, end, name, dtype, shape in sorted(rows):
-        if dtype not in STORED:
+        if dtype not in formats.DTYPES:
             raise RequestError(f"{name} is of the unsupported dtype {dtype}")
-        declared = (name, STORED[dtype], shape)
+        declared = (name, formats.DTYPES[dtype], shape)
         if any(size < 0 for size in shape) or begin != place or end - begin != num_bytes(declared):
             raise RequestError(f"the header contradicts itself at {name}")
         entries.append(declared)

@@ -22,6 +22,7 @@ from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import Group
@@ -161,13 +162,15 @@ class WeightSync:
         try:
             sources.check_files(directory, ("config.json",), allowed, field)
             hf = checkpoint.read_json(directory, "config.json") or {}
-            listed = weights.catalogue(directory, lambda files: sources.check_files(directory, files, allowed, field))
-            stamp = weights.stamp(listed)
-            found = weights.understood(listed, hf)
-            staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
-            for key, tensor in weights.stream(found):
-                staging.put(key, tensor)
-            staging.provenance.add_files(listed, stamp)
+            catalogue = weights.catalogue(
+                directory, lambda files: sources.check_files(directory, files, allowed, field)
+            )
+            stamp = weights.stamp(catalogue)
+            entries = weights.by_weight(catalogue, checkpoint_format(hf))
+            staging.announce(((name, e.shape, e.dtype) for name, e in entries.items()), whole=True)
+            for name, weight in weights.stream(entries):
+                staging.put(name, weight)
+            staging.provenance.add_files(catalogue, stamp)
         except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
         return stamp
