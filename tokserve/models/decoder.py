@@ -64,7 +64,7 @@ def rope_tables(spec: DecoderSpec, positions: int) -> list[Tensor]:  # [position
 class Decoder:
     """`options`: of the blocks; `head`: of the output head; `tables`: a rope table for each of the spec's ropes.
 
-    `float8_cache`: keys and values will be kept as float8, so scales of such a cache are used.
+    `float8_cache`: the KV cache has a narrow dtype, so scales that come with weights are used.
     """
 
     def __init__(

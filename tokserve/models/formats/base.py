@@ -51,7 +51,7 @@ class Part:
 
 
 class CheckpointFormat(Protocol):
-    """Which stored tensors form a weight, and how: a weight is stored whole, or in one part for each role in `needs`."""
+    """Which stored tensors form a weight: a weight is stored whole, or in one part for each role in `needs`."""
 
     @property
     def name(self) -> str:
