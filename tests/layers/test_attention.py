@@ -46,6 +46,23 @@ def expected(x: Tensor, w: dict[str, Tensor], window: int) -> Tensor:
     return out.reshape(TOKENS, -1) @ w["o_proj.weight"].T + w.get("o_proj.bias", zero)
 
 
+def one_row(spec: KVSpec, layer: int = 0) -> ForwardBatch:
+    """A batch of one row of all tokens, with pages for one layer."""
+    pages = -(-TOKENS // PAGE)
+    unused = (torch.empty(0), torch.empty(0))
+    cache = tuple(torch.full((pages, *shape), torch.nan) for shape in spec.shapes(PAGE))
+    positions = torch.arange(TOKENS)
+    return ForwardBatch(
+        input_ids=positions,
+        positions=positions,
+        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
+        block_tables=torch.arange(pages, dtype=torch.int32)[None],
+        slot_mapping=positions,
+        kv=[unused] * layer + [cache],
+    )
+
+
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("qkv_bias", "out_bias"), [(False, False), (True, False), (True, True)])
@@ -62,17 +79,5 @@ def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, ou
         weights[name] = torch.randn(parameter.shape, generator=generator)
         parameter.load(weights[name])
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
-    pages = -(-TOKENS // PAGE)
-    unused = (torch.empty(0), torch.empty(0))
-    cache = (torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan), torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan))
-    positions = torch.arange(TOKENS)
-    batch = ForwardBatch(
-        input_ids=positions,
-        positions=positions,
-        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
-        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        block_tables=torch.arange(pages, dtype=torch.int32)[None],
-        slot_mapping=positions,
-        kv=[unused, cache],
-    )
+    batch = one_row(block.kv_spec(), layer=1)
     torch.testing.assert_close(block(x, batch, 1, TABLE), expected(x, weights, window), atol=2e-5, rtol=1e-5)

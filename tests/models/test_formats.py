@@ -21,7 +21,6 @@ from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import StoredWeight
 from tokserve.layers.quant import FLOAT8, METHODS, UNQUANTIZED, Float8Weight, Unquantized
 from tokserve.models import load as loading
-from tokserve.models import spec as specs
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats import pick
@@ -118,8 +117,11 @@ class Sum:
     def clone(self) -> Sum:
         return Sum(self.high.clone(), self.low.clone())
 
+    def narrow(self, dim: int, start: int, length: int) -> Sum:
+        return Sum(self.high.narrow(dim, start, length), self.low.narrow(dim, start, length))
+
     def joined(self, others: Sequence[StoredWeight]) -> Sum | None:
-        sums = [self, *(other for other in others if isinstance(other, Sum))]
+        sums: list[Sum] = [self, *(other for other in others if isinstance(other, Sum))]
         return Sum(torch.cat([one.high for one in sums]), torch.cat([one.low for one in sums]))
 
 
@@ -192,8 +194,8 @@ def test_a_format_of_ones_own_loads_and_is_kept_as_it_is_stored(
     expected = logits(directory)
     rewrite(directory, halves)
     method = SumMethod()
-    monkeypatch.setattr(specs.pick, "checkpoint_format", lambda hf: Sums())
-    monkeypatch.setitem(loading.METHODS, "sums", method)
+    monkeypatch.setattr(pick, "checkpoint_format", lambda hf: Sums())
+    monkeypatch.setitem(METHODS, "sums", method)
     decoder = opened(directory, quantization="sums")
     assert torch.equal(prefill(decoder, IDS), expected)
     assert method.packed == len(decoder.named_linears())

@@ -42,18 +42,20 @@ class AttentionSpec:
 
 
 class Attention:
-    """`hidden` is the width of inputs and outputs."""
+    """`hidden` is the width of inputs and outputs.  A rank of several has its part of the heads."""
 
     def __init__(self, hidden: int, spec: AttentionSpec, options: LayerOptions) -> None:
-        self.heads, self.kv_heads, self.dim = spec.heads, spec.kv_heads, spec.dim
+        group = options.group
+        self.heads, self.kv_heads = group.share(spec.heads, "heads"), group.share(spec.kv_heads, "kv heads")
+        self.dim = spec.dim
         self.window = spec.window if spec.kind == "window" else 0
         self.scale = spec.scale
         self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
         self.dtype, width = options.dtype, spec.heads * spec.dim
         sizes = {"q_proj": width, "k_proj": spec.kv_heads * spec.dim, "v_proj": spec.kv_heads * spec.dim}
-        self.qkv = Linear(hidden, sizes, options, bias=spec.qkv_bias)
-        self.out = Linear(width, {"o_proj": hidden}, options, bias=spec.out_bias)
+        self.qkv = Linear(hidden, sizes, options, bias=spec.qkv_bias, split="column")
+        self.out = Linear(width, {"o_proj": hidden}, options, bias=spec.out_bias, split="row")
         norm = spec.qk_norm
         self.norm_eps = norm.eps if norm else 0.0
         self.q_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None

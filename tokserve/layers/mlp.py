@@ -25,8 +25,8 @@ class GatedMLP:
 
     def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
         shards = {"gate_proj": spec.inner, "up_proj": spec.inner}
-        self.gate_up = GatedLinear(hidden, shards, spec.activation, options, bias=spec.bias)
-        self.down = Linear(spec.inner, {"down_proj": hidden}, options, bias=spec.bias)
+        self.gate_up = GatedLinear(hidden, shards, spec.activation, options, bias=spec.bias, split="column")
+        self.down = Linear(spec.inner, {"down_proj": hidden}, options, bias=spec.bias, split="row")
 
     def linears(self) -> dict[str, Linear]:
         """The projections by name."""

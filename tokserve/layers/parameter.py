@@ -39,6 +39,9 @@ class StoredWeight(Protocol):
     def clone(self) -> StoredWeight:
         """A copy in memory of its own."""
 
+    def narrow(self, dim: int, start: int, length: int) -> Tensor | StoredWeight:
+        """`length` rows (`dim` 0) or columns (1) from `start` on; it may share this weight's memory."""
+
     def joined(self, others: Sequence[StoredWeight]) -> StoredWeight | None:
         """This weight's rows and those of the others; None: they cannot be stored as one weight."""
 
@@ -47,6 +50,7 @@ class StoredWeight(Protocol):
 class Parameter:
     """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`, `offset` added.
 
+    `shape` is the checkpoint's: a rank of several loads its part of the tensor.
     `load_stored` takes a weight as it is stored; None: `load` is given what it means.
     """
 

@@ -137,6 +137,18 @@ class Float8Weight:
         """A copy in memory of its own."""
         return Float8Weight(self.values.clone(), self.scales.clone(), self.group)
 
+    def narrow(self, dim: int, start: int, length: int) -> Tensor | Float8Weight:
+        """A part, with its scales; a tensor of floats if it begins or ends within a group."""
+        values = self.values.narrow(dim, start, length)
+        if dim == 0:
+            return Float8Weight(values, self.scales.narrow(1, start, length), self.group)
+        if len(self.scales) == 1:
+            return Float8Weight(values, self.scales, length)
+        end = start + length
+        if start % self.group or (end % self.group and end != self.shape[1]):
+            return self.dense().narrow(1, start, length)
+        return Float8Weight(values, self.scales[start // self.group : -(-end // self.group)], self.group)
+
     def joined(self, others: Sequence[StoredWeight]) -> Float8Weight | None:
         """All rows in one weight; None unless all are float8 in groups of one size."""
         weights = [self, *(other for other in others if isinstance(other, Float8Weight) and other.group == self.group)]
