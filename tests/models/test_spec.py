@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from tokserve.errors import StartError
+from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.dummy import FAMILIES, tiny_config
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
@@ -35,7 +36,7 @@ def theirs(hf: dict[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES.keys() - {"gemma3_text"})
 def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 40}
     architecture = tiny_config(family)["architectures"]
@@ -78,6 +79,47 @@ def test_window_everywhere() -> None:
     assert windows(spec_of("mistral", sliding_window=None)) == list((0, 0, 0))
     assert windows(spec_of("mistral", sliding_window=ABSENT)) == list((4096,) * 3)
     assert windows(spec_of("llama", sliding_window=7)) == list((0, 0, 0))
+
+
+def gemma(**attributes: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 14}
+    return (
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_attention_heads": 8}
+        | sizes
+        | attributes
+    )
+
+
+BY_TYPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5},
+    "sliding_attention": {"rope_type": "default"},
+}
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"rope_theta": 5e5, "rope_local_base_freq": 9e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_theta": 5e5, "rope_local_base_freq": 9e3, "rope_scaling": None, "sliding_window_pattern": 3},
+        {"rope_parameters": BY_TYPE, "layer_types": ["full_attention"] * 7 + ["sliding_attention"] * 7},
+        {"query_pre_attn_scalar": 100, "head_dim": 32, "sliding_window": 16, "tie_word_embeddings": False},
+    ],
+)
+def test_gemma_reads_what_transformers_reads(attributes: dict[str, Any]) -> None:
+    hf = gemma(**attributes)
+    expected, spec = theirs(hf), decoder_spec(hf)
+    assert (spec.tied, spec.max_position) == (expected.tie_word_embeddings, expected.max_position_embeddings)
+    assert spec.embedding_multiplier == expected.hidden_size**0.5
+    for block, kind in zip(spec.blocks, expected.layer_types, strict=True):
+        attention, rope = block.attention, expected.rope_parameters[kind]
+        assert (attention.kv_heads, attention.dim) == (expected.num_key_value_heads, expected.head_dim)
+        assert attention.scale == expected.query_pre_attn_scalar**-0.5
+        assert attention.window == (expected.sliding_window if kind == "sliding_attention" else 0)
+        assert (attention.rope.kind, attention.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+        assert attention.rope.factor == rope.get("factor", 1.0)
+        assert block.norm == attention.qk_norm == NormSpec(expected.rms_norm_eps, offset=1.0) and block.post_norms
+        assert block.mlp.activation == "gelu_tanh"
 
 
 ROPES: list[dict[str, Any]] = [
@@ -165,6 +207,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
         "rope_theta must not be 1 with yarn",
     ),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ("gemma3_text", {"hidden_activation": "relu2"}, "hidden_activation 'relu2' is not supported"),
     ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, found 0"),
 ]
 

@@ -34,7 +34,7 @@ class ForwardBatch:
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
     `logits_rows`: the tokens whose hidden states are needed; for the others the last layer computes keys and values
     only.  None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
-    `embeds`: tokens whose embeddings are given, not looked up.
+    `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     """
 
     input_ids: Tensor  # [T] int64

@@ -156,6 +156,9 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual, last = self.embedding(batch.input_ids), len(self.blocks) - 1
+        if batch.embeds is not None:
+            rows, embeddings = batch.embeds
+            residual.index_copy_(0, rows, embeddings.to(residual.dtype))
         x = self.blocks[0].attention_norm(residual)
         for layer, (block, following, table) in enumerate(self._layers):
             logits_rows = batch.logits_rows if layer == last else None

@@ -28,14 +28,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False, "attention_bias": False}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
 }
 
 GAINS = {"lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.6, "down_proj": 1.6}
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny model of `family` (llama, mistral, qwen2, qwen3); `changes` replace attributes."""
-    architecture, own = FAMILIES[family]
+    """config.json of a tiny model of one of the `FAMILIES`; `changes` replace attributes."""
+    architecture, attributes = FAMILIES[family]
     common: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family,
@@ -56,7 +70,7 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": "float32",
     }
-    return common | own | changes
+    return common | attributes | changes
 
 
 def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:

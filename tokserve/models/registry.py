@@ -14,6 +14,7 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
     "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",

@@ -7,7 +7,6 @@ arithmetic in a way not built here is refused, because ignoring it would give ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tokserve.layers.attention import AttentionSpec
@@ -18,12 +17,12 @@ from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import pick
 from tokserve.models.formats.base import DENSE, CheckpointFormat
+from tokserve.models.rope_config import rope
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 Renames = tuple[tuple[str, str], ...]
 
 
@@ -186,17 +185,21 @@ def no_windows(fields: ConfigReader) -> tuple[int, ...]:
 
 def window_everywhere(fields: ConfigReader, absent: int) -> tuple[int, ...]:
     """`sliding_window` in every layer."""
-    return (_window(fields, absent),) * fields.integer("num_hidden_layers")
+    return (window_size(fields, absent),) * fields.integer("num_hidden_layers")
 
 
 def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tuple[int, ...]:
     """By `layer_types`, or else from layer `max_window_layers` on; none unless `use_sliding_window`."""
-    layers = fields.integer("num_hidden_layers")
-    window = _window(fields, absent) if fields.flag("use_sliding_window") else 0
-    if not fields.present("layer_types"):
-        first = fields.integer("max_window_layers", full_layers, minimum=0)
-        return tuple(window if layer >= first else 0 for layer in range(layers))
-    types = fields.texts("layer_types")
+    window = window_size(fields, absent) if fields.flag("use_sliding_window") else 0
+    if fields.present("layer_types"):
+        return windows_by_type(fields, window)
+    first = fields.integer("max_window_layers", full_layers, minimum=0)
+    return tuple(window if layer >= first else 0 for layer in range(fields.integer("num_hidden_layers")))
+
+
+def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
+    """By `layer_types`, which must be present."""
+    types, layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
     if len(types) != layers:
         raise fields.refuse("layer_types", f"has {len(types)} entries for {layers} layers")
     unknown = sorted(set(types) - {"full_attention", "attention", "sliding_attention"})
@@ -207,61 +210,7 @@ def windows_by_layer(fields: ConfigReader, absent: int, full_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _window(fields: ConfigReader, absent: int) -> int:
+def window_size(fields: ConfigReader, absent: int) -> int:
+    """`sliding_window`; 0 for null."""
     null = "sliding_window" in fields.values and not fields.present("sliding_window")
     return 0 if null else fields.integer("sliding_window", absent)
-
-
-def rope(fields: ConfigReader, dim: int, max_position: int) -> RopeSpec:
-    """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside."""
-    given = fields.inner("rope_scaling")
-    if not given.values:
-        given = fields.inner("rope_parameters")
-    nested = [name for name, value in given.values.items() if isinstance(value, Mapping)]
-    if nested:
-        raise given.refuse(nested[0], "(rope parameters by layer type) is not supported by this architecture")
-    if given.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise given.refuse("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
-    kind = given.text("rope_type", given.text("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise given.refuse("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
-    theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if kind == "default":
-        return RopeSpec(dim, theta)
-    if kind == "linear":
-        return RopeSpec(dim, theta, "linear", factor=given.number("factor"))
-    if kind == "dynamic":
-        if dim < 4:
-            raise fields.refuse("head_dim", f"must be 4 or more with dynamic rope, found {dim}")
-        return RopeSpec(dim, theta, "dynamic", factor=given.number("factor"), original=max_position)
-    before = "original_max_position_embeddings"
-    original = fields.integer(before, given.integer(before, max_position))
-    if kind == "llama3":
-        return _llama3(given, dim, theta, original)
-    return _yarn(given, dim, theta, original, max_position)
-
-
-def _llama3(given: ConfigReader, dim: int, theta: float, original: int) -> RopeSpec:
-    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
-    if high <= low:
-        raise given.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
-    return RopeSpec(
-        dim, theta, "llama3", given.number("factor"), original, low_freq_factor=low, high_freq_factor=high
-    )  # fmt: skip
-
-
-def _yarn(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
-    def optional(name: str) -> float:
-        return given.number(name) if given.values.get(name) else 0.0
-
-    if theta == 1.0:
-        raise given.refuse("rope_theta", "must not be 1 with yarn")
-    return RopeSpec(
-        dim, theta, "yarn", given.number("factor", max_position / original), original,
-        beta_fast=optional("beta_fast") or 32.0,
-        beta_slow=optional("beta_slow") or 1.0,
-        truncate=given.flag("truncate", True),
-        attention_factor=given.number("attention_factor") if given.present("attention_factor") else None,
-        mscale=optional("mscale"),
-        mscale_all_dim=optional("mscale_all_dim"),
-    )  # fmt: skip
