@@ -1,7 +1,7 @@
 """Token embedding and output head.
 
 Both hold a [vocabulary, hidden] weight packed for the linear op, which tied models share: the embedding takes rows
-out of it.  Logits leave here as float32 always.
+out of it.  Logits are float32.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def load(
         return decoder
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
-    entries = weights.own_names(catalogue, spec.renames)
+    entries = weights.with_model_names(catalogue, spec.renames)
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
     native = spec.format.native_method(entries)

@@ -56,22 +56,22 @@ class Staging:
         seen: set[str | Part] = set()
         twice = []
         for name, shape, dtype in tensors:
-            own = self._own(name)
-            if own is None:
+            target = self._model_name(name)
+            if target is None:
                 continue
             entry = Entry(Path(), name, shape, dtype)
-            part = Part(own) if whole else self._format.part(own, entry)
-            if not seen.isdisjoint((own, part)) or not self._received.isdisjoint((own, part)):
+            part = Part(target) if whole else self._format.part(target, entry)
+            if not seen.isdisjoint((target, part)) or not self._received.isdisjoint((target, part)):
                 twice.append(name)
-            seen |= {own, part}
-            if own in self._cache_scale_names:
+            seen |= {target, part}
+            if target in self._cache_scale_names:
                 continue
             if part.role == WHOLE:
-                entries[own] = entry
+                entries[target] = entry
             elif part.weight not in self._known or not self._format.fits(
                 part.role, entry, self._known[part.weight].shape
             ):
-                entries[own] = replace(entry, dtype=torch.float32)  # its dtype is right for its role
+                entries[target] = replace(entry, dtype=torch.float32)  # its dtype is right for its role
         problems = weights.misfits(entries, self._known, complete=False)
         if twice:
             problems.append(weights.counted("sent twice", twice))
@@ -82,12 +82,12 @@ class Staging:
     def push(self, name: str, tensor: Tensor) -> None:
         """Take a pushed tensor (a copy is made) and record its checksum."""
         self.announce([(name, tuple(tensor.shape), tensor.dtype)])
-        own = self._own(name)
-        if own is not None:
-            part = self._format.part(own, tensor)
+        target = self._model_name(name)
+        if target is not None:
+            part = self._format.part(target, tensor)
             self._receive(name, part, (tensor,))
             if part.role == WHOLE:
-                self._take(own, tensor)
+                self._take(target, tensor)
             else:
                 self._collect(part, tensor)
         self.provenance.add_pushed(name, tensor)
@@ -95,13 +95,13 @@ class Staging:
     def put(self, name: str, weight: Tensor | StoredWeight) -> None:
         """Take a whole weight (a copy is made); the caller records in `provenance` where it came from."""
         self.announce([(name, tuple(weight.shape), weight.dtype)], whole=True)
-        own = self._own(name)
-        if own is not None:
-            self._receive(name, Part(own), (weight,) if isinstance(weight, Tensor) else weight.tensors())
-            self._take(own, weight)
+        target = self._model_name(name)
+        if target is not None:
+            self._receive(name, Part(target), (weight,) if isinstance(weight, Tensor) else weight.tensors())
+            self._take(target, weight)
 
     def _receive(self, name: str, part: Part, tensors: tuple[Tensor, ...]) -> None:
-        self._received |= {self._own(name) or name, part}
+        self._received |= {self._model_name(name) or name, part}
         if self._check_finite and not all(is_finite(tensor, self._decoder.dtype) for tensor in tensors):
             self._not_finite.append(name)
 
@@ -114,16 +114,16 @@ class Staging:
             self._received.add(part.weight)
             self._take(part.weight, self._format.assemble(parts))
 
-    def _take(self, own: str, weight: Tensor | StoredWeight) -> None:
-        if own in self._cache_scale_names:
-            self._cache_scales[own] = _dense(weight).clone()
-        elif self._decoder.spec.tied and own in (EMBEDDING, HEAD):
+    def _take(self, target: str, weight: Tensor | StoredWeight) -> None:
+        if target in self._cache_scale_names:
+            self._cache_scales[target] = _dense(weight).clone()
+        elif self._decoder.spec.tied and target in (EMBEDDING, HEAD):
             tensor = _dense(weight)
             if not self._shared:
                 self._parameters[EMBEDDING].load(tensor)
-            self._shared[own] = self._digest(tensor)
+            self._shared[target] = self._digest(tensor)
         else:
-            self._parameters[own].take(weight)
+            self._parameters[target].take(weight)
 
     def finish(self) -> Decoder:
         """The decoder with all its weights."""
@@ -151,10 +151,10 @@ class Staging:
                 raise RequestError(str(error)) from None
         return self._decoder
 
-    def _own(self, name: str) -> str | None:
+    def _model_name(self, name: str) -> str | None:
         """The model's name for a tensor; None for one that the model does not take."""
-        own = weights.own_name(name, self._decoder.spec.renames)
-        return None if own is None or self._format.is_unused(own) else own
+        target = weights.model_name(name, self._decoder.spec.renames)
+        return None if target is None or self._format.is_unused(target) else target
 
     def _digest(self, tensor: Tensor) -> bytes:
         plain = tensor.detach().to("cpu", self._decoder.dtype).contiguous()

@@ -102,22 +102,22 @@ def stamp(entries: Mapping[str, Entry]) -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
-def own_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
+def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     """The model's name for a checkpoint's tensor; None for one that no model takes."""
     if name.endswith(IGNORED):
         return None
     return next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
 
 
-def own_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
+def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
     """The catalogue under the model's names."""
     named: dict[str, Entry] = {}
     for name, entry in entries.items():
-        own = own_name(name, renames)
-        if own in named:
-            raise StartError(f"{entry.file.parent} holds {own} twice, as {named[own].key} and {entry.key}")
-        if own is not None:
-            named[own] = entry
+        target = model_name(name, renames)
+        if target in named:
+            raise StartError(f"{entry.file.parent} holds {target} twice, as {named[target].key} and {entry.key}")
+        if target is not None:
+            named[target] = entry
     return named
 
 
