@@ -195,7 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     # for the front end
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    stop: list[str] | str = []
+    stop: str | list[str] = []
     bad_words: list[str] = []
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -349,7 +349,7 @@ def _check_integer(field: str, value: int, meta: Meta) -> None:
         _refuse(field, f"must be at least {meta.ge}, got {value}")
     if meta.le is not None and not -meta.le - 1 <= value <= meta.le:
         if meta.le in (INT32_MAX, INT64_MAX):
-            _refuse(field, f"must fit in {int(meta.le).bit_length() + 1} signed bits")
+            _refuse(field, f"must fit in {int(meta.le).bit_length() + 1} bits")
         _refuse(field, f"must be at most {meta.le}, got {value}")
 
 

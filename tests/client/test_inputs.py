@@ -319,11 +319,11 @@ def test_ranges_have_one_declaration() -> None:
         ),
         (asked(top_k=-2), "top_k must be at least -1, got -2"),
         (asked(n=1025), "n must be at most 1024, got 1025"),
-        (asked(seed=1 << 63), "seed must fit in 64 signed bits"),
+        (asked(seed=1 << 63), "seed must fit in 64 bits"),
         (asked(logprob_token_ids=[]), "logprob_token_ids must have 1 to 128 ids, got 0"),
         (asked(allowed_token_ids=[]), "allowed_token_ids must not be empty"),
         (ask([1], cache_salt="x" * 129), "cache_salt must have 1 to 128 characters, got 129"),
         (ask([1], group_id=""), "group_id must have 1 to 256 characters, got 0"),
-        (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 signed bits"),
+        (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 bits"),
     ):
         assert refusal(request).message == words

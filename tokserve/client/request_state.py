@@ -180,6 +180,7 @@ class RequestState:
     ) -> None:  # fmt: skip
         self.request_id = request_id
         self.prompt = prompt
+        self.prompt_len = len(prompt.ids) // 4
         self.seed = seed
         self.choices = choices
         self.engine_requests = engine_requests

@@ -42,7 +42,7 @@ class Stream:
         self.request_id = state.request_id
         self.seed = state.seed
         self.num_choices = len(state.choices)
-        self.prompt_len = len(state.prompt.ids) // 4
+        self.prompt_len = state.prompt_len
         self.take = state.take  # bound here: a call less per delta
         self.listen = state.listen
 
