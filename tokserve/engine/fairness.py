@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tokserve.engine.queue import Policy, Queue
 from tokserve.engine.request import Request
@@ -48,6 +48,15 @@ class Shares:
     def left(self, request: Request) -> None:
         """A request gave up its slot."""
         _subtract(self.running, request.share)
+
+    def in_turns(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests of all clients in turns; of one client, the one whose last step is longest ago first."""
+        turns: Counter[str] = Counter()
+        order: list[tuple[int, Request]] = []
+        for request in sorted(requests, key=lambda request: request.last_step):
+            order.append((turns[request.share], request))
+            turns[request.share] += 1
+        return [request for _, request in sorted(order, key=lambda entry: entry[0])]
 
     def rank(self, share: str) -> tuple[int, int]:
         """The lowest is next."""

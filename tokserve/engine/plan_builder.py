@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,12 +25,15 @@ class ScheduledRow:
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A planned step whose result is not here yet.  `future`: its result, once it is sampled from."""
+    """A planned step whose result is not here yet.  `planned`: when, by the caller's clock.  `future`: its result, once
+    it is sampled from."""
 
     step: int
     rows: list[ScheduledRow]
     weight_version: str
     num_new: int
+    num_tokens: int
+    planned: float
     future: Future[StepResult] | None = None
     grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
 
@@ -73,9 +77,24 @@ class PlanBuilder:
     """A plan being made.  `short`: blocks are or were missing in this step, so no request is admitted."""
 
     budget: int
+    shares: dict[str, int]  # tokens that each client may still have
     rows: list[ScheduledRow] = field(default_factory=list)
     new: list[NewRow] = field(default_factory=list)
     short: bool = False
+
+    @classmethod
+    def of(cls, budget: int, clients: Collection[str]) -> PlanBuilder:
+        """An empty plan, whose budget the clients share equally."""
+        return cls(budget, dict.fromkeys(clients, max(1, budget // max(1, len(clients)))))
+
+    @property
+    def contended(self) -> bool:
+        """Several clients have requests."""
+        return len(self.shares) > 1
+
+    def allowed(self, request: Request) -> int:
+        """Tokens that a request may have of its client's share."""
+        return min(self.budget, self.shares[request.share])
 
     def add(self, request: Request, num_tokens: int) -> None:
         """A row for a request."""
@@ -90,6 +109,7 @@ class PlanBuilder:
         is_last = request.num_computed + row.num_tokens == request.num_tokens
         row.num_logits = int(is_last and not request.pooling)
         self.budget -= num_tokens
+        self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
     def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
         """Drafts in a row that samples."""
@@ -106,7 +126,7 @@ class PlanBuilder:
                 self.budget += row.num_tokens
                 return
 
-    def build(self, step: int, freed: list[int], weight_version: str) -> tuple[StepPlan, InFlightStep]:
+    def build(self, step: int, freed: list[int], weight_version: str, now: float) -> tuple[StepPlan, InFlightStep]:
         """The plan, whose positions and tokens count as computed and in flight from here on; `freed`: slots."""
         rows = self.rows
         if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
@@ -122,6 +142,7 @@ class PlanBuilder:
             request.num_in_flight += row.num_logits
             request.is_decoding = request.is_decoding or row.num_logits > 0
             request.steps_in_flight += 1
+            request.last_step = step
         plan = StepPlan(
             step=step,
             slots=np.array([row.request.slot for row in rows], np.int32),
@@ -134,4 +155,4 @@ class PlanBuilder:
             blocks=blocks,
             freed=freed,
         )
-        return plan, InFlightStep(step, rows, weight_version, len(self.new))
+        return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(row.num_tokens for row in rows), now)

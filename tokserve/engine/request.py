@@ -80,6 +80,7 @@ class Request:
         self.num_settled = 0  # positions whose computation is known to stay
         self.num_in_flight = 0  # tokens that steps in flight sample, at most
         self.steps_in_flight = 0  # that mention it
+        self.last_step = -1  # the newest step with a row of it
         self.blocks_sent = 0  # entries of the block table that the device has
         self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
         self.withheld = False  # a step in flight must not sample for it

@@ -17,6 +17,7 @@ from tokserve.engine.columns import PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
+from tokserve.engine.pace import StepPace
 from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
@@ -62,6 +63,8 @@ class Scheduler:
         self._freed: list[int] = []  # slots freed since the last plan
         self._leaving: set[Request] = set()  # have a slot until a step in flight is answered
         self._step = 0
+        self._pace = StepPace()
+        self._answered = 0.0  # when the last result came
 
     @property
     def num_waiting(self) -> int:
@@ -157,14 +160,17 @@ class Scheduler:
             builder = self._build(now)
         if not builder.rows:
             return None
-        plan, step = builder.build(self._step, self._freed, self.weights.version)
+        plan, step = builder.build(self._step, self._freed, self.weights.version, now)
         self.in_flight.append(step)
         self._step += 1
         self._freed = []
         return plan
 
     def _build(self, now: float) -> PlanBuilder:
-        builder = PlanBuilder(self._config.max_num_batched_tokens)
+        budget = limit = self._config.max_num_batched_tokens
+        if len(self.shares.present) > 1:
+            budget = min(limit, max(len(self.shares.present), self._pace.max_tokens(limit)))
+        builder = PlanBuilder.of(budget, self.shares.present)
         self._deferred = 0
         self._continue(builder)
         if not builder.short:
@@ -176,40 +182,41 @@ class Scheduler:
         return builder
 
     def _continue(self, builder: PlanBuilder) -> None:
-        """Rows for running requests: those that lack one token first, so that no prompt delays them.  Prompts of a
-        client take at most its share of what is left, so that other clients' requests can be admitted."""
+        """Rows for running requests: those that lack one token first, so that no prompt delays them.  A client gets at
+        most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
-        for request in list(self._running):
+        for request in self.shares.in_turns(self._running) if builder.contended else list(self._running):
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
             if request.prompt_missing:
                 prompts.append(request)
-            elif self._is_idle(request):
-                continue
-            elif request.num_tokens < request.limit and builder.budget and self._make_room(request, builder):
+            elif self._may_decode(request) and builder.allowed(request) and self._make_room(request, builder):
                 builder.add(request, 1)
-        shares = dict.fromkeys(self.shares.present, max(1, builder.budget // max(1, len(self.shares.present))))
         for request in prompts:
-            budget = min(builder.budget, shares[request.share])
-            if request.state is State.RUNNING and budget:
-                count = self._chunk(request, budget)
-                builder.add(request, count)
-                shares[request.share] -= count
+            if request.state is State.RUNNING and builder.allowed(request):
+                builder.add(request, self._chunk(request, builder.allowed(request)))
 
     def _fill(self, builder: PlanBuilder) -> None:
-        """Give what is left of the budget to prompts that were cut to their client's share."""
-        if not builder.budget or len(self.shares.present) < 2:
+        """Give what is left of the budget to requests that exceed their client's share."""
+        if not (builder.budget and builder.contended):
             return
         rows = {row.request: row for row in builder.rows}
-        for request in self._running:
+        for request in self.shares.in_turns(self._running):
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
-            if request.prompt_missing > count and request.is_ready_to_sample and builder.budget:
+            if not builder.budget or request.state is not State.RUNNING or not request.is_ready_to_sample:
+                continue
+            if request.prompt_missing:
                 more = self._chunk(request, count + builder.budget) - count
                 if row is None:
                     builder.add(request, more)
                 elif more > 0:
                     builder.extend(row, more)
+            elif row is None and not builder.short and self._may_decode(request) and self._make_room(request, builder):
+                builder.add(request, 1)
+
+    def _may_decode(self, request: Request) -> bool:
+        return request.num_tokens < request.limit and not self._is_idle(request)
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
         """Propose drafts for rows that sample, with what is left of the budget and without preempting."""
@@ -314,7 +321,7 @@ class Scheduler:
             elif self._cache.allocate(request.table, request.tokens, hits, reserve=len(self._running)):
                 self._assign_slot(request, hits, now)
                 builder.new.append(request.new_row())
-                builder.add(request, self._chunk(request, builder.budget))
+                builder.add(request, self._chunk(request, max(1, builder.allowed(request))))
             else:
                 builder.short = True
 
@@ -342,6 +349,8 @@ class Scheduler:
         if step.step != result.step:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
+        self._pace.record(step.num_tokens, now - max(step.planned, self._answered))
+        self._answered = now
         counts, token_ids, status = result.counts.tolist(), result.token_ids.tolist(), result.status.tolist()
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
         requests = []

@@ -1,0 +1,120 @@
+"""Tokens of a step while several clients are served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tokserve.engine.pace import MAX_SLOWDOWN, SMALL, StepPace
+from tokserve.plan import StepPlan
+
+
+def measured(fixed: float, per_token: float, *sizes: int) -> StepPace:
+    pace = StepPace()
+    for size in sizes:
+        for _ in range(50):
+            pace.record(size, fixed + per_token * size)
+    return pace
+
+
+def test_nothing_measured_is_no_bound() -> None:
+    assert StepPace().max_tokens(2048) == 2048
+
+
+def test_a_clock_that_stands_still_is_no_bound() -> None:
+    assert measured(0.0, 0.0, 1, 64, 2048).max_tokens(2048) == 2048
+
+
+def test_without_a_small_step_the_next_is_small() -> None:
+    assert measured(0.001, 0.0001, 64, 2048).max_tokens(2048) == SMALL
+
+
+def test_the_bound_is_a_multiple_of_a_small_step() -> None:
+    fixed, per_token = 0.001, 0.0001
+    pace = measured(fixed, per_token, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+    tokens = pace.max_tokens(2048)
+    assert SMALL <= tokens < 64
+    assert fixed + per_token * tokens <= MAX_SLOWDOWN * (fixed + per_token) * 1.05
+
+
+def test_where_a_token_costs_little_the_step_may_be_large() -> None:
+    assert measured(0.03, 0.00001, 1, 8, 64, 256, 2048).max_tokens(2048) == 2048
+
+
+def test_no_bound_is_below_the_smallest() -> None:
+    assert measured(0.0, 0.001, 1, 2, 4, 8, 16, 32).max_tokens(2048) == SMALL
+    assert measured(0.0, 0.001, 1, 2, 4, 8, 16, 32).max_tokens(4) == 4
+
+
+class TimedEngine(Engine):
+    """An engine whose steps take a second, and a tenth of that for each token."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        forward = self.executor.forward
+
+        def timed(plan: StepPlan) -> None:
+            self.clock.now += 1.0 + 0.1 * int(plan.num_tokens.sum())
+            forward(plan)
+
+        self.executor.forward = timed  # type: ignore[method-assign]
+
+
+def loaded(**options: Any) -> TimedEngine:
+    """An engine that knows small steps, with 40 decoding requests and long prompts of one client."""
+    engine = TimedEngine(
+        num_blocks=1200,
+        context=256,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        **options,
+    )
+    engine.add("first", [3], max_tokens=30, ignore_eos=True, client="light")
+    engine.run()
+    for i in range(40):
+        engine.add(f"h{i}", [3, i % 20], max_tokens=200, ignore_eos=True, client="heavy", seed=i)
+    engine.steps(10)
+    for i in range(4):
+        engine.add(f"p{i}", [i % 20] * 200, max_tokens=2, ignore_eos=True, client="heavy", seed=i)
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_are_short_while_a_second_client_is_served(depth: int) -> None:
+    engine = loaded(depth=depth)
+    before = len(engine.executor.plans)
+    engine.add("light", [5, 6, 7], max_tokens=20, ignore_eos=True, client="light")
+    slot = None
+    rows, largest = 0, 0
+    while not engine.received.get("light") or engine.received["light"].finish is None:
+        engine.step()
+    for plan in engine.executor.plans[before:]:
+        entered = [row.slot for row in plan.new if row.request_id == "light"]
+        slot = entered[0] if entered else slot
+        rows += slot in plan.slots.tolist()
+        if slot is not None:
+            largest = max(largest, int(plan.num_tokens.sum()))
+    assert 20 <= rows <= 20 + depth, "a step left the light client out"
+    assert SMALL <= largest <= 32, "512 may be computed in a step, but 3 times the time of a small one is less"
+    engine.run()
+    for request_id in engine.requests:
+        engine.check_complete(request_id)
+
+
+def test_the_heavy_client_takes_turns_among_its_own_requests() -> None:
+    engine = loaded()
+    before = len(engine.executor.plans)
+    engine.add("light", [5, 6, 7], max_tokens=40, ignore_eos=True, client="light")
+    engine.steps(40)
+    steps = Counter(slot for plan in engine.executor.plans[before + 1 :] for slot in plan.slots.tolist())
+    assert len(steps) > 40 and min(steps.values()) >= 5, "a request got no turn"
+
+
+def test_one_client_alone_may_fill_every_step() -> None:
+    engine = loaded()
+    engine.steps(3)
+    assert max(int(plan.num_tokens.sum()) for plan in engine.executor.plans) > 400
