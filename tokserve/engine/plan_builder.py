@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class ScheduledRow:
     request: Request
     num_tokens: int
     num_logits: int
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,16 +79,16 @@ class PlanBuilder:
 
     def add(self, request: Request, num_tokens: int) -> None:
         """A row for a request."""
-        row = ScheduledRow(request, 0, 0)
-        self.rows.append(row)
-        self.extend(row, num_tokens)
+        is_last = request.num_computed + num_tokens == request.num_tokens
+        self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.pooling else 0))
+        self.budget -= num_tokens
 
     def extend(self, row: ScheduledRow, num_tokens: int) -> None:
         """More positions in a row."""
         request = row.request
         row.num_tokens += num_tokens
         is_last = request.num_computed + row.num_tokens == request.num_tokens
-        row.num_logits = int(is_last and not request.pooling)
+        row.num_logits = 1 if is_last and not request.pooling else 0
         self.budget -= num_tokens
 
     def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
@@ -112,24 +112,30 @@ class PlanBuilder:
         if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
             rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
         starts, blocks = [], []
-        for row in rows:
+        drafts: list[int] = []
+        num_drafts = np.zeros(len(rows), np.int32)
+        for index, row in enumerate(rows):
             request, table = row.request, row.request.table.blocks
             if len(table) > request.blocks_sent:
                 blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
                 request.blocks_sent = len(table)
             starts.append(request.num_computed)
             request.num_computed += row.num_tokens
-            request.num_in_flight += row.num_logits
-            request.is_decoding = request.is_decoding or row.num_logits > 0
+            if row.num_logits:
+                request.num_in_flight += row.num_logits
+                request.is_decoding = True
             request.steps_in_flight += 1
+            if row.drafts:
+                num_drafts[index] = len(row.drafts)
+                drafts += row.drafts
         plan = StepPlan(
             step=step,
             slots=np.array([row.request.slot for row in rows], np.int32),
             num_tokens=np.array([row.num_tokens for row in rows], np.int32),
             num_computed=np.array(starts, np.int32),
-            num_drafts=np.array([len(row.drafts) for row in rows], np.int32),
+            num_drafts=num_drafts,
             num_logits=np.array([row.num_logits for row in rows], np.int32),
-            draft_token_ids=np.fromiter(chain.from_iterable(row.drafts for row in rows), np.int32),
+            draft_token_ids=np.array(drafts, np.int32),
             new=self.new,
             blocks=blocks,
             freed=freed,

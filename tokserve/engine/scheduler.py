@@ -17,7 +17,7 @@ from tokserve.engine.columns import PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
-from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
+from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
@@ -182,16 +182,17 @@ class Scheduler:
         for request in list(self._running):
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
-            if request.prompt_missing:
+            num_tokens = request.num_tokens
+            if num_tokens - request.num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif self._is_idle(request):
+            elif request.stalled and self._is_idle(request):
                 continue
-            elif request.num_tokens < request.limit and builder.budget and self._make_room(request, builder):
+            elif num_tokens < request.limit and builder.budget and self._make_room(request, builder):
                 builder.add(request, 1)
         shares = dict.fromkeys(self.shares.present, max(1, builder.budget // max(1, len(self.shares.present))))
         for request in prompts:
             budget = min(builder.budget, shares[request.share])
-            if request.state is State.RUNNING and budget:
+            if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
                 count = self._chunk(request, budget)
                 builder.add(request, count)
                 shares[request.share] -= count
@@ -204,7 +205,8 @@ class Scheduler:
         for request in self._running:
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
-            if request.prompt_missing > count and request.is_ready_to_sample and builder.budget:
+            missing = request.num_tokens - request.num_computed
+            if missing > max(count, not request.pooling) and request.is_ready_to_sample and builder.budget:
                 more = self._chunk(request, count + builder.budget) - count
                 if row is None:
                     builder.add(request, more)
@@ -223,8 +225,8 @@ class Scheduler:
                 builder.add_drafts(row, drafts)
 
     def _is_idle(self, request: Request) -> bool:
-        """It gets no tokens, as its client does not read those it has.  Its prompt is computed all the same, since
-        others may wait for that; and a command that waits for the end of all requests waits for no client."""
+        """It gets no tokens, as its client does not read.  Its prompt is computed all the same, since others may wait
+        for that; and a command that waits for the end of all requests waits for no client."""
         return request.stalled and request.is_decoding and self.barrier is None
 
     def _chunk(self, request: Request, budget: int) -> int:
@@ -342,22 +344,26 @@ class Scheduler:
         if step.step != result.step:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
-        counts, token_ids, status = result.counts.tolist(), result.token_ids.tolist(), result.status.tolist()
+        token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
-        requests = []
-        first = 0  # of the row's tokens
-        for index, row in enumerate(step.rows):
+        requests, last = [], 0  # last: of the rows' tokens so far
+        columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
+        for index, (row, count, status) in enumerate(columns):
             request = row.request
             request.steps_in_flight -= 1
+            first, last = last, last + count
             if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-                if index in result.prompt_logprobs:
-                    request.output.add_prompt_rows(request.num_settled, result.prompt_logprobs[index])
-                self._settle(row, counts[index])
-                if status[index] != OK:
-                    self.counters.nan_requests += status[index] == NOT_FINITE
-                    request.on_status(status[index], now)
-                elif row.num_logits:
-                    tokens = token_ids[first : first + counts[index]]
+                if index in prompt_logprobs:
+                    request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
+                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                request.num_in_flight -= row.num_logits
+                request.num_computed -= rejected
+                request.num_settled += row.num_tokens - rejected
+                if status != OK:
+                    self.counters.nan_requests += status == NOT_FINITE
+                    request.on_status(status, now)
+                elif count:
+                    tokens = token_ids[first:last]
                     kept = request.append(tokens, logprobs, first, step.weight_version, now)
                     self.counters.output_tokens += kept
                 elif request.pooling and request.num_settled == request.prompt_len:
@@ -366,19 +372,11 @@ class Scheduler:
                 self._cache.cache_full_blocks(request.table, request.tokens, settled)
                 if request.finish is not None:
                     self.drop(request)
-                if request.has_output:
+                if request.finish is not None or (count and request.options.stream):
                     requests.append(request)
-            if request in self._leaving:
+            if self._leaving and request in self._leaving:
                 self._release_slot(request)
-            first += counts[index]
         return requests
-
-    def _settle(self, row: ScheduledRow, count: int) -> None:
-        """Roll back what was counted on: rejected drafts, and the position whose token was withheld."""
-        request, missing = row.request, row.num_logits - count
-        request.num_in_flight -= row.num_logits
-        request.num_computed -= missing
-        request.num_settled += row.num_tokens - missing
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
