@@ -70,7 +70,7 @@ async def _generate(request: Request) -> None:
     asked = tokens.decode_body(await SERVING.bodies.read(request), packed)
     prompt, fields = tokens.prompt_of(asked)
     params = tokens.decode_params(asked.sampling_params, packed)
-    await SERVING.check(request, [prompt], params, SERVING.terms(request, asked), fields)
+    await SERVING.check(request, SERVING.request_of(request, asked, params, text=False), [prompt], fields)
 
 
 async def _chat(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Recorded decode steps give the bits of steps run op by op, through all that changes what a step reads."""
+"""Captured decode steps give the bits of steps run op by op, through all that changes what a step reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.runner.test_runner import jobs, outcomes
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config
 from tokserve.ops.registry import load_extension
-from tokserve.runner.records import MOST_ROWS, Records
+from tokserve.runner.cpu_graphs import MAX_ROWS, CpuGraphs
+from tokserve.runner.host import HostBackend
 from tokserve.runner.runner import Runner
 
 load_extension("cpu")
@@ -29,10 +30,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def recorded(runner: Runner) -> list[int]:
+def captured(runner: Runner) -> list[int]:
     """The numbers of rows whose steps are."""
-    assert isinstance(runner._graphs, Records)
-    return runner._graphs.sizes
+    assert isinstance(runner.backend, HostBackend) and isinstance(runner.backend._graphs, CpuGraphs)
+    return runner.backend._graphs.sizes
 
 
 def run(runner: Runner, facts: Any, seed: int) -> list[Any]:
@@ -43,19 +44,19 @@ def run(runner: Runner, facts: Any, seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "options"), OPTIONS, ids=[family for family, _ in OPTIONS])
-def test_recorded_steps_have_the_bits_of_steps_run_op_by_op(
+def test_captured_steps_have_the_bits_of_steps_run_op_by_op(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     runner, facts = make_runner(tmp_path / "model", tiny_config(family), **options)
     eager, facts_eager = make_runner(tmp_path / "model", tiny_config(family), enforce_eager=True, **options)
-    assert eager._graphs is None
+    assert isinstance(eager.backend, HostBackend) and eager.backend._graphs is None
     expected = run(eager, facts_eager, 0)
     for seed in (1, 2):
         assert run(runner, facts, seed) == expected
-    assert len(recorded(runner)) >= 3
+    assert len(captured(runner)) >= 3
     runner.call("release", {"tags": ["kv_cache"]})
     runner.call("restore", {"tags": ["kv_cache"]})
-    assert recorded(runner) == []
+    assert captured(runner) == []
     assert run(runner, facts, 4) == expected
 
 
@@ -65,17 +66,17 @@ def test_what_torch_computes_is_run_op_by_op(tmp_path: Path) -> None:
     runner, facts = make_runner(tmp_path / "model", tiny_config("llama"), **options)
     eager, facts_eager = make_runner(tmp_path / "model", tiny_config("llama"), enforce_eager=True, **options)
     assert run(runner, facts, 1) == run(eager, facts_eager, 1)
-    assert recorded(runner) == []
+    assert captured(runner) == []
 
 
 def test_many_rows_are_run_op_by_op(tmp_path: Path) -> None:
-    runner, facts = make_runner(tmp_path / "model", tiny_config("qwen3"), max_num_seqs=MOST_ROWS + 1)
-    wide = [job.fresh() for job in jobs() for _ in range(4)][: MOST_ROWS + 1]
+    runner, facts = make_runner(tmp_path / "model", tiny_config("qwen3"), max_num_seqs=MAX_ROWS + 1)
+    wide = [job.fresh() for job in jobs() for _ in range(4)][: MAX_ROWS + 1]
     assert (
-        outcomes(Driver(runner, facts, MOST_ROWS + 1).run(wide))
-        == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MOST_ROWS + 1]
+        outcomes(Driver(runner, facts, MAX_ROWS + 1).run(wide))
+        == [outcome for outcome in run(runner, facts, 1) for _ in range(4)][: MAX_ROWS + 1]
     )
-    assert max(recorded(runner)) <= MOST_ROWS
+    assert max(captured(runner)) <= MAX_ROWS
 
 
 def swap_head(model: Decoder) -> None:

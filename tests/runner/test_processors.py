@@ -11,8 +11,10 @@ import torch
 
 from tokserve import ops
 from tokserve.params import SamplingParams, StructuredOutputs
-from tokserve.plan import Masks, NewRow
-from tokserve.runner.logits import Pipeline, Rows, extreme
+from tokserve.plan import GrammarBitmask, NewRow
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.pipeline import Pipeline
+from tokserve.runner.processors import is_extreme
 from tokserve.runner.slots import Slots
 
 VOCAB, LENGTH = 12, 40
@@ -29,21 +31,21 @@ def pipeline(*rows: dict[str, Any], tokens: list[list[int]] | None = None) -> tu
         stop_ids = options.get("stop_ids", ())
         params = SamplingParams(**{name: value for name, value in options.items() if name != "stop_ids"})
         row = NewRow(slot, "", known, len(PROMPT), params, 0, stop_ids)
-        slots.enter(row)
-        made.enter(row)
+        slots.assign(row)
+        made.assign(row, params)
     return made, slots
 
 
-def rows_of(slots: list[int], lengths: list[int], prompt: int = len(PROMPT), drawing: bool = True) -> Rows:
+def rows_of(slots: list[int], lengths: list[int], prompt: int = len(PROMPT), sampling: bool = True) -> LogitRows:
     count = len(slots)
-    return Rows(np.array(slots, np.int32), np.array(lengths, np.int64), np.full(count, prompt, np.int64), drawing)
+    return LogitRows(np.array(slots, np.int32), np.array(lengths, np.int64), np.full(count, prompt, np.int64), sampling)
 
 
 def some_logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3
 
 
-def processed(made: Pipeline, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+def processed(made: Pipeline, rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor]:
     logits = some_logits(len(rows.slots))
     kept = logits.clone()
     out, _ = made.run(logits, rows)
@@ -142,7 +144,7 @@ def test_min_tokens_forbids_stop_ids_until_there_are_enough() -> None:
     before, after = processed(made, rows_of([0, 0, 0, 0, 1, 2], [4, 5, 6, 7, 4, 4]))
     before[:3, [0, 6]] = NEVER
     assert torch.equal(after, before)
-    before, after = processed(made, rows_of([0], [4], drawing=False))
+    before, after = processed(made, rows_of([0], [4], sampling=False))
     assert torch.equal(after, before)
 
 
@@ -243,22 +245,22 @@ def test_no_parameters_leave_nothing_to_draw() -> None:
     ],
 )
 def test_which_parameters_make_a_row_extreme(edge: dict[str, Any], beyond: dict[str, Any]) -> None:
-    assert not extreme(SamplingParams(**edge)) and extreme(SamplingParams(**beyond))
+    assert not is_extreme(SamplingParams(**edge)) and is_extreme(SamplingParams(**beyond))
 
 
-def test_which_rows_look_back_at_the_tokens() -> None:
+def test_which_rows_need_the_history() -> None:
     asked: list[dict[str, Any]] = [
         {}, {"logit_bias": {1: 1.0}, "bad_token_ids": [4], "bad_token_sequences": [[4]]}, {"top_k": 2, "top_p": 0.5},
         {"min_tokens": 2, "stop_ids": (3,), "temperature": 0.5}, {"structured_outputs": StructuredOutputs(regex="x")},
         {"temperature": 1e-3}, {"bad_token_sequences": [[4, 5]]}, {"presence_penalty": 0.5}, {"repetition_penalty": 2},
     ]  # fmt: skip
     made, _ = pipeline(*asked)
-    one = [made.looks_back(np.array([slot], np.int32)) for slot in range(len(asked))]
+    one = [made.needs_history(np.array([slot], np.int32)) for slot in range(len(asked))]
     assert one == [False] * 6 + [True] * 3
-    assert made.looks_back(np.array([0, 3, 7], np.int32))
+    assert made.needs_history(np.array([0, 3, 7], np.int32))
     for slot in range(6, 9):
-        made.leave(slot)
-    assert not made.looks_back(np.arange(9, dtype=np.int32))
+        made.release(slot)
+    assert not made.needs_history(np.arange(9, dtype=np.int32))
 
 
 def test_extreme_rows_are_the_same_bits_alone() -> None:
@@ -291,21 +293,21 @@ def test_a_new_request_inherits_nothing_from_its_slot() -> None:
     }  # fmt: skip
     made, slots = pipeline(everything)
     row = NewRow(0, "", np.array(PROMPT, np.int32), 4, SamplingParams(), 0, ())
-    slots.enter(row)
-    made.enter(row)
+    slots.assign(row)
+    made.assign(row, SamplingParams())
     logits = some_logits(1)
     assert made.run(logits, rows_of([0], [4]))[0] is logits
 
 
-def grammar_step(masks: dict[int, set[int]]) -> Masks:
+def grammar_step(masks: dict[int, set[int]]) -> GrammarBitmask:
     words = [[sum(1 << token for token in allowed)] for allowed in masks.values()]
-    return Masks(np.array(list(masks), np.int32), np.array(words, np.uint32))
+    return GrammarBitmask(np.array(list(masks), np.int32), np.array(words, np.uint32), np.zeros(0, np.int32))
 
 
 def test_a_grammar_forbids_all_but_what_the_step_allows() -> None:
     asked = {"structured_outputs": StructuredOutputs(regex="x")}
     made, _ = pipeline(asked, {}, asked)
-    made.grammar.step = grammar_step({2: {0, 11}, 0: {3}})
+    made.set_bitmask(grammar_step({2: {0, 11}, 0: {3}}))
     kept, out = processed(made, rows_of([0, 1, 2], [4, 4, 4]))
     for row, allowed in enumerate([{3}, set(range(VOCAB)), {0, 11}]):
         for token in range(VOCAB):
@@ -314,12 +316,27 @@ def test_a_grammar_forbids_all_but_what_the_step_allows() -> None:
 
 def test_a_grammar_and_min_tokens_may_leave_nothing() -> None:
     made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x"), "min_tokens": 9, "stop_ids": (3,)}, {})
-    made.grammar.step = grammar_step({0: {3}})
+    made.set_bitmask(grammar_step({0: {3}}))
     _, drawable = made.run(some_logits(2), rows_of([0, 1], [4, 4]))
     assert drawable is not None and drawable.tolist() == [False, True]
+
+
+def test_positions_of_a_row_have_masks_of_their_own() -> None:
+    params = {"structured_outputs": StructuredOutputs(regex="x")}
+    made, _ = pipeline(params, params)
+    bits = np.array([[1 << 3], [1 << 5], [1 << 7]], np.uint32)
+    made.set_bitmask(GrammarBitmask(np.array([1, 0, 1], np.int32), bits, np.zeros(0, np.int32)))
+    _, out = processed(made, rows_of([0, 1, 1], [4, 4, 5]))
+    assert [(row > NEVER).nonzero()[:, 0].tolist() for row in out] == [[5], [3], [7]]
+
+
+def test_a_grammar_without_a_mask_is_an_error() -> None:
+    made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x")})
+    with pytest.raises(ValueError, match="no mask"):
+        made.run(some_logits(1), rows_of([0], [4]))
 
 
 def test_a_grammar_is_not_about_prompt_tokens() -> None:
     made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x")})
     logits = some_logits(1)
-    assert made.run(logits, rows_of([0], [2], prompt=2, drawing=False))[0] is logits
+    assert made.run(logits, rows_of([0], [2], prompt=2, sampling=False))[0] is logits

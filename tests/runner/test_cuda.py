@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.models.test_float8 import QWEN, quantize
-from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tests.runner.drive import row as plain_row
 from tests.runner.fake_device import FakeDevice, same_bytes
 from tests.runner.test_runner import jobs, outcomes, prompt
@@ -22,11 +22,14 @@ from tokserve import device, ops
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, NewRow, StepPlan
-from tokserve.runner.graphs import buckets, prompt_buckets, prompt_rows
+from tokserve.plan import OK, DeviceFacts, NewRow, StepPlan
+from tokserve.runner.cuda import CudaBackend
+from tokserve.runner.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
+from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.runner import Runner
-from tokserve.runner.slots import Slots
-from tokserve.runner.staging import StagedSlots
+from tokserve.runner.slots import logit_lengths
+from tokserve.runner.steps import PendingResult
 
 Loaded = tuple[Runner, DeviceFacts, FakeDevice]
 
@@ -56,27 +59,35 @@ def alone() -> list[tuple[object, ...]]:
 class LateDriver(Driver):
     """Asks for a step's result when the next one has begun."""
 
-    waiting: list[tuple[list[Job], StepPlan, object]] = []
+    waiting: list[tuple[list[Job], StepPlan, PendingResult]] = []
 
     def _collect(self, active: list[Job], plan: StepPlan) -> None:
-        self.waiting = [*self.waiting, (active, plan, self.runner.launch(plan))]
+        pending = self.runner.sample(self.runner.forward(plan), None)
+        self.waiting = [*self.waiting, (active, plan, pending)]
         for job, count in zip(active, plan.num_tokens.tolist(), strict=True):
             job.computed += count
-        for i in np.flatnonzero(plan.samples).tolist():
+        for i in np.flatnonzero(plan.num_logits).tolist():
             active[i].output.append(-len(self.waiting))  # known later
         while len(self.waiting) > 1 or (all(job.finished() for job in active) and self.waiting):
             self.land()
 
     def land(self) -> None:
-        (active, plan, flight), *self.waiting = self.waiting
-        result = flight.result()  # type: ignore[attr-defined]
+        (active, plan, pending), *self.waiting = self.waiting
+        result = pending.result()
         assert result.step == plan.step
-        for n, i in enumerate(np.flatnonzero(plan.samples).tolist()):
+        for n, i in enumerate(np.flatnonzero(plan.num_logits).tolist()):
             job = active[i]
+            assert result.counts[i] == 1
             job.output[next(at for at, token in enumerate(job.output) if token < 0)] = int(result.token_ids[n])
-            job.finite.append(bool(result.finite[n]))
+            job.finite.append(result.status[i] == OK)
             if job.params.logprobs is not None:
+                assert result.logprobs is not None
                 job.rows.append(plain_row(result.logprobs, n, job.params.logprobs))
+
+
+def cuda(runner: Runner) -> CudaBackend:
+    assert isinstance(runner.backend, CudaBackend)
+    return runner.backend
 
 
 def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...]]) -> None:
@@ -91,12 +102,12 @@ def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
     runner, facts, _ = staged
     step = 1 << 20  # what the played device says of every run
     logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
-    assert runner._measure(facts.layout.specs) == 3 * step + logits + hidden
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + logits + hidden
 
 
 def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
     runner, facts, fake = make(tmp_path, enforce_eager=True)
-    assert runner._measure(facts.layout.specs) == 2 << 20
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 2 << 20
     assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
     assert fake.captured == fake.replayed == 0
 
@@ -115,7 +126,7 @@ def test_a_float8_cache_changes_no_bit_with_company_and_takes_half_the_memory(
 ) -> None:
     options = {"ops": references, "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}
     runner, facts, _ = make(tmp_path, kv_cache_dtype="fp8", **options)
-    assert runner._kv[0][0].dtype == torch.float8_e4m3fn
+    assert runner.backend.kv[0][0].dtype == torch.float8_e4m3fn
     plain = make(tmp_path, **options)[1]
     assert facts.layout.num_blocks // 2 == plain.layout.num_blocks
     alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:2]]
@@ -147,7 +158,7 @@ def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: 
     runner, facts, fake = make(tmp_path)
     given, captured = fake.given_back, fake.captured
     runner.call("release", {"tags": ["kv_cache"]})
-    assert (fake.given_back, runner._kv, runner._graphs) == (given + 1, [], None)
+    assert (fake.given_back, runner.backend.kv, cuda(runner).decode_graphs) == (given + 1, [], None)
     runner.call("restore", {"tags": ["kv_cache"]})
     assert fake.captured == 2 * captured
     assert outcomes(Driver(runner, facts).run(jobs()[:2])) == alone[:2]
@@ -159,9 +170,9 @@ def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -
         Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=12 + i, temperature=0.8 * (i % 2), **options), i)
         for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
     ]
-    expected = [job.came_of_it() for job in Driver(runner, facts).run([job.fresh() for job in made])]
+    expected = [job.outcome() for job in Driver(runner, facts).run([job.fresh() for job in made])]
     driver = LateDriver(runner, facts)
-    assert [job.came_of_it() for job in driver.run(made)] == expected
+    assert [job.outcome() for job in driver.run(made)] == expected
     assert not driver.waiting
 
 
@@ -169,7 +180,7 @@ def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
     runner, facts, fake = staged
     made = [Job(prompt(5, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
     driver = LateDriver(runner, facts)
-    runner._settle(wait=True)  # of steps before these, if only the start's, no result is outstanding
+    cuda(runner).settle(wait=True)  # of steps before these, if only the start's, no result is outstanding
     steps, copies, waits = driver.steps, fake.copies, fake.waits
     driver.run(made)
     steps = driver.steps - steps
@@ -179,68 +190,62 @@ def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
 def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Loaded) -> None:
     runner, _, _ = staged
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    column, yes = np.ones(1, np.int32), np.ones(1, np.bool_)
     first = NewRow(3, "a", np.arange(5, dtype=np.int32), 5, params, 0, ())
     second = NewRow(3, "b", np.arange(9, dtype=np.int32) + 50, 9, params, 0, ())
-    runner.launch(StepPlan(0, 3 * column, 5 * column, 0 * column, yes, [first], [(3, 0, [1])]))
-    flight = runner.launch(StepPlan(1, 3 * column, 9 * column, 0 * column, yes, [second], [(3, 0, [2])], [3]))
-    flight.result()
-    empty = np.zeros(0, np.int32)
-    for step in range(2, 5):
-        runner.launch(StepPlan(step, empty, empty, empty, np.zeros(0, np.bool_), done=[3] if step == 2 else []))
-    runner._settle(wait=True)
-    assert runner._slots.tokens[3, :9].tolist() == list(range(50, 59))
+    step = runner.forward(plan_of([(3, 0, 5, 1)], new=[first], blocks=[(3, 0, [1])]))
+    runner.sample(step, None)
+    runner.execute(plan_of([(3, 0, 9, 1)], 1, new=[second], blocks=[(3, 0, [2])], freed=[3]))
+    for number in range(2, 5):
+        runner.execute(plan_of([], number, freed=[3] if number == 2 else []))
+    cuda(runner).settle(wait=True)
+    assert runner.backend.slots.tokens[3, :9].tolist() == list(range(50, 59))
 
 
 def test_batches_are_those_of_the_hosts_tables() -> None:
-    host, fake = Slots(6, 50, 4), FakeDevice()
-    staged = StagedSlots(fake, 6, 50, 4, padding_block=999)
+    host, fake = HostSlots(6, 50, 4), FakeDevice()
+    staged = DeviceSlots(fake, 6, 50, 4, padding_block=999)
     for slots in (host, staged):
         for slot in range(6):
             tokens = np.arange(50, dtype=np.int32) + 100 * slot
-            slots.enter(NewRow(slot, "", tokens, 10, SamplingParams(temperature=0.1 * slot), slot, ()))
+            slots.assign(NewRow(slot, "", tokens, 10, SamplingParams(temperature=0.1 * slot), slot, ()))
             slots.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
             slots.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
-    for rows in ([(1, 3, 6), (0, 8, 1), (5, 0, 17)], [(4, 0, 50)], [(2, 49, 1), (3, 0, 1)]):
-        slots, computed, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-        plan = StepPlan(0, slots, counts, computed, np.ones(len(rows), np.bool_))
+    for steps in ([(1, 3, 6), (0, 8, 1), (5, 0, 17)], [(4, 0, 50)], [(2, 49, 1), (3, 0, 1)]):
+        plan = plan_of([(*row, 1) for row in steps])
         one, other = host.build(plan, []), staged.build(plan, [])
         for name in ("input_ids", "positions", "query_start", "seq_lens", "block_tables", "slot_mapping"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
-        lengths = (computed + counts).astype(np.int64)
+        rows = logit_lengths(plan)
         for name in ("seeds", "lengths", "greedy", "temperature"):
-            assert torch.equal(
-                getattr(host.columns(slots, lengths), name), getattr(staged.columns(slots, lengths), name)
-            )
+            assert torch.equal(getattr(host.columns(*rows), name), getattr(staged.columns(), name))
 
 
 def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
-    staged = StagedSlots(FakeDevice(), 6, 50, 4, padding_block=999)
-    staged.enter(NewRow(2, "", np.arange(50, dtype=np.int32), 10, SamplingParams(), 0, ()))
+    staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    staged.assign(NewRow(2, "", np.arange(50, dtype=np.int32), 10, SamplingParams(), 0, ()))
     staged.extend(2, 0, [5, 6])
-    into = staged.blank(4, [])
-    column = np.ones(1, np.int32)
-    batch = staged.build(StepPlan(0, 2 * column, column, 7 * column, np.ones(1, np.bool_)), [], into)
+    into = staged.empty_batch(4, [])
+    batch = staged.build(plan_of([(2, 7, 1, 1)]), [], into)
     assert batch is into and batch.query_start.tolist() == [0, 1, 2, 3, 4]
     assert batch.input_ids.tolist() == [7, 0, 0, 0] and batch.seq_lens.tolist() == [8, 1, 1, 1]
     assert batch.slot_mapping.tolist() == [6 * 4 + 3, 999 * 4, 999 * 4, 999 * 4]
     assert batch.block_tables[:, :2].tolist() == [[5, 6], [999, 999], [999, 999], [999, 999]]
-    staged.keep(torch.tensor([77]))
-    batch = staged.build(StepPlan(1, 2 * column, column, 8 * column, np.ones(1, np.bool_)), [], into)
+    assert staged._columns is not None
+    staged.write_sampled(staged._columns, torch.tensor([77]))
+    batch = staged.build(plan_of([(2, 8, 1, 1)]), [], into)
     assert batch.input_ids.tolist() == [77, 0, 0, 0]
 
 
 def test_a_padded_prompt_fills_up_with_tokens_of_nobodys_page() -> None:
-    staged = StagedSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
     for slot, tokens in ((2, 10), (4, 20)):
-        staged.enter(NewRow(slot, "", np.arange(50, dtype=np.int32) + slot, tokens, SamplingParams(), 0, ()))
+        staged.assign(NewRow(slot, "", np.arange(50, dtype=np.int32) + slot, tokens, SamplingParams(), 0, ()))
         staged.extend(slot, 0, [slot * 10, slot * 10 + 1])
-    into = staged.blank(5, [], tokens=12)
+    into = staged.empty_batch(5, [], tokens=12)
     assert into.query_start.tolist() == [0, 1, 2, 3, 4, 12] and into.seq_lens.tolist() == [1, 1, 1, 1, 8]
 
     def build(*rows: tuple[int, int, int]) -> None:
-        slots, computed, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-        assert staged.build(StepPlan(0, slots, counts, computed, counts > 1), [], into) is into
+        assert staged.build(plan_of([(*row, int(row[2] > 1)) for row in rows]), [], into) is into
 
     build((4, 3, 4), (2, 6, 1))
     assert into.query_start.tolist() == [0, 4, 5, 5, 5, 12] and into.seq_lens.tolist() == [7, 7, 0, 0, 7]
@@ -262,8 +267,8 @@ def test_a_step_with_few_tokens_in_a_prompt_is_repeated(staged: Loaded) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 15, 31, 200, 600])
 def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
-    sizes = prompt_buckets(512)
-    assert sizes[0] == 16 and sizes[-1] == 512 and prompt_buckets(100) == [16, 32, 64] and prompt_buckets(15) == []
+    sizes = prompt_sizes(512)
+    assert sizes[0] == 16 and sizes[-1] == 512 and prompt_sizes(100) == [16, 32, 64] and prompt_sizes(15) == []
     for tokens in range(2, 513):
         size = next(size for size in sizes if size >= tokens)
         rows = prompt_rows(size, most)
@@ -273,7 +278,7 @@ def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 256, 300, 4096])
 def test_buckets_reach_exactly_the_most(most: int) -> None:
-    sizes = buckets(most)
+    sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
     assert all(size <= most for size in sizes)
     assert all(b <= max(2 * a, a + 32) for a, b in pairwise(sizes))
