@@ -22,8 +22,8 @@ def last_reply(engine: Engine) -> Reply:
 @pytest.mark.parametrize(("prompt", "message"), [([5, VOCAB], "vocabulary"), ([5] * 64, "64 tokens")])
 def test_a_request_that_cannot_be_served_is_refused_with_a_message(prompt: list[int], message: str) -> None:
     engine = Engine()
-    verdict = engine.submit("bad", engine.make("bad#0", [3]), engine.make("bad#1", prompt))
-    assert verdict.refusal == "invalid" and message in verdict.message
+    submit_reply = engine.submit("bad", engine.make("bad#0", [3]), engine.make("bad#1", prompt))
+    assert submit_reply.refusal == "invalid" and message in submit_reply.message
     engine.add("good", [3], max_tokens=2)
     engine.run()
     assert set(engine.received) == {"good"}
@@ -52,8 +52,8 @@ def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.Mo
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, broken)
-            verdict = engine.submit("bad", engine.make("bad", [3], **options))
-        assert (verdict.refusal, verdict.message) == ("internal", "internal error at admission")
+            submit_reply = engine.submit("bad", engine.make("bad", [3], **options))
+        assert (submit_reply.refusal, submit_reply.message) == ("internal", "internal error at admission")
     engine.add("good", [3], max_tokens=2)
     engine.run()
     engine.check_complete("good")
@@ -106,9 +106,9 @@ def test_a_request_over_the_limit_is_refused_and_leaves_no_trace(depth: int) -> 
     engine.step()
     assert waiting(engine, "f", 4) == "queue_full"
     assert (engine.stats.running, engine.stats.waiting) == (2, 3)
-    verdict = engine.submit_replies[-1]
-    assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in verdict.message
-    assert verdict.retry_after == 1
+    submit_reply = engine.submit_replies[-1]
+    assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in submit_reply.message
+    assert submit_reply.retry_after == 1
     engine.abort("f")
     assert last_reply(engine).result == {"f": "not_found"}
     engine.abort("c")

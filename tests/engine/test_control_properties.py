@@ -198,8 +198,8 @@ class Life:
         engine = self.engine
         assert len({reply.call_id for reply in engine.replies}) == len(engine.replies)
         assert {reply.call_id for reply in engine.replies} <= set(self.calls)
-        verdicts = {verdict.call_id for verdict in engine.submit_replies}
-        assert len(verdicts) == len(engine.submit_replies) and verdicts <= self.submits.keys()
+        submit_replies = {submit_reply.call_id for submit_reply in engine.submit_replies}
+        assert len(submit_replies) == len(engine.submit_replies) and submit_replies <= self.submits.keys()
         for rid, received in engine.received.items():
             if received.finish is not None:
                 self.check_request(rid)
@@ -269,14 +269,14 @@ class Life:
         assert len(answered) == len(engine.replies)
         assert answered == set(self.calls), {i: self.calls[i] for i in set(self.calls) - answered}
         assert all(reply.status in (400, 404, 409) for reply in engine.replies if reply.error)
-        refusals = {verdict.call_id: verdict.refusal for verdict in engine.submit_replies}
+        refusals = {submit_reply.call_id: submit_reply.refusal for submit_reply in engine.submit_replies}
         assert len(refusals) == len(engine.submit_replies) and refusals.keys() == self.submits.keys()
         decided: set[str] = set()
         for _, message in engine.messages:
             if isinstance(message, SubmitReply):
                 decided.update(add.request_id for add in self.submits[message.call_id].requests)
             elif isinstance(message, StepOutput):
-                assert decided.issuperset(message.request_ids), "output before the verdict"
+                assert decided.issuperset(message.request_ids), "output before the submit_reply"
         for number, submit in self.submits.items():
             for add in submit.requests:
                 if refusals[number]:
@@ -318,7 +318,7 @@ def live(seed: int) -> Life:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_order_of_verbs(part: int) -> None:
+def test_any_order_of_commands(part: int) -> None:
     commits = kills = 0
     for seed in range(50 * part, 50 * (part + 1)):
         life = live(seed)
@@ -328,6 +328,6 @@ def test_any_order_of_verbs(part: int) -> None:
 
 
 @pytest.mark.slow
-def test_any_order_of_verbs_for_longer() -> None:
+def test_any_order_of_commands_for_longer() -> None:
     for seed in range(1000, 4000):
         live(seed)

@@ -1,4 +1,4 @@
-"""The loop and its messages: outputs, aborts, deadlines, statistics, verbs."""
+"""The loop and its messages: outputs, aborts, deadlines, statistics, commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_output_per_token_and_one_message_per_step_and_front_end(depth: int)
 
 
 @DEPTHS
-def test_held_requests_send_one_output(depth: int) -> None:
+def test_requests_that_do_not_stream_send_one_output(depth: int) -> None:
     engine = Engine(depth=depth)
     engine.add("a", [3, 4, 5], max_tokens=9, stream=False, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     engine.run()
@@ -267,7 +267,7 @@ def test_who_gives_up_a_request_must_own_it() -> None:
     assert finish(engine, "a#1").detail == "abort_disconnect"
 
 
-# --- verbs ---
+# --- commands ---
 
 
 def test_hello_is_answered_with_what_the_engine_serves() -> None:
@@ -347,10 +347,10 @@ def test_check_raises_to_its_caller_if_the_cache_is_broken() -> None:
     assert reply.call_id == 3 and reply.error is not None and "CacheBroken" in reply.error
 
 
-@pytest.mark.parametrize(("verb", "args"), [("nonsense", {}), ("ping", {"x": 1}), ("abort_all", {"why": "x"})])
-def test_a_wrong_call_is_answered_with_an_error(verb: str, args: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("method", "args"), [("nonsense", {}), ("ping", {"x": 1}), ("abort_all", {"why": "x"})])
+def test_a_wrong_call_is_answered_with_an_error(method: str, args: dict[str, Any]) -> None:
     engine = Engine()
-    engine.call(verb, call_id=6, **args)
+    engine.call(method, call_id=6, **args)
     reply = last_reply(engine)
     assert reply.call_id == 6 and reply.error
     engine.add("a", [3], max_tokens=2)

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.scripted import Engine
 from tokserve.engine import counters
 from tokserve.plan import StepPlan, StepResult
+from tokserve.prompt import Feature
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, bool]]:
@@ -376,6 +377,20 @@ def test_prompt_logprobs_are_complete_cold_or_warm(depth: int, start: int, cache
         engine.check_complete(name)
     assert engine.received["warm"].cached == cached
     assert engine.received["warm"].prompt_logprobs == engine.received["cold"].prompt_logprobs
+
+
+@DEPTHS
+def test_equal_placeholders_of_different_images_share_nothing(depth: int) -> None:
+    engine = Engine(depth=depth)
+    for rid, content in (("a", b"x"), ("b", b"y"), ("c", b"x"), ("d", b"")):
+        features = (Feature("image", content, 4, 6, b"data"),) if content else ()
+        engine.add(rid, prompt(13), max_tokens=3, ignore_eos=True, features=features)
+        engine.run()
+        engine.check_complete(rid)
+    assert [engine.received[rid].cached for rid in "abcd"] == [0, 4, 12, 4]
+    rows = {row.request_id: row for plan in engine.executor.plans for row in plan.new}
+    assert rows["b"].features == (Feature("image", b"y", 4, 6, b"data"),) and rows["d"].features == ()
+    engine.check_empty()
 
 
 # --- results ---

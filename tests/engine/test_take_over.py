@@ -37,9 +37,9 @@ def serves(engine: Engine) -> str:
 
 def refuses(engine: Engine) -> str:
     """Why a request is refused."""
-    verdict = engine.submit("refused", engine.make("refused", PROMPT, max_tokens=3))
-    assert verdict.refusal == "quarantined"
-    return verdict.message
+    submit_reply = engine.submit("refused", engine.make("refused", PROMPT, max_tokens=3))
+    assert submit_reply.refusal == "quarantined"
+    return submit_reply.message
 
 
 def test_nothing_special_is_nothing_special() -> None:

@@ -38,16 +38,16 @@ class LogprobColumns:
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
 
-    def append(self, rows: PackedRows, row: int) -> None:
-        """Append one row, cut to this width."""
-        start = 4 * row
-        self._token_logprobs += rows.token_logprobs[start : start + 4]
-        self._ranks += rows.ranks[start : start + 4]
+    def append(self, rows: PackedRows, first: int, count: int = 1) -> None:
+        """Append `count` rows from `first` on, cut to this width."""
+        start, end = 4 * first, 4 * (first + count)
+        self._token_logprobs += rows.token_logprobs[start:end]
+        self._ranks += rows.ranks[start:end]
         if self.width:
-            start = rows.stride * row
-            end = start + 4 * self.width
-            self._top_ids += rows.top_ids[start:end]
-            self._top_logprobs += rows.top_logprobs[start:end]
+            for start in range(rows.stride * first, rows.stride * (first + count), rows.stride):
+                end = start + 4 * self.width
+                self._top_ids += rows.top_ids[start:end]
+                self._top_logprobs += rows.top_logprobs[start:end]
 
     def add(self, rows: LogprobRows, first: int, last: int) -> None:
         """Append rows first..last-1, cut to this width."""

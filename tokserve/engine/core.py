@@ -1,12 +1,13 @@
 """The engine's loop: take messages, plan, forward, sample, update, send.
 
-    depth 1   plan 0 | forward 0 | sample 0 | update 0 | plan 1 | forward 1 | ...
-    depth 2   plan 0 | forward 0 | sample 0 | plan 1 | forward 1 | update 0 | sample 1 | plan 2 | ...
+    depth 1              plan 0 | forward 0 | sample 0 | update 0 | plan 1 | ...
+    depth 2              ... | plan 1 | forward 1 | sample 1 | update 0 | plan 2 | ...
+    depth 2, a grammar   ... | plan 1 | forward 1 | update 0 | masks | sample 1 | plan 2 | ...
 
-Depth 1 and depth 2 are the same turn: plan if fewer than `depth` steps are in flight, then collect the oldest once
-there are that many.  A step is sampled from at once, unless a grammar in it depends on a token of the step before: then
-that is collected first, and its masks are computed while the forward pass runs.  Messages are taken between turns, so
-an abort takes effect at the next step boundary and is acknowledged when the request's blocks are free.
+All of these are the same turn: plan if fewer than `depth` steps are in flight, then collect the oldest once there are
+that many.  A step is sampled from at once, unless a mask in it depends on a token of the step before: then that is
+collected first, and masks are computed while the forward pass runs.  Messages are taken between turns, so an abort
+takes effect at the next step boundary; it is acknowledged when the request's blocks are free.
 """
 
 from __future__ import annotations

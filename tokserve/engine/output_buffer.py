@@ -23,15 +23,6 @@ class Limits:
     logprobs_mode: str
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Output tokens from `start` on were made by the weights `version`, with the adapter `label` or ""."""
-
-    version: str
-    label: str
-    start: int
-
-
 class OutputBuffer:
     """The unsent output of one request; positions are counted from the start of the prompt."""
 
@@ -39,7 +30,7 @@ class OutputBuffer:
         self._prompt_len = prompt_len
         self._next_to_send = prompt_len
         self._sent = False  # anything has been sent
-        self._versions: list[VersionSpan] = []
+        self._versions: list[tuple[str, str, int]] = []  # (version, adapter's label, first output token)
         self._version: str | None = None  # of the weights that made the newest token
         self._generation = 0  # of its adapter
         self._pooled = b""
@@ -56,20 +47,19 @@ class OutputBuffer:
             self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
             self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
 
-    def has_unsent(self, num_tokens: int) -> bool:
-        """Whether some of the first `num_tokens` tokens have not been sent."""
-        return num_tokens > self._next_to_send
-
-    def add_token(self, rows: PackedRows | None, row: int, index: int, version: str, adapter: Adapter | None) -> None:
-        """The output token `index` was made by `version`; its logprobs are row `row` of `rows`."""
-        if self._logprobs is not None and rows is not None:
-            self._logprobs.append(rows, row)
+    def set_version(self, version: str, adapter: Adapter | None, index: int) -> None:
+        """The output tokens from `index` on are made by these weights."""
         if version != self._version or (adapter is not None and adapter.generation != self._generation):
             self._version = version
             label = ""
             if adapter is not None:
                 self._generation, label = adapter.generation, adapter.label
-            self._versions.append(VersionSpan(version, label, index))
+            self._versions.append((version, label, index))
+
+    def add_logprobs(self, rows: PackedRows, first: int, count: int) -> None:
+        """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
+        if self._logprobs is not None:
+            self._logprobs.append(rows, first, count)
 
     def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
         """Keep the logprobs that a chunk from position `start` brought, except those kept before a preemption."""
@@ -88,10 +78,8 @@ class OutputBuffer:
 
     def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
         """(weight version, adapter's label or "", start, end) of the first `num_output` output positions."""
-        bounds = [span.start for span in self._versions] + [num_output]
-        return [
-            (span.version, span.label, *bound) for span, bound in zip(self._versions, pairwise(bounds), strict=True)
-        ]
+        bounds = pairwise([start for *_, start in self._versions] + [num_output])
+        return [(version, label, *bound) for (version, label, _), bound in zip(self._versions, bounds, strict=True)]
 
     def emit(
         self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -20,20 +19,19 @@ class ScheduledRow:
     request: Request
     num_tokens: int
     num_logits: int
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A planned step whose result is not here yet.  `planned`: when, by the caller's clock.  `future`: its result, once
-    it is sampled from."""
+    """A planned step whose result is not here yet.  `future`: its result, once it is sampled from."""
 
     step: int
     rows: list[ScheduledRow]
     weight_version: str
     num_new: int
     num_tokens: int
-    planned: float
+    planned: float  # when, by the clock of `Scheduler.schedule`
     future: Future[StepResult] | None = None
     grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
 
@@ -77,39 +75,38 @@ class PlanBuilder:
     """A plan being made.  `short`: blocks are or were missing in this step, so no request is admitted."""
 
     budget: int
-    shares: dict[str, int]  # tokens that each client may still have
+    shares: dict[str, int] = field(default_factory=dict)  # tokens that each of several clients may still have
     rows: list[ScheduledRow] = field(default_factory=list)
     new: list[NewRow] = field(default_factory=list)
     short: bool = False
 
     @classmethod
     def of(cls, budget: int, clients: Collection[str]) -> PlanBuilder:
-        """An empty plan, whose budget the clients share equally."""
-        return cls(budget, dict.fromkeys(clients, max(1, budget // max(1, len(clients)))))
-
-    @property
-    def contended(self) -> bool:
-        """Several clients have requests."""
-        return len(self.shares) > 1
+        """An empty plan, whose budget the clients share equally if there are several."""
+        return cls(budget, dict.fromkeys(clients, max(1, budget // len(clients))) if len(clients) > 1 else {})
 
     def allowed(self, request: Request) -> int:
         """Tokens that a request may have of its client's share."""
-        return min(self.budget, self.shares[request.share])
+        return min(self.budget, self.shares.get(request.share, self.budget))
 
     def add(self, request: Request, num_tokens: int) -> None:
         """A row for a request."""
-        row = ScheduledRow(request, 0, 0)
-        self.rows.append(row)
-        self.extend(row, num_tokens)
+        is_last = request.num_computed + num_tokens == request.num_tokens
+        self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.pooling else 0))
+        self._spend(request, num_tokens)
 
     def extend(self, row: ScheduledRow, num_tokens: int) -> None:
         """More positions in a row."""
         request = row.request
         row.num_tokens += num_tokens
         is_last = request.num_computed + row.num_tokens == request.num_tokens
-        row.num_logits = int(is_last and not request.pooling)
+        row.num_logits = 1 if is_last and not request.pooling else 0
+        self._spend(request, num_tokens)
+
+    def _spend(self, request: Request, num_tokens: int) -> None:
         self.budget -= num_tokens
-        self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
+        if self.shares:
+            self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
     def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
         """Drafts in a row that samples."""
@@ -132,27 +129,34 @@ class PlanBuilder:
         if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
             rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
         starts, blocks = [], []
-        for row in rows:
+        drafts: list[int] = []
+        num_drafts = np.zeros(len(rows), np.int32)
+        for index, row in enumerate(rows):
             request, table = row.request, row.request.table.blocks
             if len(table) > request.blocks_sent:
                 blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
                 request.blocks_sent = len(table)
             starts.append(request.num_computed)
             request.num_computed += row.num_tokens
-            request.num_in_flight += row.num_logits
-            request.is_decoding = request.is_decoding or row.num_logits > 0
+            if row.num_logits:
+                request.num_in_flight += row.num_logits
+                request.is_decoding = True
             request.steps_in_flight += 1
             request.last_step = step
+            if row.drafts:
+                num_drafts[index] = len(row.drafts)
+                drafts += row.drafts
         plan = StepPlan(
             step=step,
             slots=np.array([row.request.slot for row in rows], np.int32),
             num_tokens=np.array([row.num_tokens for row in rows], np.int32),
             num_computed=np.array(starts, np.int32),
-            num_drafts=np.array([len(row.drafts) for row in rows], np.int32),
+            num_drafts=num_drafts,
             num_logits=np.array([row.num_logits for row in rows], np.int32),
-            draft_token_ids=np.fromiter(chain.from_iterable(row.drafts for row in rows), np.int32),
+            draft_token_ids=np.array(drafts, np.int32),
             new=self.new,
             blocks=blocks,
             freed=freed,
         )
-        return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(row.num_tokens for row in rows), now)
+        num_tokens = sum(row.num_tokens for row in rows)
+        return plan, InFlightStep(step, rows, weight_version, len(self.new), num_tokens, now)

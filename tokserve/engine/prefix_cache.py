@@ -112,9 +112,9 @@ class PrefixCache:
 
         False, and no change, if fewer than `reserve` blocks would be left.
         """
-        missing = self.blocks_for(num_tokens) - len(table.blocks)
-        if missing <= 0:
+        if num_tokens <= len(table.blocks) * self.block_size:
             return True
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
         new = self.pool.allocate(missing) if missing + reserve <= self.pool.num_available else None
         if new is None:
             return False

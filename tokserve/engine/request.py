@@ -66,6 +66,7 @@ class Request:
         self.prompt_len = len(self.tokens)
         self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
+        self.pooling = isinstance(task, PoolingParams)  # it ends when its prompt is computed
         self.stopping: StopChecker | None = None  # of a request that generates
         self.stop_ids: tuple[int, ...] = ()
         self.limit = self.prompt_len
@@ -105,17 +106,6 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def prompt_missing(self) -> int:
-        """Tokens to compute if they are more than the newest one, so a prompt or what a preemption lost; else 0."""
-        missing = self.num_tokens - self.num_computed
-        return missing if missing > 1 or self.pooling else 0
-
-    @property
-    def pooling(self) -> bool:
-        """Whether it ends when its prompt is computed."""
-        return self.stopping is None
-
-    @property
     def reusable(self) -> int:
         """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so must every
         position that a prompt logprob, or the mean of all, still needs."""
@@ -136,11 +126,6 @@ class Request:
     def is_ready_to_sample(self) -> bool:
         """Its grammar is compiled, and the mask of its newest known token is computed."""
         return self.pending_grammar is None and not self.withheld and (self.grammar is None or not self.grammar.pending)
-
-    @property
-    def has_output(self) -> bool:
-        """Whether `emit` has something that should be sent now."""
-        return self.finish is not None or (self.options.stream and self.output.has_unsent(len(self.tokens)))
 
     @property
     def released(self) -> bool:
@@ -172,16 +157,20 @@ class Request:
         assert self.stopping is not None
         if self._first_token is None:
             self._first_token = now
-        for index, token in enumerate(tokens):
+        self.output.set_version(version, self.adapter, self.num_output)
+        kept = 0
+        for token in tokens:
             self.tokens.append(token)
-            self.output.add_token(rows, first_row + index, self.num_output - 1, version, self.adapter)
+            kept += 1
             stop = self.stopping.check(self.tokens)
             if stop is not None:
                 self.end(stop.reason, stop.detail, now, stop=stop.stop)
-                return index + 1
+                break
             if self.grammar is not None:
                 self.grammar.accept(token)
-        return len(tokens)
+        if rows is not None:
+            self.output.add_logprobs(rows, first_row, kept)
+        return kept
 
     def set_pooled(self, vector: Float32, now: float) -> None:
         """The prompt of a pooling request is computed, and this is its vector."""

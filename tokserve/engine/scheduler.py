@@ -18,7 +18,7 @@ from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.engine.pace import StepPace
-from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
+from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
@@ -185,38 +185,45 @@ class Scheduler:
         """Rows for running requests: those that lack one token first, so that no prompt delays them.  A client gets at
         most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
-        for request in self.shares.in_turns(self._running) if builder.contended else list(self._running):
+        contended = bool(builder.shares)
+        for request in self.shares.in_turns(self._running) if contended else list(self._running):
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
-            if request.prompt_missing:
+            num_tokens = request.num_tokens
+            if num_tokens - request.num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif self._may_decode(request) and builder.allowed(request) and self._make_room(request, builder):
+            elif request.stalled and self._is_idle(request):
+                continue
+            elif num_tokens >= request.limit or (contended and not builder.allowed(request)):
+                continue
+            elif builder.budget and self._make_room(request, builder):
                 builder.add(request, 1)
         for request in prompts:
-            if request.state is State.RUNNING and builder.allowed(request):
-                builder.add(request, self._chunk(request, builder.allowed(request)))
+            budget = builder.allowed(request)
+            if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
+                builder.add(request, self._chunk(request, budget))
 
     def _fill(self, builder: PlanBuilder) -> None:
         """Give what is left of the budget to requests that exceed their client's share."""
-        if not (builder.budget and builder.contended):
+        if not builder.budget or not builder.shares:
             return
         rows = {row.request: row for row in builder.rows}
         for request in self.shares.in_turns(self._running):
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
+            missing = request.num_tokens - request.num_computed
             if not builder.budget or request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
-            if request.prompt_missing:
+            if missing > max(count, not request.pooling):
                 more = self._chunk(request, count + builder.budget) - count
                 if row is None:
                     builder.add(request, more)
                 elif more > 0:
                     builder.extend(row, more)
-            elif row is None and not builder.short and self._may_decode(request) and self._make_room(request, builder):
-                builder.add(request, 1)
-
-    def _may_decode(self, request: Request) -> bool:
-        return request.num_tokens < request.limit and not self._is_idle(request)
+            elif row is None and missing == 1 and not request.pooling and not builder.short:
+                idle = self._is_idle(request) or request.num_tokens >= request.limit
+                if not idle and self._make_room(request, builder):
+                    builder.add(request, 1)
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
         """Propose drafts for rows that sample, with what is left of the budget and without preempting."""
@@ -230,8 +237,8 @@ class Scheduler:
                 builder.add_drafts(row, drafts)
 
     def _is_idle(self, request: Request) -> bool:
-        """It gets no tokens, as its client does not read those it has.  Its prompt is computed all the same, since
-        others may wait for that; and a command that waits for the end of all requests waits for no client."""
+        """It gets no tokens, as its client does not read.  Its prompt is computed all the same, since others may wait
+        for that; and a command that waits for the end of all requests waits for no client."""
         return request.stalled and request.is_decoding and self.barrier is None
 
     def _chunk(self, request: Request, budget: int) -> int:
@@ -351,22 +358,26 @@ class Scheduler:
         self.counters.steps += 1
         self._pace.record(step.num_tokens, now - max(step.planned, self._answered))
         self._answered = now
-        counts, token_ids, status = result.counts.tolist(), result.token_ids.tolist(), result.status.tolist()
+        token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
-        requests = []
-        first = 0  # of the row's tokens
-        for index, row in enumerate(step.rows):
+        requests, last = [], 0  # last: of the rows' tokens so far
+        columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
+        for index, (row, count, status) in enumerate(columns):
             request = row.request
             request.steps_in_flight -= 1
+            first, last = last, last + count
             if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-                if index in result.prompt_logprobs:
-                    request.output.add_prompt_rows(request.num_settled, result.prompt_logprobs[index])
-                self._settle(row, counts[index])
-                if status[index] != OK:
-                    self.counters.nan_requests += status[index] == NOT_FINITE
-                    request.on_status(status[index], now)
-                elif row.num_logits:
-                    tokens = token_ids[first : first + counts[index]]
+                if index in prompt_logprobs:
+                    request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
+                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                request.num_in_flight -= row.num_logits
+                request.num_computed -= rejected
+                request.num_settled += row.num_tokens - rejected
+                if status != OK:
+                    self.counters.nan_requests += status == NOT_FINITE
+                    request.on_status(status, now)
+                elif count:
+                    tokens = token_ids[first:last]
                     kept = request.append(tokens, logprobs, first, step.weight_version, now)
                     self.counters.output_tokens += kept
                 elif request.pooling and request.num_settled == request.prompt_len:
@@ -375,19 +386,11 @@ class Scheduler:
                 self._cache.cache_full_blocks(request.table, request.tokens, settled)
                 if request.finish is not None:
                     self.drop(request)
-                if request.has_output:
+                if request.finish is not None or (count and request.options.stream):
                     requests.append(request)
-            if request in self._leaving:
+            if self._leaving and request in self._leaving:
                 self._release_slot(request)
-            first += counts[index]
         return requests
-
-    def _settle(self, row: ScheduledRow, count: int) -> None:
-        """Roll back what was counted on: rejected drafts, and the position whose token was withheld."""
-        request, missing = row.request, row.num_logits - count
-        request.num_in_flight -= row.num_logits
-        request.num_computed -= missing
-        request.num_settled += row.num_tokens - missing
 
     def _release_slot(self, request: Request) -> None:
         """Free slot and blocks, now or when the last step in flight that mentions it is answered."""
