@@ -192,11 +192,9 @@ class Scheduler:
             num_tokens = request.num_tokens
             if num_tokens - request.num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif request.stalled and self._is_idle(request):
+            elif num_tokens >= request.limit or (request.stalled and self._is_idle(request)):
                 continue
-            elif num_tokens >= request.limit or (contended and not builder.allowed(request)):
-                continue
-            elif builder.budget and self._make_room(request, builder):
+            elif (builder.allowed(request) if contended else builder.budget) and self._make_room(request, builder):
                 builder.add(request, 1)
         for request in prompts:
             budget = builder.allowed(request)
