@@ -87,7 +87,7 @@ class CheckpointFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseFormat:
     """Every tensor is a whole weight."""
 
     name: str = "dense"
@@ -128,7 +128,7 @@ class Dense:
         return None
 
 
-DENSE = Dense()
+DENSE = DenseFormat()
 
 
 def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described]) -> dict[str, dict[str, str]]:
