@@ -40,12 +40,10 @@ class Float8Format:
     name: str = "float8"
     needs: frozenset[str] = frozenset((VALUES, SCALE))
 
-    def is_unused(self, name: str) -> bool:
-        """Scales of activations, which are computed here."""
-        return is_unused(name)
-
-    def part(self, name: str, tensor: Described) -> Part:
-        """A scale by its name, the numbers by their dtype."""
+    def part(self, name: str, tensor: Described) -> Part | None:
+        """A scale by its name, the numbers by their dtype; None: a scale of activations, which are computed here."""
+        if is_unused(name):
+            return None
         for ending in SCALES:
             if name.endswith(".weight" + ending):
                 return Part(name.removesuffix(ending), SCALE)
