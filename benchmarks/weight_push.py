@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from tokserve.models.decoder import Decoder
+from tokserve.models.load import build
 from tokserve.models.registry import decoder_spec
 from tokserve.rl import TokserveClient
 
@@ -40,7 +40,7 @@ CONFIG = {
 def tensors(layers: int) -> dict[str, torch.Tensor]:
     """A full set, small random numbers."""
     spec = decoder_spec(CONFIG | {"num_hidden_layers": layers})
-    wanted = Decoder(spec, torch.bfloat16, torch.bfloat16, torch.empty(0)).parameters_by_name()
+    wanted = build(spec, dtype="bfloat16", head_dtype="auto", max_model_len=1).parameters_by_name()
     return {name: torch.full(parameter.shape, 0.01, dtype=torch.bfloat16) for name, parameter in wanted.items()}
 
 

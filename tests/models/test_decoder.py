@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,18 @@ import torch
 
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.kv_spec import KVSpec
+from tokserve.layers.mlp import MLPSpec
+from tokserve.layers.norm import NormSpec
+from tokserve.layers.rope import RopeSpec
+from tokserve.models import dummy
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import FAMILIES, tiny_config
-from tokserve.models.load import load
+from tokserve.models.load import build, load
+from tokserve.models.registry import decoder_spec
+from tokserve.models.spec import windowed
+from tokserve.models.weights import load_into
+
+PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
 
 
 def made(family: str, dtype: str = "float32", **changes: Any) -> Decoder:
@@ -99,3 +109,39 @@ def test_given_embeddings_take_the_place_of_the_ids(family: str, dtype: str) -> 
     assert torch.equal(torch.cat(parts), whole)
     ends = Driver(decoder, length=len(ids)).step({0: hidden}, ends=[0], embeds=embeds(0, 40))
     assert torch.equal(ends[0], whole[-1:])
+
+
+def test_linear_layers_are_named_once() -> None:
+    decoder = made("llama", num_hidden_layers=2)
+    linears = decoder.named_linears()
+    layers = [f"model.layers.{number}.{name}" for number in (0, 1) for name in PROJECTIONS]
+    assert list(linears) == layers and len(set(linears.values())) == len(layers)
+    targets = decoder.adapter_targets()
+    assert targets["model.layers.1.self_attn.v_proj"] == ("model.layers.1.self_attn.qkv", "v_proj")
+    weights = {name.removesuffix(".weight") for name in decoder.parameters_by_name() if name.endswith("_proj.weight")}
+    assert targets.keys() == weights
+
+
+@pytest.mark.usefixtures("kernels")
+def test_blocks_need_not_be_alike() -> None:
+    spec = decoder_spec(tiny_config("qwen3"))
+    first, second, third = spec.blocks
+    attention = first.attention
+    other = replace(attention, kv_heads=4, dim=24, rope=RopeSpec(24, 500.0), scale=0.3, qk_norm=None, out_bias=True)
+    blocks = (
+        replace(first, attention=windowed(attention, 9)),
+        replace(second, attention=other, mlp=MLPSpec(96, "gelu_tanh", bias=True)),
+        replace(third, norm=NormSpec(1e-5, offset=1.0), post_norms=True),
+    )
+    decoder = build(replace(spec, blocks=blocks), dtype="float32", head_dtype="auto", max_model_len=128)
+    parameters = decoder.parameters_by_name()
+    load_into(parameters, dummy.tensors(parameters, 0))
+    assert decoder.kv_specs() == (KVSpec(2, 16, "float32", 9), KVSpec(4, 24, "float32"), KVSpec(2, 16, "float32"))
+    assert [table.shape for table in decoder.rope_tables] == [(128, 16), (128, 24)]
+    ids = random_ids(75, 320)
+    alone = prefill(decoder, ids)
+    assert alone.std() > 0.5
+    cut = Driver(decoder, length=len(ids))
+    chunks = [ids[:1], ids[1:18], ids[18:50], *([token] for token in ids[50:])]
+    assert torch.equal(torch.cat([cut.step({0: chunk})[0] for chunk in chunks]), alone)
+    assert decoder.row_bytes() > 4 * 320

@@ -24,13 +24,13 @@ from tokserve.models import load as loading
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.formats import pick
-from tokserve.models.formats.base import DENSE, WHOLE, Dense, Described, Part, group
-from tokserve.models.formats.float8 import Float8
+from tokserve.models.formats.base import DENSE, WHOLE, DenseFormat, Described, Part, group
+from tokserve.models.formats.float8 import Float8Format
 from tokserve.models.staging import Staging
 
 PACKAGE = Path(loading.__file__).parent.parent
 FP8 = torch.float8_e4m3fn
-FORMAT = Float8((32, 64))
+FORMAT = Float8Format((32, 64))
 HF = tiny_config("qwen3")
 
 
@@ -75,7 +75,7 @@ def test_a_second_scale_stands_for_itself() -> None:
 def test_config_json_picks_the_format() -> None:
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 64]}
     assert pick.checkpoint_format({"quantization_config": config}) == FORMAT
-    assert pick.checkpoint_format({"compression_config": {"quant_method": "fp8"}}) == Float8((128, 128))
+    assert pick.checkpoint_format({"compression_config": {"quant_method": "fp8"}}) == Float8Format((128, 128))
     for other in (None, {"quant_method": "gptq"}, [1]):
         assert pick.checkpoint_format({"quantization_config": other}) == DENSE
 
@@ -126,7 +126,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Sums(Dense):
+class Sums(DenseFormat):
     """x.high and x.low form x.weight."""
 
     name: str = "sums"

@@ -77,7 +77,8 @@ def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[st
     """(name, float32 values) for each parameter of a model."""
     tied = "lm_head.weight" not in parameters
     for name, parameter in parameters.items():
-        yield name, values(name, parameter.shape, seed, tied=tied) - parameter.offset
+        tensor = values(name, parameter.shape, seed, tied=tied)
+        yield name, tensor - parameter.offset if parameter.offset else tensor
 
 
 def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tensor:

@@ -18,7 +18,7 @@ from tokserve.errors import RequestError, StartError
 from tokserve.layers.parameter import StoredWeight
 from tokserve.models import kv_scales, weights
 from tokserve.models.decoder import Decoder
-from tokserve.models.formats.base import WHOLE, Part, is_finite
+from tokserve.models.formats.base import WHOLE, Described, Part, is_finite
 from tokserve.models.provenance import EMBEDDING, HEAD, Provenance
 from tokserve.models.weights import Entry
 
@@ -56,11 +56,10 @@ class Staging:
         seen: set[str | Part] = set()
         twice = []
         for name, shape, dtype in tensors:
-            target = self._model_name(name)
-            if target is None:
-                continue
             entry = Entry(Path(), name, shape, dtype)
-            part = Part(target) if whole else self._format.part(target, entry)
+            target, part = self._part(name, entry, whole=whole)
+            if part is None:
+                continue
             if not seen.isdisjoint((target, part)) or not self._received.isdisjoint((target, part)):
                 twice.append(name)
             seen |= {target, part}
@@ -82,10 +81,9 @@ class Staging:
     def push(self, name: str, tensor: Tensor) -> None:
         """Take a pushed tensor (a copy is made) and record its checksum."""
         self.announce([(name, tuple(tensor.shape), tensor.dtype)])
-        target = self._model_name(name)
-        if target is not None:
-            part = self._format.part(target, tensor)
-            self._receive(name, part, (tensor,))
+        target, part = self._part(name, tensor)
+        if part is not None:
+            self._receive(name, target, part, (tensor,))
             if part.role == WHOLE:
                 self._take(target, tensor)
             else:
@@ -95,13 +93,13 @@ class Staging:
     def put(self, name: str, weight: Tensor | StoredWeight) -> None:
         """Take a whole weight (a copy is made); the caller records in `provenance` where it came from."""
         self.announce([(name, tuple(weight.shape), weight.dtype)], whole=True)
-        target = self._model_name(name)
-        if target is not None:
-            self._receive(name, Part(target), (weight,) if isinstance(weight, Tensor) else weight.tensors())
+        target, part = self._part(name, weight, whole=True)
+        if part is not None:
+            self._receive(name, target, part, (weight,) if isinstance(weight, Tensor) else weight.tensors())
             self._take(target, weight)
 
-    def _receive(self, name: str, part: Part, tensors: tuple[Tensor, ...]) -> None:
-        self._received |= {self._model_name(name) or name, part}
+    def _receive(self, name: str, target: str, part: Part, tensors: tuple[Tensor, ...]) -> None:
+        self._received |= {target, part}
         if self._check_finite and not all(is_finite(tensor, self._decoder.dtype) for tensor in tensors):
             self._not_finite.append(name)
 
@@ -151,10 +149,13 @@ class Staging:
                 raise RequestError(str(error)) from None
         return self._decoder
 
-    def _model_name(self, name: str) -> str | None:
-        """The model's name for a tensor; None for one that the model does not take."""
+    def _part(self, name: str, tensor: Described, *, whole: bool = False) -> tuple[str, Part | None]:
+        """The model's name for a tensor, and what it is; None: nothing that the model takes."""
         target = weights.model_name(name, self._decoder.spec.renames)
-        return None if target is None or self._format.is_unused(target) else target
+        if target is None:
+            return name, None
+        part = self._format.part(target, tensor)
+        return target, Part(target) if whole and part is not None else part
 
     def _digest(self, tensor: Tensor) -> bytes:
         plain = tensor.detach().to("cpu", self._decoder.dtype).contiguous()

@@ -61,11 +61,8 @@ class CheckpointFormat(Protocol):
     def needs(self) -> frozenset[str]:
         """The roles of a weight's parts."""
 
-    def is_unused(self, name: str) -> bool:
-        """Whether a tensor of this name is none that a model takes."""
-
-    def part(self, name: str, tensor: Described) -> Part:
-        """What a stored tensor is."""
+    def part(self, name: str, tensor: Described) -> Part | None:
+        """What a stored tensor is; None: nothing that a model takes."""
 
     def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
         """Of the weight that all parts form."""
@@ -87,15 +84,11 @@ class CheckpointFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseFormat:
     """Every tensor is a whole weight."""
 
     name: str = "dense"
     needs: frozenset[str] = frozenset((WHOLE,))
-
-    def is_unused(self, name: str) -> bool:
-        """None is."""
-        return False
 
     def part(self, name: str, tensor: Described) -> Part:
         """The weight of that name."""
@@ -128,7 +121,7 @@ class Dense:
         return None
 
 
-DENSE = Dense()
+DENSE = DenseFormat()
 
 
 def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described]) -> dict[str, dict[str, str]]:
@@ -137,9 +130,9 @@ def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described])
     groups: dict[str, dict[str, str]] = {}
     single: list[str] = []
     for name, tensor in tensors.items():
-        if checkpoint_format.is_unused(name):
-            continue
         part = checkpoint_format.part(name, tensor)
+        if part is None:
+            continue
         roles = groups.setdefault(part.weight, {})
         if part.role in roles:
             single.append(name)

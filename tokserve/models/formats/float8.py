@@ -29,23 +29,21 @@ CACHE_SCALES = {  # a float8 cache's, as tools call them after a layer's name ->
 VALUES, SCALE = "values", "scales"  # roles
 FORMATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "block")
-Block = tuple[int, int]
+BlockSize = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
+class Float8Format:
     """Matrices of float8, each with a scale.  `block`: rows and columns that share one where scales are by block."""
 
-    block: Block
+    block: BlockSize
     name: str = "float8"
     needs: frozenset[str] = frozenset((VALUES, SCALE))
 
-    def is_unused(self, name: str) -> bool:
-        """Scales of activations, which are computed here."""
-        return is_unused(name)
-
-    def part(self, name: str, tensor: Described) -> Part:
-        """A scale by its name, the numbers by their dtype."""
+    def part(self, name: str, tensor: Described) -> Part | None:
+        """A scale by its name, the numbers by their dtype; None: a scale of activations, which are computed here."""
+        if is_unused(name):
+            return None
         for ending in SCALES:
             if name.endswith(".weight" + ending):
                 return Part(name.removesuffix(ending), SCALE)
@@ -118,7 +116,7 @@ def refusal(quantization: Mapping[str, Any]) -> str | None:
     return None
 
 
-def block(quantization: Mapping[str, Any]) -> Block | None:
+def block(quantization: Mapping[str, Any]) -> BlockSize | None:
     """Rows and columns that share a scale where scales are by block; None if they are not two positive integers."""
     sizes = quantization.get("weight_block_size")
     for config_group in (quantization.get("config_groups") or {}).values():
@@ -135,7 +133,7 @@ def is_unused(name: str) -> bool:
     return name.endswith(UNUSED) and not name.endswith(tuple(CACHE_SCALES))
 
 
-def scale_shapes(shape: tuple[int, ...], block: Block) -> list[tuple[int, ...]]:
+def scale_shapes(shape: tuple[int, ...], block: BlockSize) -> list[tuple[int, ...]]:
     """Shapes that the scale of a weight [N,K] may have."""
     rows, columns = shape
     return [(), (1,), (1, 1), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))]
@@ -147,7 +145,7 @@ def groups(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> int:
     return scale_shape[1] if by_block else 1
 
 
-def scaled(stored: Tensor, scale: Tensor, block: Block) -> Float8Weight:
+def scaled(stored: Tensor, scale: Tensor, block: BlockSize) -> Float8Weight:
     """Float8 numbers [N,K] with a scale of one of those shapes."""
     rows, columns = stored.shape
     if groups(tuple(stored.shape), tuple(scale.shape)) > 1:

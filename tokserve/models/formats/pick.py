@@ -23,7 +23,7 @@ def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
     if quantization is None or _refusal(quantization):
         return DENSE
     block = float8.block(quantization)
-    return DENSE if block is None else float8.Float8(block)
+    return DENSE if block is None else float8.Float8Format(block)
 
 
 def refuse_unsupported(fields: ConfigReader) -> None:
