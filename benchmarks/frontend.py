@@ -42,17 +42,18 @@ import zmq
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import (
     Abort,
-    Add,
     Call,
+    EngineRequest,
     Finish,
     Ready,
     Reply,
     StepStats,
     Submit,
-    Verdict,
+    SubmitReply,
     decode_to_engine,
     encode,
 )
+from tokserve.params import SamplingParams
 from tokserve.plan import LogprobRows
 
 VOCAB = 151_936
@@ -94,17 +95,18 @@ SCORES = PackedRows(ROWS)
 class Row:
     """A request in the engine."""
 
-    def __init__(self, add: Add) -> None:
-        self.rid = add.rid
-        self.hold = add.hold
-        self.limit = add.sampling.max_tokens or 1
-        self.width = add.sampling.logprobs
+    def __init__(self, request: EngineRequest) -> None:
+        assert isinstance(request.task, SamplingParams)
+        self.request_id = request.request_id
+        self.stream = request.options.stream
+        self.limit = request.task.max_tokens or 1
+        self.width = request.task.logprobs
         self.sent = 0
 
     def take(self, count: int, step: StepColumns) -> None:
         """The next `count` tokens."""
         first, self.sent = self.sent, self.sent + count
-        step.add(self.rid, IDS[first : self.sent], None if self.width is None else self.scored(first))
+        step.add(self.request_id, IDS[first : self.sent], None if self.width is None else self.scored(first))
         if self.sent == self.limit:
             times = {"queued": 0.001, "first_token": 0.002, "total": 0.5}
             step.describe(Finish("length", "max_tokens", **times), spans=[("0", 0, self.sent)])
@@ -157,15 +159,15 @@ class Engine:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
             if isinstance(message, Submit):
-                self._say(Verdict(message.call_id))
-                for row in map(Row, message.adds):
-                    if row.hold:
-                        whole.append(row)
+                self._say(SubmitReply(message.call_id))
+                for row in map(Row, message.requests):
+                    if row.stream:
+                        self._rows[row.request_id] = row
                     else:
-                        self._rows[row.rid] = row
+                        whole.append(row)
             elif isinstance(message, Abort):
-                for rid in message.rids:
-                    self._rows.pop(rid, None)
+                for request_id in message.request_ids:
+                    self._rows.pop(request_id, None)
             else:
                 self._answer(message)
         if whole:
@@ -184,7 +186,7 @@ class Engine:
             self._unread += count or row.limit
             row.take(count or row.limit, step)
             if row.sent == row.limit:
-                self._rows.pop(row.rid, None)
+                self._rows.pop(row.request_id, None)
         self._say(step.step(StepStats(running=len(self._rows))))
 
     def _say(self, message: Any) -> None:

@@ -134,16 +134,23 @@ class FakeStream(Stream):
 
     async def _serve(self) -> None:
         """Turn after turn, a token of each choice; a consumer that does not take them gets them merged later."""
-        while going := [choice for choice in self._choices if choice.finish is None]:
-            await self._turn()
-            if self.llm.dead:
-                return self.state.fail(self.llm.dead)
-            stopped = self.llm.requests.receive(pack([choice.row(self.abort_reason) for choice in going], StepStats()))
-            ends = [choice.row("abort_stop_string") for choice in going if choice.request.request_id in stopped]
-            self.llm.requests.receive(pack(ends, StepStats()))
-            if self.state.num_open == 0:
-                self.llm.forget(self, self.llm.ended)
-            self.llm.requests.notify()
+        try:
+            while going := [choice for choice in self._choices if choice.finish is None]:
+                await self._turn()
+                if self.llm.dead:
+                    raise self.llm.dead
+                self._step(going)
+        except Exception as error:
+            self.state.fail(error)  # type: ignore[arg-type]
+
+    def _step(self, going: list[_Choice]) -> None:
+        client = self.llm.requests
+        stopped = client.receive(pack([choice.row(self.abort_reason) for choice in going], StepStats()))
+        ends = [choice.row("abort_stop_string") for choice in going if choice.request.request_id in stopped]
+        client.receive(pack(ends, StepStats()))
+        if self.state.num_open == 0:
+            self.llm.forget(self, self.llm.ended)
+        client.notify()
 
     async def _turn(self) -> None:
         """One engine step, or the wait for one."""
@@ -298,9 +305,8 @@ class FakeLLM:
         """Dropped streams make no more tokens once the loop has ended."""
 
     def stall(self, state: RequestState, stalled: bool) -> None:
-        stream = self._stream(state)
-        if stream is not None:
-            stream.stalls.append(stalled)
+        [stream] = [stream for stream in self.made if stream.state is state]
+        stream.stalls.append(stalled)
 
     def _of(self, bare: str) -> list[FakeStream]:
         return [stream for stream in self.streams.values() if bare_id(stream.request_id) == bare]
