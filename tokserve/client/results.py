@@ -1,6 +1,6 @@
 """What the Python API returns: `RequestOutput` and its parts, under vLLM's names where they mean the same.
 
-Logprobs stay columns, and become dictionaries only when indexed.  Must not know the engine.
+Logprobs stay columns, and become dictionaries only when indexed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class TokenLogprobs:
     def __getitem__(self, position: int) -> dict[int, Logprob]:
         ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
         named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
-        found = {token: Logprob(value, 0) for token, value in named}
-        found |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
-        own = Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))
-        return {self.token_ids[position]: own} | found | {self.token_ids[position]: own}
+        top = {token: Logprob(value, 0) for token, value in named}
+        top |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
+        token = {self.token_ids[position]: Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))}
+        return token | top | token
 
 
 @dataclass(slots=True)

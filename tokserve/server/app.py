@@ -200,7 +200,7 @@ def _answering(serving: Serving, handler: Handler, path: str) -> Callable[[Reque
 def _echoed_id(request: Request) -> dict[str, str]:
     """The client's own request id, for the headers of an error; one in the body is known once that has been read."""
     try:
-        given = request.scope.get(GIVEN_ID) or body.request_id(request, None)
+        given = request.scope.get(GIVEN_ID) or body.given_request_id(request, None)
     except RequestError:
         return {}
     return {"X-Request-Id": given} if given else {}

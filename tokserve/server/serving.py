@@ -28,8 +28,9 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import body, declared, estimate
+from tokserve.server import declared, estimate
 from tokserve.server.bodies import Bodies
+from tokserve.server.body import encode_json, given_request_id
 from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
 from tokserve.server.generation import Generation, Observer
@@ -120,14 +121,14 @@ class Serving:
 
     def check_messages(self, messages: Sequence[Any], field: str) -> None:
         """Raise `RequestError` for more messages, parts of contents and tool calls than a chat may have."""
-        most = self.config.limits.max_messages
+        limit = self.config.limits.max_messages
         count = len(messages)
-        if count <= most:
+        if count <= limit:
             inner = (message.get(name) for message in messages if isinstance(message, dict) for name in INNER)
-            count += sum(len(each) for each in inner if isinstance(each, list))
-        if count > most:
+            count += sum(len(parts) for parts in inner if isinstance(parts, list))
+        if count > limit:
             raise RequestError(
-                f"{field} must have at most {most} messages, parts and tool calls (--max-messages), got {count}",
+                f"{field} must have at most {limit} messages, parts and tool calls (--max-messages), got {count}",
                 field=field,
             )
 
@@ -135,8 +136,8 @@ class Serving:
         """Raise `RequestError` for an id that is in neither the model's vocabulary nor the tokenizer's."""
         limit = max(self.llm.ready.vocab_size, self.tokenizer.vocab_size)
         if ids and not (min(ids) >= 0 and max(ids) < limit):
-            place = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
-            raise RequestError(f"{field}[{place}] must be a token id from 0 to {limit - 1}", field=f"{field}[{place}]")
+            index = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
+            raise RequestError(f"{field}[{index}] must be a token id from 0 to {limit - 1}", field=f"{field}[{index}]")
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -151,15 +152,15 @@ class Serving:
             return None
         if server.tool_call_parser != "auto":
             return formats.named(formats.TOOL_FORMATS, server.tool_call_parser)
-        found = formats.recognise(self.template)
-        if found is not None:
-            logger.info("tool calls: %s, as the chat template writes them", found.name)
+        recognised = formats.recognise(self.template)
+        if recognised is not None:
+            logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:
             raise StartError(
                 "enable_auto_tool_choice: this model's chat template does not show how it writes tool calls; "
                 "give --tool-call-parser"
             )
-        return found
+        return recognised
 
     @cached_property
     def thinking(self) -> Thinking | None:
@@ -173,13 +174,13 @@ class Serving:
         their arithmetic, and the weights that serve now."""
         status = self.llm.status
         parts = [self._options, status.weight_version, status.epoch]
-        return f"tokserve-{__version__}-{hashlib.sha256(body.encode_json(parts)).hexdigest()[:8]}"
+        return f"tokserve-{__version__}-{hashlib.sha256(encode_json(parts)).hexdigest()[:8]}"
 
     @cached_property
     def _options(self) -> str:
         facts = self.llm.ready.facts
         options = [self.config.model, self.config.cache.kv_cache_dtype, facts.get("ops"), facts.get("arithmetic")]
-        return body.encode_json(options).decode()
+        return encode_json(options).decode()
 
     async def probe(self, verb: str, seconds: float) -> None:
         """Call a verb of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
@@ -216,15 +217,15 @@ class Serving:
         return self.adapter(model) or self.name
 
     def request_of(
-        self, request: Request, asked: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
+        self, request: Request, body: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
     ) -> GenerateRequest:
         """What the body of any generating route asks for, without the prompts: `start` puts them in."""
-        given = request.scope[GIVEN_ID] = body.request_id(request, asked.request_id)
+        given = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
         request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
         return GenerateRequest(
             request_id=request_id, prompt=TokenPrompt(b""), task=params,
-            options=declared.options(asked, self.adapter(asked.model)), text=text, score_each=score_each,
+            options=declared.options(body, self.adapter(body.model)), text=text, score_each=score_each,
         )  # fmt: skip
 
     async def start(
