@@ -99,8 +99,9 @@ def request_output(
         total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
         outputs.append(
             CompletionOutput(
-                c.index, c.text or "", c.token_ids, logprobs, total, c.finish_reason, c.stop_reason, c.stop_detail,
-                c.message, c.weight_versions,
+                index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
+                finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
+                message=c.message, weight_versions=c.weight_versions,
             )
         )  # fmt: skip
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt

@@ -1,7 +1,4 @@
-"""Request bodies in, reply bodies out: content types, JSON or msgpack.
-
-How a body arrives is `bodies`' business.  Must not know what the values mean.
-"""
+"""Request bodies in, reply bodies out: content types, JSON or msgpack.  `bodies` receives and bounds them."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from tokserve.server import logprobs, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
 from tokserve.server.workers import off_loop
 
@@ -43,7 +43,7 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """A choice of a whole answer.  Here and in the answer, ids and scores that nobody body for are null."""
+    """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
 
     index: int
     message: Message
@@ -362,7 +362,7 @@ class Render:
         return sse.event(encode_json(self._chunk(choice)))
 
     def tail(self) -> bytes:
-        """The usage event, if body for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         chunk = Chunk(self._id, self._created, self._model, [])

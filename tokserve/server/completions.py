@@ -1,7 +1,7 @@
 """Completions: text or ids in, text out, in OpenAI's older shape; evaluation harnesses use it to score texts.
 
 Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
-`echo` puts the prompt before the output, with its logprobs if any are body for; `max_tokens` 0 then only
+`echo` puts the prompt before the output, with its logprobs if any are requested; `max_tokens` 0 then only
 scores: the engine generates one token, which is dropped.
 """
 
@@ -26,9 +26,9 @@ from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "cmpl-"
@@ -38,7 +38,7 @@ MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engin
 
 
 class Choice(msgspec.Struct):
-    """A choice, or a delta of one.  In a whole answer, ids and scores that nobody body for are null."""
+    """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
 
     index: int
     text: str
@@ -229,7 +229,7 @@ class Render:
         return reply
 
     def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
-        """A choice from a delta; a choice's first delta also carries what was body for about the prompt."""
+        """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
         if begins:
@@ -268,7 +268,7 @@ class Render:
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
     def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
-        """Add what was body for about the prompt; returns the part of the prompt that the text begins with."""
+        """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
         if self._ids:
@@ -299,7 +299,7 @@ class Render:
         return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:
-        """The usage event, if body for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         return sse.event(encode_json(Reply(self._id, self._created, self._model, [], self._generation.usage())))

@@ -104,8 +104,11 @@ async def describe(serving: Serving, request: Request) -> Response:
     tokenizer, ready = serving.tokenizer, serving.llm.ready
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     described = TokenizerDescription(
-        tokenizer.class_name, tokenizer.vocab_size, tokenizer.special_tokens, sorted(tokenizer.special_ids),
-        bos, None if bos is None else tokenizer.id_of(bos), eos, None if eos is None else tokenizer.id_of(eos),
-        list(ready.eos_token_ids), ready.max_model_len, serving.template.sources,
+        tokenizer_class=tokenizer.class_name, vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens, special_token_ids=sorted(tokenizer.special_ids),
+        bos_token=bos, bos_token_id=None if bos is None else tokenizer.id_of(bos),
+        eos_token=eos, eos_token_id=None if eos is None else tokenizer.id_of(eos),
+        eos_token_ids=list(ready.eos_token_ids), model_max_length=ready.max_model_len,
+        chat_template=serving.template.sources,
     )  # fmt: skip
     return reply(request, described)

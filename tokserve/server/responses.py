@@ -23,9 +23,9 @@ from tokserve.server.chat import Call
 from tokserve.server.generation import Generation
 from tokserve.server.holes import Holes
 from tokserve.server.items import Conversation, Item, Output
+from tokserve.server.replies import StopDetail, WeightVersion, versions
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import StopDetail, WeightVersion, versions
 from tokserve.server.workers import off_loop
 from tokserve.text.parsing import Parser, Reading
 

@@ -114,10 +114,10 @@ class Serving:
             raise RequestError("this server has no tokenizer", code="tokens_only")
         return self.llm.tokenizer
 
-    def check_text(self, text: str, field: str, least: int = 0) -> None:
-        """Raise `RequestError` for a text that is too long for the context, without tokenizing it; `least`: bytes that
-        are never too long."""
-        self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, least)
+    def check_text(self, text: str, field: str, min_bytes: int = 0) -> None:
+        """Raise `RequestError` for a text that is too long for the context, without tokenizing it.  Texts of up to
+        `min_bytes` bytes pass always."""
+        self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, min_bytes)
 
     def check_messages(self, messages: Sequence[Any], field: str) -> None:
         """Raise `RequestError` for more messages, parts of contents and tool calls than a chat may have."""
@@ -182,10 +182,10 @@ class Serving:
         options = [self.config.model, self.config.cache.kv_cache_dtype, facts.get("ops"), facts.get("arithmetic")]
         return encode_json(options).decode()
 
-    async def probe(self, verb: str, seconds: float) -> None:
-        """Call a verb of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
+    async def probe(self, command: str, seconds: float) -> None:
+        """Call a command of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
         try:
-            await asyncio.wait_for(self.llm.call(verb), seconds)
+            await asyncio.wait_for(self.llm.call(command), seconds)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {seconds:g} s", code="engine_hung") from None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -25,12 +25,13 @@ from tokserve.server import declared, errors, estimate, logprobs, sse, structure
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.holes import Holes, whole
+from tokserve.server.replies import StopDetail, WeightVersion, versions
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
-NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who body for logprobs gets empty lists
+NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
 HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
 Format = Literal["objects", "arrays", "base64"]
 
@@ -105,31 +106,6 @@ class PackedGenerateBody(_Generate, kw_only=True):
 
 
 AnyBody = GenerateBody | PackedGenerateBody
-
-
-class WeightVersion(msgspec.Struct):
-    """Output tokens start..end-1 were made by this version of the weights."""
-
-    version: str
-    start: int
-    end: int
-
-
-def versions(c: ChoiceOutput) -> list[WeightVersion]:
-    """Which version of the weights made which of a choice's tokens."""
-    return [WeightVersion(*span) for span in c.weight_versions]
-
-
-def last_version(ends: Sequence[ChoiceOutput]) -> str | None:
-    """The version of the weights that made the last token of the last choice that has tokens."""
-    return next((c.weight_versions[-1][0] for c in reversed(ends) if c.weight_versions), None)
-
-
-class StopDetail(msgspec.Struct, omit_defaults=True):
-    """Exactly why a choice ended; `message` comes with errors only."""
-
-    kind: str | None
-    message: str | None = None
 
 
 class Choice(msgspec.Struct):
@@ -338,7 +314,7 @@ class _Render:
         return make(columns) if holes is None else holes.put(whole(lambda: make(columns)))
 
     def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
-        """The prompt's logprobs in the format body for.  There are no columns for a prompt of one token, nor for one
+        """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or NO_ROWS
@@ -359,8 +335,9 @@ class _Render:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
             scores = self._prompt_logprobs(columns, holes)
         return Reply(
-            self._id, self._id, int(time.time()), self._model, [self._choice(c, holes) for c in completions],
-            generation.usage(), scores, generation.seed, self._ids(generation.prompt_ids()) if self._echo else UNSET,
+            request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
+            choices=[self._choice(c, holes) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
+            seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
 
@@ -404,7 +381,7 @@ class _Render:
         return sse.event(encode_json(chunk))
 
     def tail(self) -> bytes:
-        """The usage event, if body for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         return sse.event(encode_json(Chunk(self._id, [], self._generation.usage())))
