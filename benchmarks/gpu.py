@@ -29,9 +29,11 @@ from tokserve import ops
 from tokserve.config import Config
 from tokserve.models import dummy
 from tokserve.params import SamplingParams
-from tokserve.plan import NewRow, StepPlan
-from tokserve.runner.graphs import Graphs
+from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.runner import Runner
+from tokserve.runner.startup import load
+from tokserve.runner.steps import PendingResult
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -93,9 +95,8 @@ def make(shape: str, layers: int, rows: int, **options: Any) -> Runner:
         model=str(directory), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=length, depth=2,
         max_num_seqs=rows, max_num_batched_tokens=8192, block_size=64, **options,
     )  # fmt: skip
-    runner = Runner(config.model, config.cache, config.scheduler, config.runtime)
     dummy.values = lambda name, shape, seed, tied: few_values(tuple(shape), shape[-1] ** -0.5)
-    runner.load()
+    runner, _ = load(config)
     few_values.cache_clear()
     return runner
 
@@ -115,55 +116,61 @@ def prefill(runner: Runner, rows: int) -> float:
         ]
         blocks = [(slot, 0, list(range(slot * width, (slot + 1) * width))) for slot in slots.tolist()]
         full = np.full(len(slots), CONTEXT, np.int32)
-        runner.execute(StepPlan(0, slots, full, 0 * full, np.ones(len(slots), np.bool_), new, blocks))
+        runner.execute(step_plan(0, slots, full, 0 * full, new=new, blocks=blocks))
     return rows * CONTEXT / (time.perf_counter() - began)
+
+
+def step_plan(step: int, slots: Int32, num_tokens: Int32, num_computed: Int32, **more: Any) -> StepPlan:
+    """A step in which every row samples one token."""
+    none, one = np.zeros(0, np.int32), np.ones(len(slots), np.int32)
+    return StepPlan(step, slots, num_tokens, num_computed, 0 * one, one, none, **more)
 
 
 def decode(runner: Runner, rows: int, start: int) -> float:
     """Seconds of a decode step, from context length `start` on."""
-    slots, one, samples = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
-    return seconds(runner, lambda step: StepPlan(step, slots, one, (start + step) * one, samples))
+    slots, one = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
+    return seconds(runner, lambda step: step_plan(step, slots, one, (start + step) * one))
 
 
 def with_a_prompt(runner: Runner, rows: int) -> float:
     """Seconds of a step with PROMPT tokens in the first row and one in each of the others."""
-    slots, counts, samples = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32), np.ones(rows, np.bool_)
+    slots, counts = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
     counts[0] = PROMPT
-    return seconds(runner, lambda step: StepPlan(step, slots, counts, 0 * counts + CONTEXT, samples))
+    return seconds(runner, lambda step: step_plan(step, slots, counts, 0 * counts + CONTEXT))
 
 
 def seconds(runner: Runner, plan: Callable[[int], StepPlan]) -> float:
     """Of a step, two in flight."""
-    flights: deque[Any] = deque()
+    in_flight: deque[PendingResult] = deque()
     for step in range(WARM + STEPS):
         if step == WARM:
             torch.cuda.synchronize()
             began = time.perf_counter()
-        flights.append(runner.launch(plan(step)))
-        if len(flights) == 2:
-            flights.popleft().result()
-    while flights:
-        flights.popleft().result()
+        in_flight.append(runner.sample(runner.forward(plan(step)), None))
+        if len(in_flight) == 2:
+            in_flight.popleft().result()
+    while in_flight:
+        in_flight.popleft().result()
     return (time.perf_counter() - began) / STEPS
 
 
 def step_bytes(runner: Runner, rows: int, layers: int | None = None) -> float:
     """Bytes of weights and of keys and values that a decode step reads; `layers`: if there were so many."""
-    spec = runner._model.spec
-    parameters = runner._model.parameters_by_name()
-    times = 1.0 if layers is None else layers / len(runner._layout.specs)
+    spec = runner.model.spec
+    parameters = runner.model.parameters_by_name()
+    times = 1.0 if layers is None else layers / len(runner.backend.layout.specs)
     read = sum(
         int(np.prod(p.shape)) * p.dtype.itemsize * (times if ".layers." in name else 1.0)
         for name, p in parameters.items()
         if spec.tied or "embed_tokens" not in name
     )
-    kv = sum(each.bytes_per_token() for each in runner._layout.specs)
+    kv = sum(each.bytes_per_token() for each in runner.backend.layout.specs)
     return read + times * rows * kv * (CONTEXT + WARM + STEPS // 2)
 
 
 def prompt_flops(runner: Runner) -> float:
     """Operations of the projections for a prompt token; attention's come on top."""
-    parameters = runner._model.parameters_by_name()
+    parameters = runner.model.parameters_by_name()
     return 2.0 * sum(int(np.prod(p.shape)) for name, p in parameters.items() if "_proj" in name)
 
 
@@ -181,19 +188,20 @@ def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> d
     prefill(runner, rows)
     prompt_rate = prefill(runner, rows)
     exact = decode(runner, rows, CONTEXT)
-    assert isinstance(runner._graphs, Graphs)
-    graph = runner._graphs._graphs[rows, rows, False]
+    backend = runner.backend
+    assert isinstance(backend, CudaBackend) and backend.decode_graphs is not None and backend.prompt_graphs is not None
+    graph = backend.decode_graphs.captured[rows, rows, False]
     with torch.inference_mode():
-        replay = median_seconds(graph.replay)
+        replay = median_seconds(graph.run)
     mixed = with_a_prompt(runner, rows)
-    runner._graphs.prompt_sizes = []
+    backend.prompt_graphs.invalidate()
     launched = with_a_prompt(runner, rows)
     sampling, filtering = sampling_seconds(rows)
     roofline = step_bytes(runner, rows) / card.bytes_per_second
     whole = exact * step_bytes(runner, rows, LAYERS[shape]) / step_bytes(runner, rows)
     ops.bind("cuda", exact=False)
     with torch.inference_mode():
-        runner._record()
+        backend.capture(runner.model)
     fast = decode(runner, rows, CONTEXT + STEPS + WARM)
     return {
         "model": f"{shape} shapes, {layers} layers", "options": options, "rows": rows,

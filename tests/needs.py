@@ -91,7 +91,7 @@ EXTENSION = Need(
         "ops/test_cpu.py",
         "ops/test_record.py",
         "runner/test_arithmetic.py",
-        "runner/test_records.py",
+        "runner/test_cpu_graphs.py",
     ),
     lambda: _has_module("tokserve._C"),
     "a C++17 compiler (Debian: apt-get install g++), then make clean install",

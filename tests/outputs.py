@@ -20,6 +20,7 @@ class Output:
     cached: int = 0
     finish: Finish | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+    pooled: bytes = b""
 
 
 def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
@@ -28,17 +29,19 @@ def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
     for row, o in enumerate(outputs):
         if o.logprobs is not None:
             parts.append(RowLogprobs(o.logprobs, pack_ids([row])))
-        if o.finish or o.prompt_logprobs is not None or o.cached or o.spans:
-            rare.append(RareFields(row, o.finish, o.prompt_logprobs, o.cached, o.spans))
+        if o.finish or o.prompt_logprobs is not None or o.cached or o.spans or o.pooled:
+            rare.append(RareFields(row, o.finish, o.prompt_logprobs, o.cached, o.spans, o.pooled))
     ids = array("i", (token for o in outputs for token in o.token_ids)).tobytes()
     counts = pack_ids([len(o.token_ids) for o in outputs])
     return StepOutput(stats, [o.rid for o in outputs], ids, counts, parts, rare)
 
 
-def unpack(output: StepOutput) -> list[Output]:
+def unpack(step: StepOutput) -> list[Output]:
     """The rows of a message."""
     outputs = []
-    for rid, ids, logprobs, rare in output.rows():
-        r = rare or RareFields(0)
-        outputs.append(Output(rid, ids, logprobs, r.prompt_logprobs, r.cached_tokens, r.finish, r.weight_versions))
+    for rid, ids, logprobs, fields in step.rows():
+        e = fields or RareFields(0)
+        outputs.append(
+            Output(rid, ids, logprobs, e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled)
+        )
     return outputs

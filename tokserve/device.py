@@ -1,7 +1,4 @@
-"""The device under the ops: its name, its threads, its memory, and how values get there and back.
-
-Nothing else may ask the machine what it is.  This file must not know what runs on the device.
-"""
+"""The device under the ops: its name, its threads, its memory, and how values get there and back."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import psutil
@@ -27,15 +24,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 CPUS = Path("/proc/cpuinfo")
 NODES = Path("/sys/devices/system/node")
-STAGES = 4  # copies to a GPU that may be under way at once
-LEAST_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
+NUM_BUFFERS = 4  # copies to a GPU that may be under way at once
+MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16 in the matrix unit
 FLOAT8_CAPABILITY = (8, 9)
 ALIGN = 16  # bytes
 NO_LIMIT = 1 << 60  # cgroups version 1 writes about 2^63 for no limit
 
 
 def name() -> str:
-    """What the maker calls the processor."""
+    """The processor's name."""
     lines = CPUS.read_text(encoding="utf-8").splitlines() if CPUS.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
@@ -123,47 +120,47 @@ class Fetched(Protocol):
     """Tensors on their way to the host."""
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Their values; waits until they are there.  Any thread may ask, and ask again."""
+        """Their values; waits until they are there.  Any thread may call it, and again."""
 
 
 class Device(Protocol):
-    """Where the runner's tensors are.
-
-    `staged`: in memory of its own, and work is done some time after the call.  `has_float8`: it multiplies float8
-    (e4m3) by instructions of its own.
-    """
+    """Where the runner's tensors are.  `has_float8`: it multiplies float8 (e4m3) by instructions of its own."""
 
     home: torch.device
-    staged: bool
     has_float8: bool
 
     def free_memory(self) -> int:
-        """Bytes that can still be taken.  Any thread may ask."""
+        """Bytes that can still be taken.  From any thread."""
 
     def give_back_memory(self) -> None:
-        """Return memory that is held but not used, here and on the host.  Any thread may ask."""
+        """Return memory that is held but not used, here and on the host.  From any thread."""
 
     def require_float8(self, option: str) -> None:
         """Raise StartError, naming the option, if kernels cannot compute with float8 (e4m3) here."""
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Begin to copy out what the tensors hold once all work so far is done."""
+
+
+@runtime_checkable
+class Accelerator(Device, Protocol):
+    """A device with memory of its own, where work is done some time after the call."""
 
     def peak(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at most while it runs, beyond what is taken now."""
 
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """The arrays as tensors, in one copy if they have to be copied.  They are the caller's again at once."""
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
-        """Begin to copy out what the tensors hold once all work so far is done."""
+        """The arrays as tensors, in one copy.  They are the caller's again at once."""
 
     def pool(self) -> Any:
-        """Memory for captures of which one at a time is repeated."""
+        """Memory for captures of which one at a time is replayed."""
 
     def capture(self, run: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
-        """`run` to be repeated at little cost: each call computes anew, from and into the same memory of a `pool`."""
+        """`run` to be replayed at little cost: each call computes anew, from and into the same memory of a `pool`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _There:
+class _OnHost:
     values: list[NDArray[Any]]
 
     def arrays(self) -> list[NDArray[Any]]:
@@ -174,7 +171,6 @@ class Host:
     """The CPU: a tensor is an array, work is done when the call returns."""
 
     home = torch.device("cpu")
-    staged = False
     has_float8 = False
 
     def free_memory(self) -> int:
@@ -186,49 +182,35 @@ class Host:
     def require_float8(self, option: str) -> None:
         pass  # what has no instructions for it converts
 
-    def peak(self, run: Callable[[], object]) -> int:
-        return 0  # the caller takes what it needs as it goes
-
-    def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
-
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
-        return _There([tensor.numpy() for tensor in tensors])
-
-    def pool(self) -> Any:
-        return None
-
-    def capture(self, run: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
-        return run
+        return _OnHost([tensor.numpy() for tensor in tensors])
 
 
 @dataclass(slots=True)
-class _Stage:
-    """A pinned buffer, and the end of its last copy."""
+class PinnedBuffer:
+    """Host memory that a GPU copies from, and the end of its last copy."""
 
-    buffer: Tensor  # [bytes] uint8
+    memory: Tensor  # [bytes] uint8
     copied: torch.cuda.Event
 
 
 class Cuda:
     """The current NVIDIA GPU.  Plans run on one stream; what is fetched leaves on another, so nothing waits for it."""
 
-    staged = True
-
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
-        _require(LEAST_CAPABILITY, "device")
+        _require(MIN_CAPABILITY, "device")
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
         self.home = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
+        self._buffers = [self._buffer(1 << 16) for _ in range(NUM_BUFFERS)]
         self._next = 0
         self._capturing = threading.Lock()
 
-    def _stage(self, size: int) -> _Stage:
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return _Stage(buffer, torch.cuda.Event())  # type: ignore[no-untyped-call]
+    def _buffer(self, size: int) -> PinnedBuffer:
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return PinnedBuffer(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def require_float8(self, option: str) -> None:
         _require(FLOAT8_CAPABILITY, option)
@@ -253,16 +235,16 @@ class Cuda:
         return int(torch.cuda.max_memory_allocated()) - before
 
     def put(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        places, size = pack(arrays)
-        self._next = (self._next + 1) % STAGES
-        stage = self._stages[self._next]
-        stage.copied.synchronize()  # of the copy STAGES calls ago
-        if size > len(stage.buffer):
-            stage = self._stages[self._next] = self._stage(2 * size)
-        fill(stage.buffer, arrays, places)
-        staged = stage.buffer[:size].to(self.home, non_blocking=True)
-        stage.copied.record()
-        return views(staged, arrays, places)
+        offsets, size = pack(arrays)
+        self._next = (self._next + 1) % NUM_BUFFERS
+        buffer = self._buffers[self._next]
+        buffer.copied.synchronize()  # of the copy NUM_BUFFERS calls ago
+        if size > len(buffer.memory):
+            buffer = self._buffers[self._next] = self._buffer(2 * size)
+        fill(buffer.memory, arrays, offsets)
+        copied = buffer.memory[:size].to(self.home, non_blocking=True)
+        buffer.copied.record()
+        return views(copied, arrays, offsets)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -274,7 +256,7 @@ class Cuda:
                 copies.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
                 copies[-1].copy_(tensor, non_blocking=True)
             done.record()
-        return _Leaving(copies, done)
+        return _CopyInFlight(copies, done)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # torch does not take one again whose graphs are all gone
@@ -293,14 +275,14 @@ class Cuda:
         return replay
 
 
-def _require(least: tuple[int, int], option: str) -> None:
-    if torch.cuda.get_device_capability() < least:
-        name, wanted = torch.cuda.get_device_name(), ".".join(map(str, least))
-        raise StartError(f"option {option}: {name} is older than compute capability {wanted}")
+def _require(minimum: tuple[int, int], option: str) -> None:
+    if torch.cuda.get_device_capability() < minimum:
+        name, version = torch.cuda.get_device_name(), ".".join(map(str, minimum))
+        raise StartError(f"option {option}: {name} is older than compute capability {version}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaving:
+class _CopyInFlight:
     copies: list[Tensor]
     done: torch.cuda.Event
 
@@ -311,27 +293,27 @@ class _Leaving:
 
 def pack(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
     """Where each array begins in one buffer, aligned for any dtype and a GPU's wide loads, and the buffer's size."""
-    places, size = [], 0
+    offsets, size = [], 0
     for array in arrays:
-        places.append(size)
+        offsets.append(size)
         size += -(-array.nbytes // ALIGN) * ALIGN
-    return places, max(size, ALIGN)
+    return offsets, max(size, ALIGN)
 
 
-def fill(buffer: Tensor, arrays: Sequence[NDArray[Any]], places: list[int]) -> None:
-    """Copy the arrays to their places in a uint8 buffer of the host."""
+def fill(buffer: Tensor, arrays: Sequence[NDArray[Any]], offsets: list[int]) -> None:
+    """Copy the arrays to their offsets in a uint8 buffer of the host."""
     target = buffer.numpy()
-    for array, place in zip(arrays, places, strict=True):
-        target[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for array, offset in zip(arrays, offsets, strict=True):
+        target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def views(buffer: Tensor, arrays: Sequence[NDArray[Any]], places: list[int]) -> list[Tensor]:
-    """Tensors of the arrays' shapes and dtypes at their places in a uint8 buffer."""
-    found = []
-    for array, place in zip(arrays, places, strict=True):
-        part = buffer[place : place + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
-        found.append(part.view(array.shape))
-    return found
+def views(buffer: Tensor, arrays: Sequence[NDArray[Any]], offsets: list[int]) -> list[Tensor]:
+    """Tensors of the arrays' shapes and dtypes at their offsets in a uint8 buffer."""
+    tensors = []
+    for array, offset in zip(arrays, offsets, strict=True):
+        part = buffer[offset : offset + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
+        tensors.append(part.view(array.shape))
+    return tensors
 
 
 def use(kind: str) -> Device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.runner.drive import plan_of
 from tokserve.config import Config
 from tokserve.executor.base import Executor, make
 from tokserve.kv_spec import KVLayout
-from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
 
 FACTS = DeviceFacts(KVLayout((), 1, 16), 10, "0", {})
 
 
 @dataclass
-class FakeFlight:
-    """A step that has begun; `late` says why its result never comes."""
+class FakeResult:
+    """A step that was sampled; `late` says why its result never comes."""
 
     value: StepResult
     late: Exception | None = None
@@ -37,21 +39,24 @@ class FakeRunner:
 
     calls: list[tuple[Any, ...]] = []
 
-    def __init__(self, *groups: Any) -> None:
-        self._remember("init", *groups)
-
     def _remember(self, *what: Any) -> None:
         FakeRunner.calls.append((*what, threading.current_thread()))
 
-    def load(self) -> DeviceFacts:
-        self._remember("load")
-        return FACTS
+    @staticmethod
+    def load(config: Config) -> tuple[FakeRunner, DeviceFacts]:
+        runner = FakeRunner()
+        runner._remember("load", config)
+        return runner, FACTS
 
-    def launch(self, plan: StepPlan) -> FakeFlight:
-        self._remember("launch", plan.step)
+    def forward(self, plan: StepPlan) -> StepPlan:
+        self._remember("forward", plan.step)
         if plan.step == 13:
             raise ZeroDivisionError
-        return FakeFlight(StepResult(plan.step, np.zeros(0, np.int32), np.zeros(0, np.bool_)))
+        return plan
+
+    def sample(self, step: StepPlan, bitmask: GrammarBitmask | None) -> FakeResult:
+        self._remember("sample", step.step, bitmask)
+        return FakeResult(result(step.step))
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
         self._remember("call", method, args)
@@ -65,16 +70,21 @@ class FakeRunner:
         """Nothing waits here."""
 
 
-def plan(step: int) -> StepPlan:
+def result(step: int) -> StepResult:
     none = np.zeros(0, np.int32)
-    return StepPlan(step, none, none, none, np.zeros(0, np.bool_))
+    return StepResult(step, none, none, np.zeros(0, np.uint8))
+
+
+def run(executor: Executor, step: int, bitmask: GrammarBitmask | None = None) -> Future[StepResult]:
+    executor.forward(plan_of([], step))
+    return executor.sample(bitmask)
 
 
 @pytest.fixture(autouse=True)
 def runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("tokserve.runner.runner")
-    module.Runner = FakeRunner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tokserve.runner.runner", module)
+    module = ModuleType("tokserve.runner.startup")
+    module.load = FakeRunner.load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokserve.runner.startup", module)
     monkeypatch.setattr(FakeRunner, "calls", [])
 
 
@@ -90,24 +100,38 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
 
 @DEPTHS
-def test_the_runner_gets_its_groups_and_the_plans_in_order(depth: int) -> None:
+def test_the_runner_gets_the_configuration_and_the_plans_in_order(depth: int) -> None:
     executor, config = started(depth)
-    futures = [executor.submit(plan(step)) for step in range(5)]
+    bitmask = GrammarBitmask(np.zeros(0, np.int32), np.zeros((0, 1), np.uint32), np.zeros(0, np.int32))
+    futures = [run(executor, step, bitmask if step == 3 else None) for step in range(5)]
     assert executor.call("weights", {"x": 1}) == {"x": 1}
     assert [future.result().step for future in futures] == list(range(5))
     executor.close()
     what = [call[:-1] for call in FakeRunner.calls]
-    assert what[:2] == [
-        ("init", config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora),
-        ("load",),
+    assert what[0] == ("load", config)
+    steps = [
+        call for step in range(5) for call in (("forward", step), ("sample", step, bitmask if step == 3 else None))
     ]
-    assert what[2:] == [*(("launch", step) for step in range(5)), ("call", "weights", {"x": 1})]
+    assert what[1:] == [*steps, ("call", "weights", {"x": 1})]
+
+
+@DEPTHS
+def test_forward_and_sample_alternate(depth: int) -> None:
+    executor, _ = started(depth)
+    with pytest.raises(RuntimeError, match="no forward pass"):
+        executor.sample(None)
+    executor.forward(plan_of([]))
+    with pytest.raises(RuntimeError, match="not sampled from"):
+        executor.forward(plan_of([]))
+    with pytest.raises(RuntimeError, match="not sampled from"):
+        executor.call("weights", {})
+    executor.close()  # does not wait for a bitmask that never comes
 
 
 @DEPTHS
 def test_all_of_the_runners_life_is_in_one_thread(depth: int) -> None:
     executor, _ = started(depth)
-    executor.submit(plan(0)).result()
+    run(executor, 0).result()
     executor.call("x", {})
     executor.close()
     (thread,) = {call[-1] for call in FakeRunner.calls}
@@ -115,18 +139,17 @@ def test_all_of_the_runners_life_is_in_one_thread(depth: int) -> None:
     assert depth == 1 or not thread.is_alive()
 
 
-def test_depth_one_has_begun_when_submit_returns() -> None:
+def test_depth_one_has_computed_when_forward_returns() -> None:
     executor, _ = started(1)
-    executor.submit(plan(0))
-    assert FakeRunner.calls[-1][:2] == ("launch", 0)
+    executor.forward(plan_of([]))
+    assert FakeRunner.calls[-1][:2] == ("forward", 0)
 
 
 @DEPTHS
 def test_an_error_of_the_device_comes_with_the_result(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    flight = FakeFlight(StepResult(0, np.zeros(0, np.int32), np.zeros(0, np.bool_)), OSError("lost"))
-    monkeypatch.setattr(FakeRunner, "launch", lambda self, plan: flight)
+    monkeypatch.setattr(FakeRunner, "sample", lambda self, step, bitmask: FakeResult(result(0), OSError("lost")))
     executor, _ = started(depth)
-    future = executor.submit(plan(0))
+    future = run(executor, 0)
     with pytest.raises(OSError, match="lost"):
         future.result()
     executor.close()
@@ -134,15 +157,15 @@ def test_an_error_of_the_device_comes_with_the_result(monkeypatch: pytest.Monkey
 
 def test_depth_two_returns_before_the_plan_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    launch = FakeRunner.launch
+    forward = FakeRunner.forward
 
-    def slow(self: FakeRunner, plan: StepPlan) -> FakeFlight:
+    def slow(self: FakeRunner, plan: StepPlan) -> StepPlan:
         assert go.wait(20)
-        return launch(self, plan)
+        return forward(self, plan)
 
-    monkeypatch.setattr(FakeRunner, "launch", slow)
+    monkeypatch.setattr(FakeRunner, "forward", slow)
     executor, _ = started(2)
-    first, second = executor.submit(plan(0)), executor.submit(plan(1))
+    first, second = run(executor, 0), run(executor, 1)
     assert not first.done() and not second.done()
     go.set()
     assert [first.result().step, second.result().step] == [0, 1]
@@ -153,7 +176,7 @@ def test_depth_two_returns_before_the_plan_has_run(monkeypatch: pytest.MonkeyPat
 def test_an_error_of_the_runner_reaches_the_caller(depth: int) -> None:
     executor, _ = started(depth)
     with pytest.raises(ZeroDivisionError):
-        executor.submit(plan(13)).result()
+        run(executor, 13).result()
     executor.close()
 
 
@@ -161,10 +184,10 @@ def test_an_error_of_the_runner_reaches_the_caller(depth: int) -> None:
 def test_long_calls_run_in_order_beside_the_steps(depth: int) -> None:
     executor, _ = started(depth)
     futures = [executor.background("stage", {"x": x}) for x in range(5)]
-    executor.submit(plan(0)).result()
+    run(executor, 0).result()
     assert [future.result() for future in futures] == [{"x": x} for x in range(5)]
-    threads = {name: {c[-1] for c in FakeRunner.calls if c[0] == name} for name in ("background", "execute")}
-    assert len(threads["background"]) == 1 and not threads["background"] & threads["execute"]
+    threads = {name: {c[-1] for c in FakeRunner.calls if c[0] == name} for name in ("background", "forward")}
+    assert len(threads["background"]) == 1 and not threads["background"] & threads["forward"]
     executor.close()
 
 
@@ -173,4 +196,4 @@ def test_a_closed_executor_refuses(depth: int) -> None:
     executor, _ = started(depth)
     executor.close()
     with pytest.raises(RuntimeError, match="not started, or is closed"):
-        executor.submit(plan(0))
+        executor.forward(plan_of([]))

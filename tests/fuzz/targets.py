@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tests.server.fake_llm import TOKENIZER, site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
-from tokserve.engine.wire import UNREADABLE
+from tokserve.engine.socket import UNREADABLE
 from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt

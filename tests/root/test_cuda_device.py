@@ -106,13 +106,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTorch:
 
 def test_a_staging_buffer_is_filled_again_only_when_its_copy_is_done(played: PlayedTorch) -> None:
     gpu = device.Cuda()
-    for _ in range(2 * device.STAGES + 1):
+    for _ in range(2 * device.NUM_BUFFERS + 1):
         gpu.put([np.arange(3)])
     told = played.cuda.told
-    assert [what for what, _ in told] == ["wait", "record"] * (2 * device.STAGES + 1)
+    assert [what for what, _ in told] == ["wait", "record"] * (2 * device.NUM_BUFFERS + 1)
     events = [event for what, event in told if what == "wait"]
     assert [event for what, event in told if what == "record"] == events  # its own event, each time
-    assert events[: device.STAGES] == events[device.STAGES : -1] and len(set(events)) == device.STAGES
+    assert events[: device.NUM_BUFFERS] == events[device.NUM_BUFFERS : -1] and len(set(events)) == device.NUM_BUFFERS
 
 
 def test_a_larger_step_gets_a_larger_buffer(played: PlayedTorch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 
 from tokserve.config import Config
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, LogprobRows, NewRow, StepPlan
+from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.prompt import Feature
 from tokserve.runner.runner import Runner
+from tokserve.runner.startup import load
 
 Row = tuple[float, int, list[int], list[float]]  # logprob, rank, top ids, top logprobs
 
@@ -26,9 +29,18 @@ def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Ru
         "model": str(directory), "load_format": "dummy", "max_model_len": 128, "max_num_seqs": 24, "device": "cpu",
         "block_size": 16, "cpu_threads": 1, "dtype": "float32", "max_logprobs": -1,
     }  # fmt: skip
-    config = Config.make(**(defaults | options))
-    runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora)
-    return runner, runner.load()
+    return load(Config.make(**(defaults | options)))
+
+
+def plan_of(
+    rows: list[tuple[int, int, int, int]], step: int = 0, drafts: list[list[int]] | None = None, **more: Any
+) -> StepPlan:
+    """A plan of rows (slot, num_computed, num_tokens, num_logits), each with its drafts."""
+    slots, computed, counts, num_logits = (np.array([row[i] for row in rows], np.int32) for i in range(4))
+    drafts = drafts or [[] for _ in rows]
+    num_drafts = np.array([len(ids) for ids in drafts], np.int32)
+    flat = np.array([token for ids in drafts for token in ids], np.int32)
+    return StepPlan(step, slots, counts, computed, num_drafts, num_logits, flat, **more)
 
 
 @dataclass
@@ -40,8 +52,10 @@ class Job:
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     adapter: int = -1
+    features: tuple[Feature, ...] = ()
     output: list[int] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)  # whether there was a token to sample
+    status: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     prompt_rows: dict[int, Row] = field(default_factory=dict)  # by index of the token
     slot: int | None = None
@@ -50,20 +64,29 @@ class Job:
 
     def fresh(self) -> Job:
         """The same request, not run."""
-        return Job(self.prompt, self.params, self.seed, self.stop_ids, self.adapter)
+        return Job(self.prompt, self.params, self.seed, self.stop_ids, self.adapter, self.features)
 
     def finished(self) -> bool:
         return len(self.output) >= (self.params.max_tokens or 1)
 
-    def came_of_it(self) -> tuple[Any, ...]:
+    def outcome(self) -> tuple[Any, ...]:
         return self.output, self.finite, self.rows, self.prompt_rows
+
+
+Drafter = Callable[[Job], list[int]]  # drafts of the tokens after a job's output
 
 
 class Driver:
     """Runs jobs to their ends; `rng` shuffles slots, blocks and the order of rows."""
 
-    def __init__(self, runner: Runner, facts: DeviceFacts, max_num_seqs: int = 24, seed: int | None = None) -> None:
+    def __init__(
+        self, runner: Runner, facts: DeviceFacts, max_num_seqs: int = 24, seed: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.runner = runner
+        self.drafter = drafter
+        self.accepted = 0  # drafts
+        self.rejected = 0
         self.block_size = facts.layout.block_size
         self.rng = None if seed is None else random.Random(seed)
         self.blocks = list(range(facts.layout.num_blocks))
@@ -99,35 +122,39 @@ class Driver:
     def _step(self, active: list[Job], chunk: int) -> None:
         new: list[NewRow] = []
         blocks: list[tuple[int, int, list[int]]] = []
-        counts, computed, samples = [], [], []
+        rows, drafts = [], []
         for job in active:
             tokens = job.prompt + job.output
             if job.slot is None:
                 job.slot = self.slots.pop(0)
                 array = np.array(tokens, np.int32)
                 new.append(
-                    NewRow(job.slot, "", array, len(job.prompt), job.params, job.seed, job.stop_ids, job.adapter)
-                )
+                    NewRow(
+                        job.slot, "", array, len(job.prompt), job.params, job.seed, job.stop_ids, job.adapter,
+                        job.features,
+                    )
+                )  # fmt: skip
             count = min(chunk, len(tokens) - job.computed)
+            ends = job.computed + count == len(tokens)
+            room = (job.params.max_tokens or 1) - len(job.output) - 1
+            drafts.append(self.drafter(job)[:room] if self.drafter and ends else [])
+            count += len(drafts[-1])
             missing = -(-(job.computed + count) // self.block_size) - len(job.blocks)
             if missing > 0:
                 taken, self.blocks = self.blocks[:missing], self.blocks[missing:]
                 assert len(taken) == missing, "the test needs more blocks"
                 blocks.append((job.slot, len(job.blocks), taken))
                 job.blocks += taken
-            counts.append(count)
-            computed.append(job.computed)
-            samples.append(job.computed + count == len(tokens))
-        plan = StepPlan(
-            self.steps, np.array([job.slot for job in active], np.int32), np.array(counts, np.int32),
-            np.array(computed, np.int32), np.array(samples), new, blocks, self.done,
-        )  # fmt: skip
+            rows.append((job.slot, job.computed, count, len(drafts[-1]) + 1 if ends else 0))
+        plan = plan_of(rows, self.steps, drafts, new=new, blocks=blocks, freed=self.done)
         self.steps += 1
         self.done = []
         self._collect(active, plan)
 
     def _collect(self, active: list[Job], plan: StepPlan) -> None:
-        result = self.runner.execute(plan)
+        self._take(active, plan, self.runner.execute(plan))
+
+    def _take(self, active: list[Job], plan: StepPlan, result: StepResult) -> None:
         assert result.step == plan.step
         for i, rows in result.prompt_logprobs.items():
             job = active[i]
@@ -137,16 +164,34 @@ class Driver:
             for index, known in job.prompt_rows.items():
                 assert found.get(index, known) == known, "a prompt token scored again after preemption"
             job.prompt_rows |= found
-        for job, count in zip(active, plan.num_tokens.tolist(), strict=True):
-            job.computed += count
-        for n, i in enumerate(np.flatnonzero(plan.samples).tolist()):
-            job = active[i]
-            job.output.append(int(result.token_ids[n]))
-            job.finite.append(bool(result.finite[n]))
-            if job.params.logprobs is not None or job.params.logprob_token_ids:
-                assert result.logprobs is not None
-                width = (job.params.logprobs or 0) + len(job.params.logprob_token_ids or [])
-                job.rows.append(row(result.logprobs, n, width))
+        at = 0
+        assert len(result.token_ids) == result.counts.sum()
+        for i, (job, count) in enumerate(zip(active, result.counts.tolist(), strict=True)):
+            if plan.num_logits[i] == 0:
+                job.computed += int(plan.num_tokens[i])
+            elif result.status[i] != OK:
+                assert count == 0
+                job.output.append(0)
+                job.status.append(int(result.status[i]))
+                job.finite.append(False)
+                job.computed += int(plan.num_tokens[i] - plan.num_drafts[i])
+            else:
+                assert count >= 1
+                self._extend(job, result, slice(at, at + count))
+                job.computed += int(plan.num_tokens[i] - plan.num_logits[i]) + count
+                self.accepted += count - 1
+                self.rejected += int(plan.num_logits[i]) - count
+            at += count
+
+    @staticmethod
+    def _extend(job: Job, result: StepResult, new: slice) -> None:
+        job.output += result.token_ids[new].tolist()
+        job.status += [OK] * (new.stop - new.start)
+        job.finite += [True] * (new.stop - new.start)
+        if job.params.logprobs is not None or job.params.logprob_token_ids:
+            assert result.logprobs is not None
+            width = (job.params.logprobs or 0) + len(job.params.logprob_token_ids or [])
+            job.rows += [row(result.logprobs, n, width) for n in range(new.start, new.stop)]
 
 
 def row(rows: LogprobRows, n: int, width: int) -> Row:

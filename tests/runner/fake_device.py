@@ -39,7 +39,6 @@ class FakeDevice:
     """Counts what a real device would be made to wait for."""
 
     home = torch.device("cpu")
-    staged = True
     has_float8 = True
 
     def __init__(self) -> None:

@@ -14,11 +14,11 @@ from tests.adapters import write_adapter
 from tests.models.test_float8 import QWEN, compressed, quantize
 from tests.models.test_load import stored
 from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.test_cuda import LateDriver
 from tests.runner.test_kv_scales import HF, scaled, update
 from tests.runner.test_lora import jobs as adapter_jobs
 from tests.runner.test_lora import load
 from tests.runner.test_runner import jobs, outcomes, prompt
-from tests.runner.test_staging import LateDriver
 from tests.runner.test_weight_sync import by_stream
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.params import SamplingParams

@@ -15,7 +15,8 @@ from tests.runner.test_triton import bind_references
 from tokserve import device, ops
 from tokserve.models import dummy
 from tokserve.ops.registry import OPS
-from tokserve.runner import exactness, runner
+from tokserve.runner import exactness
+from tokserve.runner.cuda import CudaBackend
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -39,7 +40,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(ops, name, getattr(ops, name))
     monkeypatch.setattr(ops, "bind", bind_references)
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())
-    monkeypatch.setattr(runner, "WARM_UPS", runner.WARM_UPS[:1])
+    monkeypatch.setattr(CudaBackend, "warm_ups", CudaBackend.warm_ups[:1])
     monkeypatch.setattr(exactness, "SIZES", (2,))
     monkeypatch.setattr(exactness, "MOST", 3)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

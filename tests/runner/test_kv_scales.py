@@ -21,7 +21,7 @@ from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.ops.registry import OPS
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
-from tokserve.runner import runner as runner_module
+from tokserve.runner.cuda import CudaBackend
 from tokserve.runner.kvcache import rescale
 from tokserve.runner.runner import Runner
 
@@ -54,7 +54,7 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts, FakeDev
     fake = FakeDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "use", lambda kind: fake)
-        patch.setattr(runner_module, "WARM_UPS", runner_module.WARM_UPS[:1])
+        patch.setattr(CudaBackend, "warm_ups", CudaBackend.warm_ups[:1])
         runner, facts = make_runner(
             directory, HF, ops={"*": "torch"}, load_format="auto", dtype="bfloat16", kv_cache_memory_bytes=1 << 20,
             max_num_seqs=8, max_num_batched_tokens=64, **({"kv_cache_dtype": "fp8"} | options),
@@ -73,7 +73,7 @@ def come_of(runner: Runner, facts: DeviceFacts, **how: Any) -> list[Any]:
 
 def pages(runner: Runner, layer: int) -> tuple[Tensor, Tensor]:
     """What the numbers of a layer's cache mean, but for the page that is nobody's."""
-    keys, values = (cache[:-1] for cache in runner._kv[layer])
+    keys, values = (cache[:-1] for cache in runner.backend.kv[layer])
     k_scale, v_scale = runner.model.kv_scales()[layer]
     return keys.float() * k_scale, values.float() * v_scale
 
@@ -87,7 +87,7 @@ def test_scales_change_no_bit_with_company(tmp_path: Path) -> None:
     plain, layout, _ = start(tmp_path / "scaled", kv_cache_dtype="auto")
     for one in (runner, plain):
         Driver(one, layout, 8).run([jobs()[0]])  # its prompt begins in the first two pages
-    assert runner._kv[0][0].dtype == torch.float8_e4m3fn and runner._kv[0][0].float().abs().max() > 100.0
+    assert runner.backend.kv[0][0].dtype == torch.float8_e4m3fn and runner.backend.kv[0][0].float().abs().max() > 100.0
     for mine, other in zip(pages(runner, 0), pages(plain, 0), strict=True):
         assert 0.0 < (mine[:2] - other[:2]).abs().max() <= 2**-4 * other[:2].abs().max()
 
@@ -175,7 +175,7 @@ def test_a_request_in_flight_goes_on_on_what_its_pages_meant(tmp_path: Path, in_
 
 
 def test_pages_are_scaled_anew_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokserve.runner.kvcache.RESCALED", 100)
+    monkeypatch.setattr("tokserve.runner.kvcache.RESCALE_CHUNK", 100)
     numbers = torch.randn(2, 7, 2, 4, 8, generator=torch.Generator().manual_seed(0)) * 20
     keys, values = numbers.to(torch.float8_e4m3fn).unbind()
     before = keys.clone().float(), values.clone().float()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.drive import Driver, Job, make_runner
+from tests.runner.drive import Driver, Job, make_runner, plan_of
 from tokserve.errors import NotFound, StartError
 from tokserve.models.dummy import tiny_config
 from tokserve.models.dummy import values as dummy_values
 from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, StepPlan
+from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, DeviceFacts
 from tokserve.runner import kvcache
 from tokserve.runner import runner as runner_module
 from tokserve.runner.runner import Runner
@@ -75,7 +75,7 @@ def jobs() -> list[Job]:
 
 
 def outcomes(made: list[Job]) -> list[tuple[Any, ...]]:
-    return [job.came_of_it() for job in made]
+    return [job.outcome() for job in made]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_prompt_logprobs_of_a_chunked_prompt_are_those_of_the_whole(loaded: Call
 def rows_of_logits(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows in each call for logits of the float32 model, which runs its steps op by op from here on."""
     runner, _ = loaded("float32")
-    model = runner._model
-    monkeypatch.setattr(runner, "_graphs", None)
+    model = runner.model
+    monkeypatch.setattr(runner.backend, "_graphs", None)
     calls: list[int] = []
     own = model.logits
 
@@ -148,6 +148,43 @@ def rows_of_logits(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model, "logits", counted)
     return calls
+
+
+@pytest.fixture
+def last_layer(loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that each call of the last layer's MLP computes, of the float32 model run op by op."""
+    runner, _ = loaded("float32")
+    block = runner.model.blocks[-1]
+    monkeypatch.setattr(runner.backend, "_graphs", None)
+    calls: list[int] = []
+
+    class Counted:
+        def __call__(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            calls.append(len(x))
+            return mlp(x, *rest)
+
+    mlp = block.mlp
+    monkeypatch.setattr(block, "mlp", Counted())
+    return calls
+
+
+def test_prompt_logprobs_of_one_request_cost_the_others_nothing(
+    loaded: Callable[..., Loaded], last_layer: list[int]
+) -> None:
+    runner, facts = loaded("float32")
+
+    def made() -> list[Job]:
+        scoring = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=2, prompt_logprobs_start=30)
+        plain = SamplingParams(max_tokens=3, temperature=0.7, logprobs=1)
+        return [Job(prompt(40, 1), scoring, 1), Job(prompt(50, 2), plain, 2), Job(prompt(33, 3), plain, 3)]
+
+    alone = outcomes([Driver(runner, facts).run([job])[0] for job in made()])
+    last_layer.clear()
+    assert outcomes(Driver(runner, facts).run(made())) == alone
+    assert last_layer == [11 + 1 + 1, 3, 3]  # prompt tokens 30 .. 39 are predicted by positions 29 .. 38
+    last_layer.clear()
+    assert outcomes(Driver(runner, facts, seed=3).run(made(), chunk=20)) == alone
+    assert last_layer == [0, 11 + 1, 3, 3, 1]
 
 
 def test_logits_are_made_for_the_rows_that_need_them_only(
@@ -165,15 +202,15 @@ def test_logits_of_prompt_tokens_are_made_in_small_pieces(
     params = SamplingParams(max_tokens=1, prompt_logprobs=3)
     whole = Driver(runner, facts).run([Job(prompt(100, 1), params)])[0]
     assert rows_of_logits == [99, 1]
-    monkeypatch.setattr(runner, "_chunk", 16)
+    monkeypatch.setattr(runner, "_score_chunk", 16)
     pieces = Driver(runner, facts).run([Job(prompt(100, 1), params)])[0]
     assert rows_of_logits[2:] == [16] * 6 + [3, 1]
-    assert pieces.came_of_it() == whole.came_of_it()
+    assert pieces.outcome() == whole.outcome()
 
 
 def test_pieces_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "PROMPT_LOGITS_BYTES", 40 * VOCAB * 4)
-    assert make_runner(tmp_path, tiny_config("llama"))[0]._chunk == 40
+    assert make_runner(tmp_path, tiny_config("llama"))[0]._score_chunk == 40
 
 
 def test_what_the_last_owner_left_in_a_block_has_no_effect(
@@ -200,13 +237,13 @@ def test_a_request_with_nan_is_flagged_and_touches_nobody(tmp_path: Path) -> Non
     name = "model.embed_tokens.weight"
     poison = dummy_values(name, (VOCAB, 64), 0, tied=False)
     poison[7] = float("nan")
-    runner._model.parameters_by_name()[name].load(poison)
+    runner.model.parameters_by_name()[name].load(poison)
     made = [job for job in jobs() if 7 not in job.prompt]
     clean = outcomes(Driver(runner, facts).run([job.fresh() for job in made]))
     sick = [Job([*prompt(20, 3), 7, 9], SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)) for _ in range(3)]
     driver = Driver(runner, facts, seed=4)
     driver.run(sick + made, chunk=11)
-    assert all(job.finite == [False] * 5 for job in sick)
+    assert all(job.finite == [False] * 5 and set(job.status) == {NOT_FINITE} for job in sick)
     assert outcomes(made) == clean
     assert outcomes(driver.run([job.fresh() for job in made])) == clean, "blocks and slots of the broken requests"
 
@@ -215,7 +252,7 @@ def test_a_row_with_nothing_to_draw_is_flagged_alone(loaded: Callable[..., Loade
     runner, facts = loaded("float32")
     stuck = Job(prompt(9, 1), SamplingParams(max_tokens=4, allowed_token_ids=[5], bad_token_ids=[5]))
     made = Driver(runner, facts).run([*jobs()[:5], stuck])
-    assert stuck.finite == [False] * 4
+    assert stuck.status == [NO_LEGAL_TOKEN] * 4
     assert outcomes(made[:5]) == outcomes(Driver(runner, facts).run(jobs()[:5]))
 
 
@@ -226,7 +263,7 @@ def test_a_slot_passes_nothing_on(loaded: Callable[..., Loaded]) -> None:
     for job in jobs():
         driver.run([job])
         again = driver.run([first[0].fresh()])[0]
-        assert again.came_of_it() == first[0].came_of_it()
+        assert again.outcome() == first[0].outcome()
 
 
 def test_min_tokens_and_bad_sequences_hold_to_the_end(loaded: Callable[..., Loaded]) -> None:
@@ -246,9 +283,9 @@ def test_min_tokens_and_bad_sequences_hold_to_the_end(loaded: Callable[..., Load
 
 def test_steps_without_samples_or_rows(loaded: Callable[..., Loaded]) -> None:
     runner, facts = loaded("float32")
-    nothing = np.zeros(0, np.int32)
-    result = runner.execute(StepPlan(41, nothing, nothing, nothing, np.zeros(0, np.bool_), done=[3]))
+    result = runner.execute(plan_of([], 41, freed=[3]))
     assert (result.step, result.token_ids.tolist(), result.logprobs, result.prompt_logprobs) == (41, [], None, {})
+    assert result.counts.tolist() == result.status.tolist() == []
     driver = Driver(runner, facts)
     driver._step([job := Job(prompt(20, 1), SamplingParams(logprobs=1))], chunk=4)
     assert job.computed == 4 and job.output == [] and job.rows == []

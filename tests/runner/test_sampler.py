@@ -11,11 +11,12 @@ from scipy import stats
 
 from tests.runner.drive import row
 from tokserve import ops
+from tokserve.device import Host
 from tokserve.params import LOGPROBS_MODES, SamplingParams
-from tokserve.plan import LogprobRows, NewRow
-from tokserve.runner.logits import Rows
-from tokserve.runner.sampler import Drawn, Sampler
-from tokserve.runner.slots import Slots
+from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, LogprobRows, NewRow
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.sampler import SampledTokens, Sampler
+from tokserve.runner.slots import SamplingColumns, Slots
 
 VOCAB = 24
 PROMPT, OUTPUT = [3, 3, 7, 0], [5, 5, 7, 1]
@@ -29,18 +30,24 @@ def model_logits(rows: int = 1, seed: int = 5) -> torch.Tensor:
 
 def sampler(asked: list[SamplingParams], mode: Any = "raw") -> tuple[Sampler, Slots]:
     slots = Slots(len(asked), 16, 4)
-    made = Sampler(slots, VOCAB, mode)
+    made = Sampler(slots, VOCAB, mode, Host())
     for slot, params in enumerate(asked):
         entering = NewRow(slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), params, 1000 + slot, STOP)
-        slots.enter(entering)
-        made.enter(entering)
+        slots.assign(entering)
+        made.assign(entering)
     return made, slots
 
 
-def rows_of(slots: list[int] | np.ndarray[Any, Any]) -> Rows:
+def rows_of(slots: list[int] | np.ndarray[Any, Any]) -> LogitRows:
     count = len(slots)
     lengths = np.full(count, len(PROMPT + OUTPUT), np.int64)
-    return Rows(np.asarray(slots, np.int32), lengths, np.full(count, len(PROMPT), np.int64))
+    return LogitRows(np.asarray(slots, np.int32), lengths, np.full(count, len(PROMPT), np.int64))
+
+
+def draw(made: Sampler, logits: torch.Tensor, rows: LogitRows) -> SampledTokens:
+    slots = made._slots
+    table = (slots.seeds[rows.slots], rows.lengths, slots.greedy[rows.slots], slots.temperature[rows.slots])
+    return made.sample(logits, rows, SamplingColumns(*map(torch.from_numpy, table))).result()
 
 
 def exact(params: SamplingParams, logits: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -108,8 +115,8 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     counts = np.zeros(VOCAB)
     for batch in range(5):
         slots.seeds[:] = np.arange(BATCH) * 7919 + batch * 10**9
-        drawn = made.draw(logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
-        assert drawn.finite.all() and drawn.logprobs is None
+        drawn = draw(made, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
+        assert drawn.status is None and drawn.logprobs is None
         counts += np.bincount(drawn.token_ids, minlength=VOCAB)
     possible = expected > 0
     assert counts[~possible].sum() == 0
@@ -124,11 +131,11 @@ def test_draws_among_huge_logits_follow_the_logprobs_that_are_told(bias: float, 
         logit_bias=dict.fromkeys((4, 9, 20), bias), temperature=temperature, logprobs=-1, logprobs_mode="processed"
     )
     logits = model_logits()
-    told = sampler([params])[0].draw(logits.clone(), rows_of([0])).logprobs
+    told = draw(sampler([params])[0], logits.clone(), rows_of([0])).logprobs
     assert told is not None
     made, slots = sampler([params] * BATCH)
     slots.seeds[:] = np.arange(BATCH) * 7919
-    drawn = made.draw(logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
+    drawn = draw(made, logits.repeat(BATCH, 1), rows_of(np.arange(BATCH)))
     counts = np.bincount(drawn.token_ids, minlength=VOCAB)
     best = told.top_ids[0, :3]
     assert sorted(best) == [4, 9, 20] and counts[best].sum() == BATCH
@@ -141,7 +148,7 @@ def test_same_seed_draws_independently_at_every_position() -> None:
     logits, rows = model_logits(), rows_of(np.arange(BATCH))
     slots.seeds[:] = 77
     rows.lengths = np.arange(1, BATCH + 1, dtype=np.int64)
-    ids = made.draw(logits.repeat(BATCH, 1), rows).token_ids
+    ids = draw(made, logits.repeat(BATCH, 1), rows).token_ids
     expected = exact(SamplingParams(), logits)
     assert stats.chisquare(np.bincount(ids, minlength=VOCAB), expected * BATCH).pvalue > 1e-3
     pairs = np.histogram2d(ids[::2] % 3, ids[1::2] % 3, bins=(3, 3))[0]
@@ -151,7 +158,7 @@ def test_same_seed_draws_independently_at_every_position() -> None:
 def test_a_draw_is_keyed_by_the_seed_and_the_index_of_the_new_token() -> None:
     made, _ = sampler([SamplingParams()] * 50)
     logits = model_logits().repeat(50, 1)
-    ids = made.draw(logits, rows_of(np.arange(50))).token_ids
+    ids = draw(made, logits, rows_of(np.arange(50))).token_ids
     index = torch.full((50,), len(PROMPT + OUTPUT))
     assert (
         ids.tolist() == ops.sample(logits, torch.arange(1000, 1050), index, torch.zeros(50, dtype=torch.bool)).tolist()
@@ -172,11 +179,11 @@ def test_logprobs_are_those_of_their_kind(name: str, mode: Any, named: list[int]
     with np.errstate(divide="ignore"):
         expected = np.log(exact(plain[mode], logits))
     made, _ = sampler([params])
-    drawn = made.draw(logits.clone(), rows_of([0]))
+    drawn = draw(made, logits.clone(), rows_of([0]))
     check_logprobs(drawn, expected, named)
 
 
-def check_logprobs(drawn: Drawn, expected: np.ndarray[Any, Any], named: list[int]) -> None:
+def check_logprobs(drawn: SampledTokens, expected: np.ndarray[Any, Any], named: list[int]) -> None:
     assert drawn.logprobs is not None
     logprob, rank, ids, values = row(drawn.logprobs, 0, VOCAB + len(named))
     token = int(drawn.token_ids[0])
@@ -195,7 +202,7 @@ def test_greedy_takes_the_best_after_penalties_and_counts_as_temperature_one(mod
     logits = model_logits()
     chosen = exact(SamplingParams(**options | {"top_k": 0}), logits)
     made, _ = sampler([params])
-    drawn = made.draw(logits.clone(), rows_of([0]))
+    drawn = draw(made, logits.clone(), rows_of([0]))
     assert drawn.token_ids.tolist() == [chosen.argmax()]
     expected = chosen if mode == "processed" else exact(SamplingParams(), logits)
     check_logprobs(drawn, np.log(expected), named=[])
@@ -206,7 +213,7 @@ def test_mode_of_requests_that_do_not_say() -> None:
     found = []
     for default, own in (("raw", None), ("temperature", None), ("raw", "temperature"), ("processed", "raw")):
         params = SamplingParams(temperature=0.5, logprobs=1, logprobs_mode=own)  # type: ignore[arg-type]
-        drawn = sampler([params], default)[0].draw(logits.clone(), rows_of([0]))
+        drawn = draw(sampler([params], default)[0], logits.clone(), rows_of([0]))
         assert drawn.logprobs is not None
         found.append(float(drawn.logprobs.token_logprobs[0]))
     assert found[0] == found[3] != found[1] == found[2]
@@ -234,24 +241,24 @@ def varied(count: int, seed: int) -> list[SamplingParams]:
     return made
 
 
-def own_row(params: SamplingParams, drawn: Drawn, n: int) -> Any:
+def own_row(params: SamplingParams, drawn: SampledTokens, n: int) -> Any:
     width = {None: 0, -1: VOCAB}.get(params.logprobs, params.logprobs) or 0
     width += len(params.logprob_token_ids or [])
     asks = params.logprobs is not None or params.logprob_token_ids
     assert drawn.logprobs is not None or not asks
     found = row(drawn.logprobs, n, width) if drawn.logprobs is not None and asks else None
-    return int(drawn.token_ids[n]), bool(drawn.finite[n]), found
+    return int(drawn.token_ids[n]), drawn.status is None or drawn.status[n] == OK, found
 
 
 def test_a_row_is_the_same_bits_in_any_company() -> None:
     asked = varied(60, 1)
     made, _ = sampler(asked)
     logits = model_logits(60, seed=9)
-    alone = [own_row(p, made.draw(logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(asked)]
+    alone = [own_row(p, draw(made, logits[i : i + 1].clone(), rows_of([i])), 0) for i, p in enumerate(asked)]
     rng = np.random.default_rng(2)
     for count in (60, 60, 31, 7, 2, 2, 2):
         which = rng.permutation(60)[:count]
-        drawn = made.draw(logits[torch.from_numpy(which)].clone(), rows_of(which))
+        drawn = draw(made, logits[torch.from_numpy(which)].clone(), rows_of(which))
         assert [own_row(asked[i], drawn, n) for n, i in enumerate(which.tolist())] == [alone[i] for i in which.tolist()]
 
 
@@ -261,8 +268,8 @@ def test_a_cold_row_draws_the_same_among_near_ties_in_any_company(temperature: f
     logits = 9.0 + torch.arange(VOCAB).repeat(2, 1) % 5 * 2.0**-20
     for seed in range(100):
         slots.seeds[0] = seed
-        alone = made.draw(logits[:1].clone(), rows_of([0])).token_ids[0]
-        assert made.draw(logits.clone(), rows_of([0, 1])).token_ids[0] == alone
+        alone = draw(made, logits[:1].clone(), rows_of([0])).token_ids[0]
+        assert draw(made, logits.clone(), rows_of([0, 1])).token_ids[0] == alone
 
 
 def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,25 +287,26 @@ def test_broken_rows_are_flagged_and_touch_nobody(monkeypatch: pytest.MonkeyPatc
     asked = [*varied(40, 3)[:20], SamplingParams(allowed_token_ids=[2], bad_token_ids=[2], logprobs=2)]
     made, _ = sampler(asked)
     logits = model_logits(21, seed=4)
-    sound = made.draw(logits.clone(), rows_of(np.arange(21)))
-    assert sound.finite.tolist() == [True] * 20 + [False]
-    assert sound.forbidden is not None and np.flatnonzero(sound.forbidden).tolist() == [20]
+    sound = draw(made, logits.clone(), rows_of(np.arange(21)))
+    assert sound.status is not None and sound.status.tolist() == [OK] * 20 + [NO_LEGAL_TOKEN]
     logits[3] = float("nan")
     logits[8, 5] = float("nan")
     logits[11] = float("-inf")
     logits[15, 2] = float("inf")
-    drawn = made.draw(logits.clone(), rows_of(np.arange(21)))
-    assert np.flatnonzero(~drawn.finite).tolist() == [3, 8, 11, 15, 20]
-    assert drawn.forbidden is not None and np.flatnonzero(drawn.forbidden).tolist() == [20]
+    drawn = draw(made, logits.clone(), rows_of(np.arange(21)))
+    assert drawn.status is not None
+    assert np.flatnonzero(drawn.status == NOT_FINITE).tolist() == [3, 8, 11, 15]
+    assert np.flatnonzero(drawn.status == NO_LEGAL_TOKEN).tolist() == [20]
     assert ((drawn.token_ids >= 0) & (drawn.token_ids < VOCAB)).all()
-    for n in np.flatnonzero(drawn.finite).tolist():
+    for n in np.flatnonzero(drawn.status == OK).tolist():
         assert own_row(asked[n], drawn, n) == own_row(asked[n], sound, n)
 
 
 def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
     made, _ = sampler([SamplingParams(), SamplingParams(temperature=0.0, prompt_logprobs=3)])
-    assert made.draw(model_logits(2), rows_of([0, 1])).logprobs is None
-    assert made.scored_rows(np.array([1, 0], np.int32)).tolist() == [0]
+    assert draw(made, model_logits(2), rows_of([0, 1])).logprobs is None
+    zero, four = np.zeros(2, np.int32), np.full(2, 4, np.int32)
+    assert made.scored_spans(np.array([1, 0], np.int32), zero, four) == [(0, 1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +315,9 @@ def test_nothing_is_returned_for_rows_that_ask_for_no_logprobs() -> None:
 )
 def test_range_of_prompt_tokens_to_score(start: int, begin: int, end: int, expected: tuple[int, int]) -> None:
     made, _ = sampler([SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start)])
-    assert made.scored_range(0, begin, end) == expected
+    slot = np.zeros(1, np.int32)
+    spans = made.scored_spans(slot, np.array([begin], np.int32), np.array([end - begin], np.int32))
+    assert spans == ([(0, *expected)] if expected[0] < expected[1] else [])
 
 
 def test_scoring_where_everything_is_forbidden_is_minus_infinity() -> None:

@@ -3,28 +3,29 @@
 import numpy as np
 import pytest
 
-from tokserve.params import SamplingParams
+from tests.runner.drive import plan_of
+from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NewRow, StepPlan
-from tokserve.runner.slots import COLDEST, Slots
+from tokserve.runner.host_slots import HostSlots
+from tokserve.runner.slots import MIN_TEMPERATURE, last_indices, logit_lengths
 
 SEQS, LENGTH, BLOCK = 6, 50, 4
 
 
 @pytest.fixture
-def slots() -> Slots:
+def slots() -> HostSlots:
     """Every slot full of its own tokens and blocks."""
-    made = Slots(SEQS, LENGTH, BLOCK)
+    made = HostSlots(SEQS, LENGTH, BLOCK)
     for slot in range(SEQS):
         tokens = np.arange(LENGTH, dtype=np.int32) + 100 * slot
-        made.enter(NewRow(slot, "", tokens, 10 + slot, SamplingParams(), slot, ()))
+        made.assign(NewRow(slot, "", tokens, 10 + slot, SamplingParams(), slot, ()))
         made.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
         made.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
     return made
 
 
 def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
-    slots, computed, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    return StepPlan(0, slots, counts, computed, np.ones(len(rows), np.bool_))
+    return plan_of([(*row, 1) for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
         [(2, 7, 2), (4, 9, 0), (5, 1, 1)],
     ],
 )
-def test_batch_is_what_a_loop_would_make(slots: Slots, rows: list[tuple[int, int, int]]) -> None:
+def test_batch_is_what_a_loop_would_make(slots: HostSlots, rows: list[tuple[int, int, int]]) -> None:
     batch = slots.build(plan(rows), [])
     tokens = [(slot, p) for slot, computed, count in rows for p in range(computed, computed + count)]
     assert batch.input_ids.tolist() == [100 * slot + p for slot, p in tokens]
@@ -54,19 +55,53 @@ def test_batch_is_what_a_loop_would_make(slots: Slots, rows: list[tuple[int, int
     assert batch.block_tables.is_contiguous()
 
 
-def test_ends_are_the_last_tokens_of_the_rows_that_draw(slots: Slots) -> None:
+def test_logits_rows_are_the_last_tokens_of_the_rows_that_need_them(slots: HostSlots) -> None:
     made = plan([(1, 3, 6), (0, 8, 1), (5, 0, 17), (3, 31, 2)])
-    made.samples[:] = [True, False, True, False]
     batch = slots.build(made, [])
-    ends = slots.ends(made, batch)
-    assert ends is not None
-    assert (ends.tokens.tolist(), ends.query_start.tolist(), ends.seq_lens.tolist()) == ([5, 23], [0, 1, 2], [9, 17])
-    assert ends.block_tables.tolist() == batch.block_tables[[0, 2]].tolist()
-    decoding = plan([(0, 12, 1), (5, 49, 1)])
-    assert slots.ends(decoding, slots.build(decoding, [])) is None
+    needed = np.array([1, 0, 4, 0], np.int32)
+    rows = slots.logits_rows(made, batch, needed)
+    assert rows is not None
+    assert (rows.tokens.tolist(), rows.query_start.tolist()) == ([5, 20, 21, 22, 23], [0, 1, 5])
+    assert rows.seq_lens.tolist() == [9, 17]
+    assert rows.block_tables.tolist() == batch.block_tables[[0, 2]].tolist()
+    assert slots.logits_rows(made, batch, made.num_tokens) is None
+    slots.assign(NewRow(1, "", np.zeros(1, np.int32), 1, SamplingParams(), 0, (), adapter=2))
+    with_adapters = slots.logits_rows(made, slots.build(made, []), needed)
+    assert with_adapters is not None and with_adapters.adapters is not None
+    assert with_adapters.adapters.tolist() == [2, -1, -1, -1, -1]
 
 
-def test_batch_does_not_change_with_the_tables(slots: Slots) -> None:
+def test_last_indices() -> None:
+    counts = np.array([2, 0, 1, 3], np.int32)
+    assert last_indices(np.array([5, 6, 7, 20]), counts).tolist() == [3, 4, 6, 17, 18, 19]
+    assert last_indices(np.zeros(0, np.int64), np.zeros(0, np.int32)).tolist() == []
+
+
+def test_lengths_are_the_indices_of_the_tokens_to_sample() -> None:
+    slots, lengths = logit_lengths(plan_of([(4, 0, 9, 1), (2, 5, 4, 0), (1, 10, 3, 3)], drafts=[[], [], [7, 8]]))
+    assert (slots.tolist(), lengths.tolist()) == ([4, 1, 1, 1], [9, 11, 12, 13])
+
+
+def test_drafts_are_after_the_tokens_of_their_rows(slots: HostSlots) -> None:
+    made = plan_of([(1, 10, 3, 3), (4, 7, 1, 1), (0, 0, 6, 2)], drafts=[[7, 8], [], [9]])
+    slots.write_drafts(made)
+    assert slots.build(made, []).input_ids.tolist() == [110, 7, 8, 407, 0, 1, 2, 3, 4, 9]
+
+
+def test_rejected_drafts_are_taken_off_the_next_plan_only(slots: HostSlots) -> None:
+    slots.limit_computed(np.array([1, 4, 3], np.int32), np.array([11, 20, 9]))
+    slots.assign(NewRow(3, "", np.zeros(5, np.int32), 5, SamplingParams(), 0, ()))
+    made = plan_of([(1, 13, 1, 1), (4, 18, 1, 1), (3, 12, 1, 1), (0, 30, 1, 1)])
+    assert slots.corrected(made).num_computed.tolist() == [11, 18, 12, 30]
+    assert slots.corrected(made) is made
+
+
+def test_a_pooling_request_takes_a_slot(slots: HostSlots) -> None:
+    slots.assign(NewRow(2, "", np.zeros(5, np.int32), 5, PoolingParams(), 0, ()))
+    assert slots.greedy[2] and slots.temperature[2] == 1.0
+
+
+def test_batch_does_not_change_with_the_tables(slots: HostSlots) -> None:
     batch = slots.build(plan([(0, 4, 1), (1, 4, 1)]), [])
     slots.tokens[:] = 0
     slots.blocks[:] = 0
@@ -75,16 +110,42 @@ def test_batch_does_not_change_with_the_tables(slots: Slots) -> None:
 
 
 def test_only_zero_is_greedy_and_nothing_is_colder_than_a_float_can_divide_by() -> None:
-    made = Slots(5, 8, 4)
+    made = HostSlots(5, 8, 4)
     for slot, temperature in enumerate((0.0, 5e-324, 1e-40, 1e-20, 0.7)):
         row = NewRow(slot, "", np.zeros(1, np.int32), 1, SamplingParams(temperature=temperature), 0, ())
-        made.enter(row)
+        made.assign(row)
     assert made.greedy.tolist() == [True, False, False, False, False]
-    assert made.temperature.tolist() == [1.0, COLDEST, COLDEST, np.float32(1e-20), np.float32(0.7)]
+    assert made.temperature.tolist() == [1.0, MIN_TEMPERATURE, MIN_TEMPERATURE, np.float32(1e-20), np.float32(0.7)]
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(1 << 63), (1 << 63) - 1, 1 << 63, (1 << 64) + 5])
 def test_any_seed_fits(seed: int) -> None:
-    made = Slots(1, 8, 4)
-    made.enter(NewRow(0, "", np.zeros(1, np.int32), 1, SamplingParams(), seed, ()))
+    made = HostSlots(1, 8, 4)
+    made.assign(NewRow(0, "", np.zeros(1, np.int32), 1, SamplingParams(), seed, ()))
     assert int(made.seeds[0]) % (1 << 64) == seed % (1 << 64)
+
+
+def test_a_decode_batch_is_filled_again_and_again(slots: HostSlots) -> None:
+    tokens = slots.tokens[4].copy()[:LENGTH]
+    slots.assign(NewRow(4, "", tokens, 1, SamplingParams(), 0, (), adapter=1))
+    filled = slots.decode_batch(2, [], adapters=True)
+    for rows in ([(4, 30, 1), (0, 3, 1)], [(2, 7, 1), (4, 48, 1)]):
+        made = plan(rows)
+        slots.fill(made, filled)
+        built, batch = slots.build(made, []), filled.batch
+        for name in ("input_ids", "positions", "seq_lens", "slot_mapping", "query_start"):
+            assert getattr(batch, name).tolist() == getattr(built, name).tolist()
+        width = built.block_tables.shape[1]
+        assert batch.block_tables[:, :width].tolist() == built.block_tables.tolist()
+        assert batch.adapters is not None
+        assert batch.adapters.tolist() == [1 if slot == 4 else -1 for slot, *_ in rows]
+
+
+def test_columns_are_those_of_the_requests_in_the_slots_now(slots: HostSlots) -> None:
+    numbers, lengths = np.array([3, 1], np.int32), np.array([7, 9])
+    assert slots.columns(numbers, lengths).seeds.tolist() == [3, 1]
+    slots.assign(NewRow(1, "", np.zeros(1, np.int32), 1, SamplingParams(temperature=0.0), 77, ()))
+    columns = slots.columns(numbers, lengths + 1)
+    assert (columns.seeds.tolist(), columns.lengths.tolist()) == ([3, 77], [8, 10])
+    assert columns.greedy.tolist() == [False, True]
+    assert slots.columns(numbers[::-1].copy(), lengths).seeds.tolist() == [77, 3]

@@ -24,8 +24,7 @@ from tokserve import device, ops  # noqa: E402
 from tokserve.models.dummy import tiny_config, write_checkpoint  # noqa: E402
 from tokserve.ops.registry import OPS  # noqa: E402
 from tokserve.params import SamplingParams  # noqa: E402
-from tokserve.runner import exactness  # noqa: E402
-from tokserve.runner import runner as runner_module  # noqa: E402
+from tokserve.runner import cuda, exactness  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("products_in_order"),
@@ -47,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(ops, "bind", bind_kernels)
     monkeypatch.setattr(device, "use", lambda kind: TapeDevice())
-    monkeypatch.setattr(runner_module, "WARM_UPS", runner_module.WARM_UPS[:1])
+    monkeypatch.setattr(cuda.CudaBackend, "warm_ups", cuda.CudaBackend.warm_ups[:1])
     monkeypatch.setattr(exactness, "SIZES", (2,))  # tests/ops asks all
     monkeypatch.setattr(exactness, "MOST", 3)
     yield

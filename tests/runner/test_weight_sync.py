@@ -27,11 +27,12 @@ from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.staging import is_finite
+from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
 from tokserve.runner.runner import Runner
+from tokserve.runner.startup import load
 
 Tensors = dict[str, Tensor]
 
@@ -41,14 +42,13 @@ def start(directory: Path, **options: Any) -> tuple[Runner, DeviceFacts]:
         model=str(directory), max_model_len=64, max_num_seqs=4, device="cpu", block_size=16, cpu_threads=1,
         **{"dtype": "float32", "weight_transfer_timeout": 120, **options},
     )  # fmt: skip
-    runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights)
-    return runner, runner.load()
+    return load(config)
 
 
 def outcome(runner: Runner, facts: DeviceFacts) -> Any:
     """Tokens and logprobs of one request."""
     params = SamplingParams(max_tokens=8, logprobs=3, prompt_logprobs=1)
-    return Driver(runner, facts, 4).run([Job([3, 1, 4, 1, 5, 9, 2, 6], params)])[0].came_of_it()
+    return Driver(runner, facts, 4).run([Job([3, 1, 4, 1, 5, 9, 2, 6], params)])[0].outcome()
 
 
 class Bench:
@@ -66,9 +66,9 @@ class Bench:
         assert self.want_old != self.want_new
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3_text"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """qwen3 is tied and has norms of its own, llama is not."""
+    """qwen3 is tied and has norms of queries and keys, llama neither; gemma3_text stores norms without their offset."""
     return Bench(tmp_path_factory.mktemp("weights"), request.param)
 
 
@@ -177,7 +177,7 @@ def by_gloo(runner: Runner, tensors: Tensors, packed: bool = False, limit: int =
     runner.background("receive_update", {"source": source})
     sending.join()
     trainer.die()
-    group = runner._sync._group
+    group = runner._admin._sync._group
     assert runner.background("shutdown_weight_transfer", {}) == {"message": "Weight transfer shut down"}
     assert group is not None
     with pytest.raises(TransferFailed, match="is broken"):
@@ -204,9 +204,9 @@ def test_a_commit_serves_what_a_start_with_the_new_weights_serves(
     assert runner.background("checksums", {}) == before
     runner.call("commit_update", {})
     assert outcome(runner, facts) == bench.want_new
-    assert runner._sync._old is not None
+    assert runner._admin._sync._old is not None
     runner.background("forget_weights", {})
-    assert runner._sync._old is None
+    assert runner._admin._sync._old is None
     after, (other, _) = runner.background("checksums", {}), start(bench.new)
     assert after != before and after == other.background("checksums", {})
 

@@ -1,18 +1,19 @@
 """The runner in the engine's own process.
 
-With depth 1 a plan runs in the calling thread, so a debugger sees one stack from the loop to the kernel; with
-depth 2 all of the runner's life is in one worker thread, and the caller plans the next step meanwhile.  Weights for an
-update are gathered in a thread of their own.
+With depth 1 a step runs in the calling thread, so a debugger sees one stack from the loop to the kernel; with depth 2
+the whole life of the runner is in one worker thread, and the caller plans the next step meanwhile.  Calls that may take
+long run in a background thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokserve.config import Config
-from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.plan import DeviceFacts, GrammarBitmask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from tokserve.runner.runner import Runner
@@ -21,16 +22,16 @@ T = TypeVar("T")
 
 
 class Deferred(Future[T]):
-    """A future that is worked out, or waited for, by the first to ask for its result."""
+    """A future whose value the first caller of `result` computes, or waits for."""
 
-    def __init__(self, work_out: Callable[[], T]) -> None:
+    def __init__(self, compute: Callable[[], T]) -> None:
         super().__init__()
-        self._work_out = work_out
+        self._compute = compute
 
     def result(self, timeout: float | None = None) -> T:
-        """The value; an exception of the work reaches the caller as it is."""
+        """The value; an exception of the computation reaches the caller as it is."""
         if not self.done():
-            self.set_result(self._work_out())
+            self.set_result(self._compute())
         return super().result(timeout)
 
 
@@ -40,43 +41,67 @@ class InlineExecutor:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._thread = ThreadPoolExecutor(1, "runner") if config.scheduler.depth > 1 else None
-        self._beside = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
+        self._background = ThreadPoolExecutor(1, "weights")  # its thread starts with the first call
         self._runner: Runner | None = None
+        self._finish: Callable[[GrammarBitmask | None], Callable[[], StepResult]] | None = None  # of a forward pass
 
     def start(self) -> DeviceFacts:
         """Load the model."""
-        return self._run(self._load).result()
+        return self._run(self._load)
 
     def _load(self) -> DeviceFacts:
-        from tokserve.runner.runner import Runner  # brings torch
+        from tokserve.runner.startup import load  # brings torch
 
-        config = self._config
-        self._runner = Runner(config.model, config.cache, config.scheduler, config.runtime, config.weights, config.lora)
-        return self._runner.load()
+        self._runner, facts = load(self._config)
+        return facts
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Begin a plan, or queue it for the worker thread; whoever asks for the result waits for the device."""
-        begun = self._run(self._loaded().launch, plan)
-        return Deferred(lambda: begun.result().result())
+    def forward(self, plan: StepPlan) -> None:
+        """Run a forward pass, or have the worker thread run it and wait for the bitmask."""
+        runner = self._loaded()
+        if self._finish is not None:
+            raise RuntimeError("the last forward pass was not sampled from")
+        if self._thread is None:
+            step = runner.forward(plan)
+            self._finish = lambda bitmask: runner.sample(step, bitmask).result
+            return
+        bitmasks: SimpleQueue[GrammarBitmask | None] = SimpleQueue()
+        pending = self._thread.submit(lambda: runner.sample(runner.forward(plan), bitmasks.get()))
+
+        def finish(bitmask: GrammarBitmask | None) -> Callable[[], StepResult]:
+            bitmasks.put(bitmask)
+            return lambda: pending.result().result()
+
+        self._finish = finish
+
+    def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
+        """Sample from the last forward pass; the caller of `result` waits for the device."""
+        finish, self._finish = self._finish, None
+        if finish is None:
+            raise RuntimeError("there is no forward pass to sample from")
+        return Deferred(finish(bitmask))
 
     def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Wait for the plans submitted so far, then call."""
-        return self._run(self._loaded().call, method, args).result()
+        """Wait for the steps begun so far, then call."""
+        if self._finish is not None:
+            raise RuntimeError("the last forward pass was not sampled from")
+        return self._run(self._loaded().call, method, args)
 
     def background(self, method: str, args: dict[str, Any]) -> Future[Any]:
-        """Call in the one thread beside the steps."""
-        return self._beside.submit(self._loaded().background, method, args)
+        """Call in the background thread."""
+        return self._background.submit(self._loaded().background, method, args)
 
     def interrupt(self) -> None:
-        """Make what that thread waits for fail."""
+        """Make what the background thread waits for fail."""
         self._loaded().interrupt()
 
     def close(self) -> None:
         """Wait for what runs, then drop the model."""
         if self._runner is not None:
             self._runner.interrupt()
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._background.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
+            if self._finish is not None:
+                self._finish(None)  # the worker thread waits for it
             self._thread.shutdown()
         self._runner = None
 
@@ -85,9 +110,5 @@ class InlineExecutor:
             raise RuntimeError("the executor was not started, or is closed")
         return self._runner
 
-    def _run(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        if self._thread is not None:
-            return self._thread.submit(function, *args)
-        future: Future[T] = Future()
-        future.set_result(function(*args))
-        return future
+    def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args) if self._thread is None else self._thread.submit(function, *args).result()

@@ -1,10 +1,9 @@
-"""From logits to tokens and logprobs, for drawn tokens and for prompt tokens alike.
+"""From logits to tokens and logprobs, for sampled tokens and for prompt tokens alike.
 
-Draws are keyed by (request seed, index of the new token), so nothing is remembered between steps.  Kinds
-of logprob: raw (log softmax of the model's logits), temperature (of logits / T; a greedy request counts
-as T = 1), processed (of what the token was drawn from; for a greedy request, what the arg-max was taken of).
-A row with nothing to draw from is flagged and replaced by zeros before anything else looks at it, so it
-cannot touch the other rows.  Knows nothing of plans, models or the cache.
+Randomness is keyed by (request seed, index of the new token), so nothing is remembered between steps.  Kinds of
+logprob: raw (log softmax of the model's logits), temperature (of logits / T; a greedy request counts as T = 1),
+processed (of what the token was sampled from; for a greedy request, what the arg-max was taken of).  A row without a
+token to sample is flagged and replaced by zeros before anything else reads it, so it cannot touch the other rows.
 """
 
 from __future__ import annotations
@@ -18,200 +17,215 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve import ops
-from tokserve.device import Device, Fetched, Host
-from tokserve.params import LOGPROBS_MODES, LogprobsMode
-from tokserve.plan import Int32, LogprobRows, Masks, NewRow
-from tokserve.runner.logits import INF, Pipeline, Rows
-from tokserve.runner.slots import Int64, Slots
+from tokserve.device import Device, Fetched
+from tokserve.params import LOGPROBS_MODES, LogprobsMode, SamplingParams
+from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, GrammarBitmask, Int32, LogprobRows, NewRow, UInt8
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.pipeline import Pipeline
+from tokserve.runner.slots import Int64, SamplingColumns, Slots
 
 _NONE = -1
 _KINDS = len(LOGPROBS_MODES)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A new token per row."""
+class SampledTokens:
+    """A new token per row of logits."""
 
     token_ids: Int32  # [n]
-    finite: NDArray[np.bool_]  # [n]; False: there was nothing to draw from, the id means nothing
+    status: UInt8 | None  # [n], unless OK the row's id means nothing; None: all are OK
     logprobs: LogprobRows | None
-    forbidden: NDArray[np.bool_] | None = None  # [n]; those of them that the request's own parameters left nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """New tokens that may still be on their way to the host: the ids, and what comes with them or is known."""
+class PendingSample:
+    """New tokens that may still be on their way to the host."""
 
-    token_ids: Tensor  # [n] int64, where the logits are
-    fetched: Fetched  # ids; and unless `known`: finite, and the columns of `LogprobRows` if there are any
-    known: tuple[NDArray[np.bool_], LogprobRows | None, NDArray[np.bool_] | None] | None = None
+    token_ids: Tensor  # [n] int64, on the device
+    fetched: Fetched  # ids; and unless `known`: finite [n], and the columns of `LogprobRows` if there are any
+    known: tuple[UInt8 | None, LogprobRows | None] | None = None
 
-    def result(self) -> Drawn:
-        """Waits for them."""
+    def result(self) -> SampledTokens:
+        """Wait for them."""
         token_ids, *rest = self.fetched.arrays()
         if self.known is not None:
-            return Drawn(token_ids.astype(np.int32), *self.known)
-        return Drawn(token_ids.astype(np.int32), rest[0], LogprobRows(*rest[1:]) if len(rest) > 1 else None)
+            return SampledTokens(token_ids.astype(np.int32), *self.known)
+        finite = rest[0]
+        status = None
+        if np.count_nonzero(finite) < len(finite):
+            status = np.where(finite, np.uint8(OK), np.uint8(NOT_FINITE))
+        return SampledTokens(token_ids.astype(np.int32), status, LogprobRows(*rest[1:]) if len(rest) > 1 else None)
 
 
 class Sampler:
-    """The processors, and what logprobs each slot asks for."""
+    """The processors, and the logprobs that each slot's request wants."""
 
-    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device | None = None) -> None:
+    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device) -> None:
         max_num_seqs = len(slots.seeds)
         self._slots = slots
-        self._device = device or Host()
+        self._device = device
         self._vocab_size = vocab_size
         self._mode = mode  # of requests that do not say
         self._pipeline = Pipeline(slots, vocab_size)
         self._kind: Int64 = np.zeros(max_num_seqs, np.int64)  # index into LOGPROBS_MODES
         self._form: Int64 = np.full(max_num_seqs, _NONE, np.int64)  # (kind, k, named ids) as one number
-        self._asking: set[int] = set()  # slots with a form
+        self._with_form: set[int] = set()  # slots
         self._named: dict[int, Int64] = {}
         self._prompt_k: Int64 = np.full(max_num_seqs, _NONE, np.int64)
         self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
-        self._scoring: set[int] = set()  # slots with a prompt_k
+        self._with_prompt_k: set[int] = set()  # slots
 
-    def enter(self, row: NewRow) -> None:
-        """A request takes a slot, after `Slots.enter`."""
-        slot, params = row.slot, row.params
-        self.leave(slot)
-        self._pipeline.enter(row)
+    def assign(self, row: NewRow) -> None:
+        """A request takes a slot, after `Slots.assign`."""
+        slot, params = row.slot, row.task
+        self.release(slot)
+        if not isinstance(params, SamplingParams):
+            return
+        self._pipeline.assign(row, params)
         kind = LOGPROBS_MODES.index(params.logprobs_mode or self._mode)
         named = params.logprob_token_ids or []
         self._named[slot] = np.array(named, np.int64)
         self._kind[slot] = kind
         if params.logprobs is not None or named:
             self._form[slot] = (len(named) * (self._vocab_size + 1) + self._top(params.logprobs or 0)) * _KINDS + kind
-            self._asking.add(slot)
+            self._with_form.add(slot)
         if params.prompt_logprobs is not None:
             self._prompt_k[slot] = self._top(params.prompt_logprobs)
             self._prompt_start[slot] = params.prompt_logprobs_start
-            self._scoring.add(slot)
+            self._with_prompt_k.add(slot)
 
-    def leave(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """The slot is free."""
-        self._pipeline.leave(slot)
+        self._pipeline.release(slot)
         self._form[slot] = self._prompt_k[slot] = _NONE
-        self._asking.discard(slot)
-        self._scoring.discard(slot)
+        self._with_form.discard(slot)
+        self._with_prompt_k.discard(slot)
 
-    def _top(self, asked: int) -> int:
-        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+    def _top(self, k: int) -> int:
+        return self._vocab_size if k < 0 else min(k, self._vocab_size)
 
-    def looks_back(self, slots: Int32) -> bool:
+    def needs_history(self, slots: Int32) -> bool:
         """Whether the tokens so far of any of these slots must be in the host's table."""
-        return self._pipeline.looks_back(slots)
+        return self._pipeline.needs_history(slots)
 
-    def draw(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
-        """As `begin`, and waits for the result."""
-        return self.begin(logits, rows, masks).result()
-
-    def begin(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawing:
-        """New tokens from the model's logits [n, V] float32, which are the sampler's to change.  `masks`: of the rows
-        that have a grammar."""
-        self._pipeline.grammar.step = masks
+    def sample(
+        self, logits: Tensor, rows: LogitRows, columns: SamplingColumns, bitmask: GrammarBitmask | None = None
+    ) -> PendingSample:
+        """New tokens from the model's logits [n, V] float32, which the sampler may change.  `bitmask`: of the rows with
+        a grammar."""
+        self._pipeline.set_bitmask(bitmask)
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
-        if form is not None and needs in (0, self._pipeline.scaling):
+        if form is not None and needs in (0, self._pipeline.temperature_bit):
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
-                return self._draw_at_once(logits, rows, form, scaling=needs != 0)
+                return self._sample_fused(logits, columns, form, scaling=needs != 0)
         finite = np.isfinite(logits.amax(1).cpu().numpy())
         if np.count_nonzero(finite) < len(finite):
             logits[self._tensor(~finite)] = 0.0
-        work, drawable = self._pipeline.run(logits, rows)
-        forbidden = None
-        if drawable is not None and not drawable.all():
-            work[self._tensor(~drawable)] = 0.0
-            forbidden = finite & ~drawable
-            finite &= drawable
-        columns = self._slots.columns(rows.slots, rows.lengths)
-        token_ids = ops.sample(work, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
-        logprobs = self._drawn_logprobs(logits, work, rows, token_ids) if self._asking else None
-        return Drawing(token_ids, self._device.fetch([token_ids]), (finite, logprobs, forbidden))
+        processed, legal = self._pipeline.run(logits, rows)
+        status = None
+        if legal is not None and not legal.all():
+            processed[self._tensor(~legal)] = 0.0
+            status = np.where(legal, np.uint8(OK), np.uint8(NO_LEGAL_TOKEN))
+        if np.count_nonzero(finite) < len(finite):
+            status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
+        token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
+        logprobs = self._sampled_logprobs(logits, processed, rows, token_ids) if self._with_form else None
+        return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device.home)
 
-    def _shared_form(self, rows: Rows) -> int | None:
-        """What logprobs all rows ask for, if it is the same for all and no ids are named."""
-        if not self._asking:
+    def _shared_form(self, rows: LogitRows) -> int | None:
+        """The form of logprobs of all rows, if it is the same for all and names no ids."""
+        if not self._with_form:
             return _NONE
         form, *others = set(self._form[rows.slots].tolist())
         return form if not others and form < (self._vocab_size + 1) * _KINDS else None
 
-    def _draw_at_once(self, logits: Tensor, rows: Rows, form: int, *, scaling: bool) -> Drawing:
+    def _sample_fused(self, logits: Tensor, columns: SamplingColumns, form: int, *, scaling: bool) -> PendingSample:
         """For rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
-        columns = self._slots.columns(rows.slots, rows.lengths)
-        drawn = ops.draw(
+        sampled = ops.draw(
             logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
             LOGPROBS_MODES[kind] == "temperature", k,
         )  # fmt: skip
-        return Drawing(drawn[0], self._device.fetch(drawn if k >= 0 else drawn[:2]))
+        return PendingSample(sampled[0], self._device.fetch(sampled if k >= 0 else sampled[:2]))
 
-    def _drawn_logprobs(self, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows | None:
-        """Rows that ask for the same form go through the op together, each form by itself."""
+    def _sampled_logprobs(
+        self, logits: Tensor, processed: Tensor, rows: LogitRows, token_ids: Tensor
+    ) -> LogprobRows | None:
+        """Rows of the same form go through the op together, each form by itself."""
         forms = self._form[rows.slots]
         if (forms == forms[0]).all():
-            return None if forms[0] == _NONE else self._form_logprobs(int(forms[0]), logits, work, rows, token_ids)
+            return None if forms[0] == _NONE else self._form_logprobs(int(forms[0]), logits, processed, rows, token_ids)
         parts: list[tuple[Int64, LogprobRows]] = []
         for form in np.unique(forms[forms != _NONE]).tolist():
-            which = np.flatnonzero(forms == form)
-            index = self._tensor(which)
-            source = work if LOGPROBS_MODES[form % _KINDS] == "processed" else logits
-            part = source.index_select(0, index)
-            mine = Rows(rows.slots[which], rows.lengths[which], rows.prompt_lens[which])
-            parts.append((which, self._form_logprobs(form, part, part, mine, token_ids.index_select(0, index))))
+            index = np.flatnonzero(forms == form)
+            on_device = self._tensor(index)
+            source = processed if LOGPROBS_MODES[form % _KINDS] == "processed" else logits
+            part, ids = source.index_select(0, on_device), token_ids.index_select(0, on_device)
+            parts.append((index, self._form_logprobs(form, part, part, rows.take(index), ids)))
         return _scatter(len(forms), parts)
 
-    def _form_logprobs(self, form: int, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor) -> LogprobRows:
+    def _form_logprobs(
+        self, form: int, logits: Tensor, processed: Tensor, rows: LogitRows, token_ids: Tensor
+    ) -> LogprobRows:
         rest, kind = divmod(form, _KINDS)
         num_named, k = divmod(rest, self._vocab_size + 1)
         named = None
         if num_named:
             named = self._tensor(np.stack([self._named[slot] for slot in rows.slots.tolist()]))
-        return self._logprobs(kind, k, named, logits, work, rows, token_ids)
+        return self._logprobs(kind, k, named, logits, processed, rows, token_ids)
 
     def _logprobs(
-        self, kind: int, k: int, named: Tensor | None, logits: Tensor, work: Tensor, rows: Rows, token_ids: Tensor
+        self,
+        kind: int,
+        k: int,
+        named: Tensor | None,
+        logits: Tensor,
+        processed: Tensor,
+        rows: LogitRows,
+        token_ids: Tensor,
     ) -> LogprobRows:
         mode = LOGPROBS_MODES[kind]
         temperature = None
         if mode == "temperature":
             temperature = self._tensor(self._slots.temperature[rows.slots])
-        columns = ops.logprobs(work if mode == "processed" else logits, token_ids, k, named, temperature)
+        columns = ops.logprobs(processed if mode == "processed" else logits, token_ids, k, named, temperature)
         return LogprobRows(*(column.cpu().numpy() for column in columns))
 
-    @property
-    def scoring(self) -> bool:
-        """Whether any request wants logprobs of its prompt."""
-        return bool(self._scoring)
+    def scored_spans(self, slots: Int32, starts: Int32, counts: Int32) -> list[tuple[int, int, int]]:
+        """(row, first, last): the prompt tokens first .. last - 1 to score, of those that the row's positions predict.
 
-    def scored_rows(self, slots: Int32) -> Int64:
-        """Which rows want logprobs of their prompt tokens."""
-        return np.flatnonzero(self._prompt_k[slots] != _NONE)
-
-    def scored_range(self, slot: int, start: int, end: int) -> tuple[int, int]:
-        """Indices [first, last) of the prompt tokens to score, of those that positions start .. end - 1 predict."""
-        first = max(int(self._prompt_start[slot]), start + 1)
-        return first, min(int(self._slots.prompt_lens[slot]), end + 1)
+        Row i computes counts[i] positions from starts[i] on.
+        """
+        if not self._with_prompt_k:
+            return []
+        spans = []
+        for row in np.flatnonzero(self._prompt_k[slots] != _NONE).tolist():
+            slot, start = int(slots[row]), int(starts[row])
+            first = max(int(self._prompt_start[slot]), start + 1)
+            last = min(int(self._slots.prompt_lens[slot]), start + int(counts[row]) + 1)
+            if first < last:
+                spans.append((row, first, last))
+        return spans
 
     def score(self, logits: Tensor, slot: int, first: int) -> LogprobRows:
         """Logprobs of the slot's prompt tokens first, first + 1, .. from the logits [n, V] that predict them."""
         count = logits.shape[0]
         lengths = np.arange(first, first + count, dtype=np.int64)
-        rows = Rows(np.full(count, slot, np.int32), lengths, lengths, drawing=False)
+        rows = LogitRows(np.full(count, slot, np.int32), lengths, lengths, sampling=False)
         token_ids = self._tensor(self._slots.tokens[slot, first : first + count].astype(np.int64))
         kind, k = int(self._kind[slot]), int(self._prompt_k[slot])
-        work, drawable = logits, None
+        processed, legal = logits, None
         if LOGPROBS_MODES[kind] == "processed":
-            work, drawable = self._pipeline.run(logits, rows)
-        found = self._logprobs(kind, k, None, logits, work, rows, token_ids)
-        if drawable is not None and not drawable.all():  # everything was forbidden there
-            found.token_logprobs[~drawable] = -INF
-            found.top_logprobs[~drawable] = -INF
-        return found
+            processed, legal = self._pipeline.run(logits, rows)
+        scores = self._logprobs(kind, k, None, logits, processed, rows, token_ids)
+        if legal is not None and not legal.all():  # every id was forbidden
+            scores.token_logprobs[~legal] = -np.inf
+            scores.top_logprobs[~legal] = -np.inf
+        return scores
 
 
 def join(parts: list[LogprobRows]) -> LogprobRows:
@@ -233,8 +247,8 @@ def _scatter(count: int, parts: list[tuple[Int64, LogprobRows]]) -> LogprobRows:
         np.zeros(count, np.float32), np.zeros(count, np.int32),
         np.zeros((count, width), np.int32), np.zeros((count, width), np.float32),
     )  # fmt: skip
-    for which, part in parts:
-        own = part.top_ids.shape[1]
-        out.token_logprobs[which], out.ranks[which] = part.token_logprobs, part.ranks
-        out.top_ids[which, :own], out.top_logprobs[which, :own] = part.top_ids, part.top_logprobs
+    for index, part in parts:
+        k = part.top_ids.shape[1]
+        out.token_logprobs[index], out.ranks[index] = part.token_logprobs, part.ranks
+        out.top_ids[index, :k], out.top_logprobs[index, :k] = part.top_ids, part.top_logprobs
     return out

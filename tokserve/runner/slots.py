@@ -1,8 +1,7 @@
-"""The device's tables, one row per slot: tokens, block numbers and the columns that sampling reads.
+"""The tables of the runner, a row per slot: tokens, block numbers and the columns that sampling reads.
 
-A plan names slots and counts; everything else about a running request is here, so that a step can be
-built from columns and the next plan can be made before this step's tokens are known to the host.  Knows
-nothing of models, of logits or of why a request is scheduled.
+A plan names slots and counts; everything else about a running request is here, so a step is built from columns, and the
+next plan can be made before this step's tokens are known to the engine.
 """
 
 from __future__ import annotations
@@ -10,39 +9,60 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
+from tokserve.params import SamplingParams
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
-COLDEST = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well
+MIN_TEMPERATURE = 2.0**-100  # lower temperatures count as this one, which leaves only the largest logit as well
+NO_LIMIT = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """What drawing reads of n rows, as tensors."""
+class SamplingColumns:
+    """What sampling reads of n rows of logits, as tensors on the device.
+
+    `slots`: where the device has tables of its own.
+    """
 
     seeds: Tensor  # [n] int64
     lengths: Tensor  # [n] int64, tokens before the new one
     greedy: Tensor  # [n] bool
     temperature: Tensor  # [n] float32
+    slots: Tensor | None = None  # [n] int64
+
+    def take(self, index: Tensor) -> SamplingColumns:
+        """These rows only."""
+        slots = None if self.slots is None else self.slots[index]
+        return SamplingColumns(
+            self.seeds[index], self.lengths[index], self.greedy[index], self.temperature[index], slots
+        )
 
 
-def last_tokens(plan: StepPlan) -> Int64:
-    """Where the last tokens of the rows that draw are among the plan's tokens."""
-    return np.cumsum(plan.num_tokens, dtype=np.int64)[plan.samples] - 1
+def last_indices(ends: Int64 | Int32, counts: Int32) -> Int64:
+    """For each row the counts[i] numbers before ends[i], ascending, all rows one after the other."""
+    bounds = np.add.accumulate(counts, dtype=np.int64)
+    return np.arange(bounds[-1] if len(bounds) else 0) + (ends - bounds).repeat(counts)
+
+
+def logit_lengths(plan: StepPlan) -> tuple[Int32, Int64]:
+    """Slots of the rows of logits, and the number of tokens before each sampled one."""
+    lengths = np.add(plan.num_computed, plan.num_tokens, dtype=np.int64)
+    if np.count_nonzero(plan.num_logits == 1) == len(plan.slots):
+        return plan.slots, lengths
+    return plan.slots.repeat(plan.num_logits), last_indices(lengths + 1, plan.num_logits)
 
 
 class Slots:
-    """Tables indexed by slot number.  The torch tensors of a batch are copies, never views of these."""
+    """Tables indexed by slot number, in the host's memory.  The tensors of a batch are copies, never views of these."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         width = -(-max_model_len // block_size)
-        # one column more than a context: a token drawn at the very end has a place to go
+        # one column more than a context: a token sampled at the very end has a place
         self.tokens: Int32 = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.blocks: Int32 = np.zeros((max_num_seqs, width), np.int32)
         self.prompt_lens: Int64 = np.zeros(max_num_seqs, np.int64)
@@ -50,109 +70,50 @@ class Slots:
         self.greedy: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.temperature: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)  # 1 for greedy rows
         self.adapters: Int32 = np.full(max_num_seqs, -1, np.int32)
-        self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was entered
-        self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
+        self._generation: Int64 = np.zeros(max_num_seqs, np.int64)  # how often a slot was assigned
+        self._with_adapter: set[int] = set()  # slots
+        # slot -> the most tokens that can be computed, as its last step rejected drafts; for the next plan only
+        self._limits: dict[int, int] = {}
 
-    def enter(self, row: NewRow) -> None:
+    def assign(self, row: NewRow) -> None:
         """A request takes the slot."""
-        slot = row.slot
+        slot, task = row.slot, row.task
+        temperature = task.temperature if isinstance(task, SamplingParams) else 0.0
         self._generation[slot] += 1
+        self._limits.pop(slot, None)
         self.tokens[slot, : len(row.tokens)] = row.tokens
         self.prompt_lens[slot] = row.prompt_len
         self.adapters[slot] = row.adapter
+        (self._with_adapter.add if row.adapter >= 0 else self._with_adapter.discard)(slot)
         self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        self.greedy[slot] = row.params.temperature == 0.0
-        self.temperature[slot] = 1.0 if self.greedy[slot] else max(row.params.temperature, COLDEST)
+        self.greedy[slot] = temperature == 0.0
+        self.temperature[slot] = 1.0 if temperature == 0.0 else max(temperature, MIN_TEMPERATURE)
 
     def extend(self, slot: int, first: int, blocks: list[int]) -> None:
         """Append to the slot's block table, from index `first` on."""
         self.blocks[slot, first : first + len(blocks)] = blocks
 
     def generation(self, slots: Int32) -> Int64:
-        """Numbers that change when a slot is entered."""
+        """Numbers that change when a slot is assigned."""
         return self._generation[slots]
 
-    def learn(self, slots: Int32, lengths: Int64, generation: Int64, token_ids: Int32) -> None:
-        """Tokens drawn a step ago, for those slots that have not been entered since."""
-        same = self._generation[slots] == generation
-        self.tokens[slots[same], lengths[same]] = token_ids[same]
+    def limit_computed(self, slots: Int32, num_computed: Int64) -> None:
+        """These slots have no more computed tokens than this: later drafts of theirs were rejected."""
+        self._limits.update(zip(slots.tolist(), num_computed.tolist(), strict=True))
 
-    def last(self, plan: StepPlan) -> Tensor:
-        """Where the last tokens of the rows that draw are in the batch, [n] int64."""
-        return torch.from_numpy(last_tokens(plan))
+    def corrected(self, plan: StepPlan) -> StepPlan:
+        """The plan, which may have been made before drafts were rejected, with the true `num_computed`."""
+        if not self._limits:
+            return plan
+        limits = [self._limits.get(slot, NO_LIMIT) for slot in plan.slots.tolist()]
+        self._limits.clear()
+        return replace(plan, num_computed=np.minimum(plan.num_computed, np.array(limits, np.int32)))
 
-    def ends(self, plan: StepPlan, batch: ForwardBatch) -> LogitsRows | None:
-        """Those last tokens of the batch; None if they are all there are."""
-        if np.count_nonzero(plan.samples) == len(batch.input_ids):
-            return None
-        rows = torch.from_numpy(np.flatnonzero(plan.samples))  # [n]
-        query_start = torch.from_numpy(self._count[: len(rows) + 1].copy())
-        return LogitsRows(
-            self.last(plan), query_start, batch.seq_lens.index_select(0, rows),
-            batch.block_tables.index_select(0, rows),
-            None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots[plan.samples]]),
-        )  # fmt: skip
-
-    def columns(self, slots: Int32, lengths: Int64) -> Columns:
-        """What drawing for the step's rows reads."""
-        return Columns(
-            torch.from_numpy(self.seeds[slots]), torch.from_numpy(lengths),
-            torch.from_numpy(self.greedy[slots]), torch.from_numpy(self.temperature[slots]),
-        )  # fmt: skip
-
-    def keep(self, token_ids: Tensor) -> None:
-        """Tokens drawn for the step's rows; here `learn` is soon enough."""
-
-    def blank(self, rows: int, kv: Pages, *, adapters: bool = False) -> ForwardBatch:
-        """A batch of `rows` decode rows, with or without adapters, for `build` to fill again and again."""
-        return ForwardBatch(
-            input_ids=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.zeros(rows, dtype=torch.int64),
-            query_start=torch.arange(rows + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(rows, dtype=torch.int32),
-            block_tables=torch.zeros(rows, self.blocks.shape[1], dtype=torch.int32),
-            slot_mapping=torch.zeros(rows, dtype=torch.int64),
-            kv=kv,
-            adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
-        )
-
-    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
-        """The plan's tokens as one batch; `into`: fill this one, which has as many rows, one token each."""
-        slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
-        rows = len(slots)
-        if np.count_nonzero(counts == 1) == rows:  # decode only
-            query_start = self._count[: rows + 1].copy()
-            owner, positions = slots, computed.astype(np.int64)
-        else:
-            query_start = np.zeros(rows + 1, np.int32)
-            np.cumsum(counts, out=query_start[1:])
-            owner = np.repeat(slots, counts)
-            positions = np.arange(query_start[-1], dtype=np.int64) + np.repeat(computed - query_start[:-1], counts)
-        seq_lens = computed + counts
-        pages, offsets = np.divmod(positions, self.block_size)
-        width = -(-int(seq_lens.max()) // self.block_size)
-        input_ids = self.tokens[owner, positions]  # [T]
-        slot_mapping = self.blocks[owner, pages] * np.int64(self.block_size) + offsets  # [T]
-        if into is not None:
-            into.input_ids.numpy()[:] = input_ids
-            into.positions.numpy()[:] = positions
-            into.seq_lens.numpy()[:] = seq_lens
-            into.block_tables.numpy()[:, :width] = self.blocks[slots, :width]
-            into.slot_mapping.numpy()[:] = slot_mapping
-            if into.adapters is not None:
-                into.adapters.numpy()[:] = self.adapters[slots]
-            return into
-        return ForwardBatch(
-            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            positions=torch.from_numpy(positions),  # [T]
-            query_start=torch.from_numpy(query_start),  # [R + 1]
-            seq_lens=torch.from_numpy(seq_lens),  # [R]
-            block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
-            slot_mapping=torch.from_numpy(slot_mapping),
-            kv=kv,
-            adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
-        )
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Put the plan's drafts after their rows' tokens."""
+        positions = last_indices(plan.num_computed + plan.num_tokens, plan.num_drafts)
+        self.tokens[np.repeat(plan.slots, plan.num_drafts), positions] = plan.draft_token_ids
 
     def has_adapters(self, plan: StepPlan) -> bool:
         """Whether a row of the plan has an adapter."""
-        return bool((self.adapters[plan.slots] >= 0).any())
+        return bool(self._with_adapter) and bool((self.adapters[plan.slots] >= 0).any())

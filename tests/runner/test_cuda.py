@@ -1,0 +1,294 @@
+"""The runner on a device with memory of its own: the same bits, one copy a step, and nothing waited for."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.test_float8 import QWEN, quantize
+from tests.runner.drive import Driver, Job, make_runner, plan_of
+from tests.runner.drive import row as plain_row
+from tests.runner.fake_device import FakeDevice, same_bytes
+from tests.runner.test_runner import jobs, outcomes, prompt
+from tokserve import device, ops
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.ops.registry import OPS
+from tokserve.params import SamplingParams
+from tokserve.plan import OK, DeviceFacts, NewRow, StepPlan
+from tokserve.runner.cuda import CudaBackend
+from tokserve.runner.cuda_graphs import decode_sizes, prompt_rows, prompt_sizes
+from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.host_slots import HostSlots
+from tokserve.runner.runner import Runner
+from tokserve.runner.slots import logit_lengths
+from tokserve.runner.steps import PendingResult
+
+Loaded = tuple[Runner, DeviceFacts, FakeDevice]
+
+
+def make(path: Path, hf: dict[str, Any] | None = None, **options: object) -> Loaded:
+    fake = FakeDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "use", lambda kind: fake)
+        runner, facts = make_runner(path, hf or tiny_config("qwen3"), max_num_batched_tokens=64, **options)
+    return runner, facts, fake
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[Loaded]:
+    with tempfile.TemporaryDirectory() as path:
+        yield make(Path(path), depth=2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[object, ...]]:
+    """What each job is on the CPU, by itself."""
+    with tempfile.TemporaryDirectory() as path:
+        runner, facts = make_runner(Path(path), tiny_config("qwen3"))
+        return [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()]
+
+
+class LateDriver(Driver):
+    """Asks for a step's result when the next one has begun."""
+
+    waiting: list[tuple[list[Job], StepPlan, PendingResult]] = []
+
+    def _collect(self, active: list[Job], plan: StepPlan) -> None:
+        pending = self.runner.sample(self.runner.forward(plan), None)
+        self.waiting = [*self.waiting, (active, plan, pending)]
+        for job, count in zip(active, plan.num_tokens.tolist(), strict=True):
+            job.computed += count
+        for i in np.flatnonzero(plan.num_logits).tolist():
+            active[i].output.append(-len(self.waiting))  # known later
+        while len(self.waiting) > 1 or (all(job.finished() for job in active) and self.waiting):
+            self.land()
+
+    def land(self) -> None:
+        (active, plan, pending), *self.waiting = self.waiting
+        result = pending.result()
+        assert result.step == plan.step
+        for n, i in enumerate(np.flatnonzero(plan.num_logits).tolist()):
+            job = active[i]
+            assert result.counts[i] == 1
+            job.output[next(at for at, token in enumerate(job.output) if token < 0)] = int(result.token_ids[n])
+            job.finite.append(result.status[i] == OK)
+            if job.params.logprobs is not None:
+                assert result.logprobs is not None
+                job.rows.append(plain_row(result.logprobs, n, job.params.logprobs))
+
+
+def cuda(runner: Runner) -> CudaBackend:
+    assert isinstance(runner.backend, CudaBackend)
+    return runner.backend
+
+
+def test_bits_are_those_of_the_cpu(staged: Loaded, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = staged
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs(), chunk=16)) == alone
+    preempt = {i: 1 + i % 7 for i in range(0, 17, 2)}
+    assert outcomes(Driver(runner, facts, seed=2).run(jobs(), chunk=7, preempt_after=preempt)) == alone
+    assert fake.replayed > 0
+
+
+def test_what_graphs_take_is_kept_free(staged: Loaded) -> None:
+    runner, facts, _ = staged
+    step = 1 << 20  # what the played device says of every run
+    logits, hidden = 4 * 320 * 24, 4 * 64 * 64  # one place for all decode steps, one for all prompts
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 3 * step + logits + hidden
+
+
+def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = make(tmp_path, enforce_eager=True)
+    assert cuda(runner).activation_bytes(runner.model, facts.layout.specs, 16) == 2 << 20
+    assert outcomes(Driver(runner, facts, seed=3).run(jobs())) == alone
+    assert fake.captured == fake.replayed == 0
+
+
+@pytest.fixture
+def references() -> Iterator[dict[str, str]]:
+    """Options with which a runner takes the torch references; afterwards ops are those they were."""
+    before = {name: getattr(ops, name) for name in [*OPS, "home"]}
+    yield {"*": "torch"}
+    for name, value in before.items():
+        setattr(ops, name, value)
+
+
+def test_a_float8_cache_changes_no_bit_with_company_and_takes_half_the_memory(
+    tmp_path: Path, references: dict[str, str]
+) -> None:
+    options = {"ops": references, "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}
+    runner, facts, _ = make(tmp_path, kv_cache_dtype="fp8", **options)
+    assert runner.backend.kv[0][0].dtype == torch.float8_e4m3fn
+    plain = make(tmp_path, **options)[1]
+    assert facts.layout.num_blocks // 2 == plain.layout.num_blocks
+    alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:2]]
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
+
+
+def test_a_float8_checkpoint_stays_float8(tmp_path: Path, references: dict[str, str]) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3", hidden_size=96))  # two groups
+    quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    runner, facts, _ = make(tmp_path, hf, ops=references, dtype="bfloat16", load_format="auto")
+    assert facts.facts["quantization"] == "fp8" and facts.facts["exact"] is True
+    alone = [outcomes([Driver(runner, facts).run([job])[0]])[0] for job in jobs()[:2]]
+    assert outcomes(Driver(runner, facts, seed=1).run(jobs()[:2], chunk=7)) == alone
+
+
+def test_a_float8_checkpoint_can_be_served_in_the_models_dtype(tmp_path: Path, references: dict[str, str]) -> None:
+    write_checkpoint(tmp_path, tiny_config("qwen3"))
+    quantize(tmp_path, QWEN, "block", "_scale_inv", torch.float32)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    options = {"ops": references, "load_format": "auto", "quantization": "none"}
+    runner, facts, _ = make(tmp_path, hf, **options)
+    assert facts.facts["quantization"] is None
+    cpu, layout = make_runner(tmp_path, hf, **options)
+    assert outcomes(Driver(runner, facts).run(jobs()[:2])) == outcomes(Driver(cpu, layout).run(jobs()[:2]))
+
+
+def test_a_sleeping_runner_gives_the_devices_memory_back(tmp_path: Path, alone: list[tuple[object, ...]]) -> None:
+    runner, facts, fake = make(tmp_path)
+    given, captured = fake.given_back, fake.captured
+    runner.call("release", {"tags": ["kv_cache"]})
+    assert (fake.given_back, runner.backend.kv, cuda(runner).decode_graphs) == (given + 1, [], None)
+    runner.call("restore", {"tags": ["kv_cache"]})
+    assert fake.captured == 2 * captured
+    assert outcomes(Driver(runner, facts).run(jobs()[:2])) == alone[:2]
+
+
+def test_a_step_begins_before_the_tokens_of_the_last_are_known(staged: Loaded) -> None:
+    runner, facts, _ = staged
+    made = [
+        Job(prompt(9 + 5 * i, i), SamplingParams(max_tokens=12 + i, temperature=0.8 * (i % 2), **options), i)
+        for i, options in enumerate([{"logprobs": 2}, {}, {"repetition_penalty": 1.4}, {"top_k": 7}, {"logprobs": 0}])
+    ]
+    expected = [job.outcome() for job in Driver(runner, facts).run([job.fresh() for job in made])]
+    driver = LateDriver(runner, facts)
+    assert [job.outcome() for job in driver.run(made)] == expected
+    assert not driver.waiting
+
+
+def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
+    runner, facts, fake = staged
+    made = [Job(prompt(5, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
+    driver = LateDriver(runner, facts)
+    cuda(runner).settle(wait=True)  # of steps before these, if only the start's, no result is outstanding
+    steps, copies, waits = driver.steps, fake.copies, fake.waits
+    driver.run(made)
+    steps = driver.steps - steps
+    assert fake.copies - copies == steps and fake.waits - waits == steps
+
+
+def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Loaded) -> None:
+    runner, _, _ = staged
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    first = NewRow(3, "a", np.arange(5, dtype=np.int32), 5, params, 0, ())
+    second = NewRow(3, "b", np.arange(9, dtype=np.int32) + 50, 9, params, 0, ())
+    step = runner.forward(plan_of([(3, 0, 5, 1)], new=[first], blocks=[(3, 0, [1])]))
+    runner.sample(step, None)
+    runner.execute(plan_of([(3, 0, 9, 1)], 1, new=[second], blocks=[(3, 0, [2])], freed=[3]))
+    for number in range(2, 5):
+        runner.execute(plan_of([], number, freed=[3] if number == 2 else []))
+    cuda(runner).settle(wait=True)
+    assert runner.backend.slots.tokens[3, :9].tolist() == list(range(50, 59))
+
+
+def test_batches_are_those_of_the_hosts_tables() -> None:
+    host, fake = HostSlots(6, 50, 4), FakeDevice()
+    staged = DeviceSlots(fake, 6, 50, 4, padding_block=999)
+    for slots in (host, staged):
+        for slot in range(6):
+            tokens = np.arange(50, dtype=np.int32) + 100 * slot
+            slots.assign(NewRow(slot, "", tokens, 10, SamplingParams(temperature=0.1 * slot), slot, ()))
+            slots.extend(slot, 0, [1000 * slot + 7 * i for i in range(5)])
+            slots.extend(slot, 5, [1000 * slot + 7 * i for i in range(5, 13)])
+    for steps in ([(1, 3, 6), (0, 8, 1), (5, 0, 17)], [(4, 0, 50)], [(2, 49, 1), (3, 0, 1)]):
+        plan = plan_of([(*row, 1) for row in steps])
+        one, other = host.build(plan, []), staged.build(plan, [])
+        for name in ("input_ids", "positions", "query_start", "seq_lens", "block_tables", "slot_mapping"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        rows = logit_lengths(plan)
+        for name in ("seeds", "lengths", "greedy", "temperature"):
+            assert torch.equal(getattr(host.columns(*rows), name), getattr(staged.columns(), name))
+
+
+def test_a_padded_batch_fills_up_with_a_row_of_nobodys_page() -> None:
+    staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    staged.assign(NewRow(2, "", np.arange(50, dtype=np.int32), 10, SamplingParams(), 0, ()))
+    staged.extend(2, 0, [5, 6])
+    into = staged.empty_batch(4, [])
+    batch = staged.build(plan_of([(2, 7, 1, 1)]), [], into)
+    assert batch is into and batch.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert batch.input_ids.tolist() == [7, 0, 0, 0] and batch.seq_lens.tolist() == [8, 1, 1, 1]
+    assert batch.slot_mapping.tolist() == [6 * 4 + 3, 999 * 4, 999 * 4, 999 * 4]
+    assert batch.block_tables[:, :2].tolist() == [[5, 6], [999, 999], [999, 999], [999, 999]]
+    assert staged._columns is not None
+    staged.write_sampled(staged._columns, torch.tensor([77]))
+    batch = staged.build(plan_of([(2, 8, 1, 1)]), [], into)
+    assert batch.input_ids.tolist() == [77, 0, 0, 0]
+
+
+def test_a_padded_prompt_fills_up_with_tokens_of_nobodys_page() -> None:
+    staged = DeviceSlots(FakeDevice(), 6, 50, 4, padding_block=999)
+    for slot, tokens in ((2, 10), (4, 20)):
+        staged.assign(NewRow(slot, "", np.arange(50, dtype=np.int32) + slot, tokens, SamplingParams(), 0, ()))
+        staged.extend(slot, 0, [slot * 10, slot * 10 + 1])
+    into = staged.empty_batch(5, [], tokens=12)
+    assert into.query_start.tolist() == [0, 1, 2, 3, 4, 12] and into.seq_lens.tolist() == [1, 1, 1, 1, 8]
+
+    def build(*rows: tuple[int, int, int]) -> None:
+        assert staged.build(plan_of([(*row, int(row[2] > 1)) for row in rows]), [], into) is into
+
+    build((4, 3, 4), (2, 6, 1))
+    assert into.query_start.tolist() == [0, 4, 5, 5, 5, 12] and into.seq_lens.tolist() == [7, 7, 0, 0, 7]
+    assert into.input_ids.tolist() == [7, 8, 9, 10, 8] + [0] * 7
+    assert into.positions.tolist() == [3, 4, 5, 6, 6, *range(7)]
+    assert into.slot_mapping.tolist() == [163, 164, 165, 166, 86] + [999 * 4 + i % 4 for i in range(7)]
+    assert into.block_tables[:, :2].tolist() == [[40, 41], [20, 21], [999, 999], [999, 999], [999, 999]]
+    build((2, 0, 8), (4, 7, 1), (2, 0, 1), (2, 0, 1), (2, 0, 1))  # nothing is missing
+    assert into.query_start.tolist() == [0, 8, 9, 10, 11, 12] and into.seq_lens.tolist() == [8, 8, 1, 1, 1]
+
+
+def test_a_step_with_few_tokens_in_a_prompt_is_repeated(staged: Loaded) -> None:
+    runner, facts, fake = staged
+    for length, repeated in ((2, 1), (64, 1), (65, 0)):  # the last is above what was recorded
+        before = fake.replayed
+        Driver(runner, facts).run([Job(prompt(length, 1), SamplingParams(max_tokens=1, prompt_logprobs=0))])
+        assert fake.replayed - before == repeated
+
+
+@pytest.mark.parametrize("most", [1, 2, 15, 31, 200, 600])
+def test_steps_with_few_tokens_fit_their_graph(most: int) -> None:
+    sizes = prompt_sizes(512)
+    assert sizes[0] == 16 and sizes[-1] == 512 and prompt_sizes(100) == [16, 32, 64] and prompt_sizes(15) == []
+    for tokens in range(2, 513):
+        size = next(size for size in sizes if size >= tokens)
+        rows = prompt_rows(size, most)
+        needed = min(tokens - 1, most) + (size > tokens)
+        assert needed <= rows < size
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 24, 100, 256, 300, 4096])
+def test_buckets_reach_exactly_the_most(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+    assert all(size <= most for size in sizes)
+    assert all(b <= max(2 * a, a + 32) for a, b in pairwise(sizes))
+
+
+def test_arrays_of_all_kinds_share_one_copy() -> None:
+    fake = FakeDevice()
+    arrays = [
+        np.arange(5, dtype=np.int32), np.zeros((0, 4), np.int32), np.array([True, False, True]),
+        np.arange(7, dtype=np.int64)[::2], np.array([[1.5, -2.5]], np.float32), np.zeros(0, np.int64),
+    ]  # fmt: skip
+    assert same_bytes(arrays, fake.put(arrays)) and fake.copies == 1
+    assert same_bytes([], fake.put([]))

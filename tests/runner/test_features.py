@@ -1,0 +1,137 @@
+"""Embeddings that take the place of placeholder ids, in whatever chunks a prompt is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runner.drive import Driver, Job, make_runner, plan_of
+from tests.runner.fake_device import FakeDevice
+from tests.runner.test_runner import outcomes, prompt
+from tokserve import device
+from tokserve.errors import RequestError
+from tokserve.layers.batch import ForwardBatch
+from tokserve.models.dummy import tiny_config
+from tokserve.params import SamplingParams
+from tokserve.plan import DeviceFacts, NewRow
+from tokserve.prompt import Feature
+from tokserve.runner.features import FeatureTable
+from tokserve.runner.runner import Runner
+
+HIDDEN = 64
+
+
+def feature(start: int, length: int, hidden: int = HIDDEN, kind: str = "embeddings") -> Feature:
+    data = np.arange(length * hidden, dtype="<f4") + 1000.0 * start
+    return Feature(kind, b"", start, length, data.tobytes())
+
+
+def row(slot: int, *features: Feature) -> NewRow:
+    return NewRow(slot, "", np.zeros(40, np.int32), 40, SamplingParams(), 0, (), features=features)
+
+
+def first_columns(embeds: tuple[torch.Tensor, torch.Tensor] | None) -> list[tuple[int, float]]:
+    """Index in the batch and first number of each embedding."""
+    assert embeds is not None
+    return list(zip(embeds[0].tolist(), embeds[1][:, 0].tolist(), strict=True))
+
+
+def test_the_part_of_a_feature_in_a_chunk_is_given() -> None:
+    table = FeatureTable(2, torch.float32, torch.device("cpu"))
+    table.assign(row(1, feature(3, 4, 2), feature(10, 2, 2)))
+    table.assign(row(2))
+    whole = table.embeds(plan_of([(2, 0, 5, 1), (1, 0, 20, 1)]))
+    assert first_columns(whole) == [(5 + 3 + i, 3000.0 + 2 * i) for i in range(4)] + [(15, 10000.0), (16, 10002.0)]
+    assert first_columns(table.embeds(plan_of([(1, 5, 6, 0)]))) == [(0, 3004.0), (1, 3006.0), (5, 10000.0)]
+    for slot, computed, count in ((1, 0, 3), (1, 7, 3), (1, 12, 1), (2, 3, 4)):
+        assert table.embeds(plan_of([(slot, computed, count, 1)])) is None
+    table.release(1)
+    assert table.embeds(plan_of([(1, 0, 20, 1)])) is None
+
+
+def test_embeddings_have_the_models_dtype() -> None:
+    table = FeatureTable(2, torch.bfloat16, torch.device("cpu"))
+    table.assign(row(0, feature(0, 1, 2)))
+    embeds = table.embeds(plan_of([(0, 0, 1, 0)]))
+    assert embeds is not None and embeds[1].dtype == torch.bfloat16 and embeds[0].dtype == torch.int64
+
+
+def test_features_that_cannot_be_embedded_are_refused() -> None:
+    table = FeatureTable(2, torch.float32, torch.device("cpu"))
+    with pytest.raises(RequestError, match="kind 'image' are not supported; known: embeddings"):
+        table.assign(row(0, feature(0, 1, 2, kind="image")))
+    with pytest.raises(RequestError, match=r"3 embeddings needs 24 bytes \(float32, 2 each\), got 36"):
+        table.assign(row(0, feature(0, 3, 3)))
+    assert table.embeds(plan_of([(0, 0, 20, 1)])) is None
+
+
+class Embedded:
+    """The model's embeddings of a vocabulary's ids, as a feature, and what a model without features would compute."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._table = runner.model.embedding(torch.arange(runner.model.spec.vocab)).float()
+
+    def feature(self, ids: list[int], start: int) -> Feature:
+        data = self._table[torch.tensor(ids)].numpy().astype("<f4")
+        return Feature("embeddings", b"", start, len(ids), data.tobytes())
+
+
+@pytest.fixture(scope="module", params=["host", "cuda"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, DeviceFacts]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "cuda":
+            patch.setattr(device, "use", lambda kind: FakeDevice())
+        return make_runner(tmp_path_factory.mktemp("model"), tiny_config("qwen3"), dtype="bfloat16")
+
+
+@pytest.fixture
+def embedding_model(loaded: tuple[Runner, DeviceFacts], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The runner's model, made to replace embeddings as batches say; how many in each batch that has any."""
+    model = loaded[0].model
+    forward: Callable[[ForwardBatch], torch.Tensor] = model.forward
+    lookup = model.embedding
+    counts: list[int] = []
+
+    def replaced(batch: ForwardBatch) -> torch.Tensor:
+        if batch.embeds is None:
+            return forward(batch)
+        index, embeddings = batch.embeds
+        counts.append(len(index))
+
+        def embed(ids: torch.Tensor) -> Any:
+            return lookup(ids).index_copy(0, index, embeddings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "embedding", embed)
+            return forward(batch)
+
+    monkeypatch.setattr(model, "forward", replaced)
+    yield counts
+
+
+def test_embeddings_of_ids_in_place_of_placeholders_give_what_the_ids_give(
+    loaded: tuple[Runner, DeviceFacts], embedding_model: list[int]
+) -> None:
+    runner, facts = loaded
+    embedded = Embedded(runner)
+    ids = prompt(37, 1)
+    params = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=1, prompt_logprobs_start=30)
+    expected = outcomes(Driver(runner, facts).run([Job(ids, params, 5)]))
+    holes = [*ids[:3], *[0] * 7, *ids[10:20], *[0] * 5, *ids[25:]]
+    features = (embedded.feature(ids[3:10], 3), embedded.feature(ids[20:25], 20))
+    others = [Job(prompt(20, i), SamplingParams(max_tokens=6), i) for i in range(3)]
+    for chunk in (1 << 30, 16, 5, 1):
+        job = Job(holes, params, 5, features=features)
+        embedding_model.clear()
+        Driver(runner, facts, seed=chunk % 7).run([job, *[other.fresh() for other in others]], chunk=chunk)
+        assert outcomes([job]) == expected
+        assert sum(embedding_model) == 12
+    embedding_model.clear()
+    job = Job(holes, params, 5, features=features)
+    Driver(runner, facts).run([job], chunk=9, preempt_after={0: 2})
+    assert outcomes([job]) == expected and sum(embedding_model) == 24
+    assert outcomes(Driver(runner, facts).run([Job(holes, params, 5)])) != expected

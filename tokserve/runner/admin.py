@@ -1,0 +1,135 @@
+"""Admin calls of a running model: memory, weight updates, adapters and code of the operator's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokserve.config import WeightsConfig
+from tokserve.errors import NotFound, RequestError
+from tokserve.models.checksums import checksums
+from tokserve.models.decoder import Decoder
+from tokserve.runner import extension, kvcache
+from tokserve.runner.lora import LoraTables
+from tokserve.runner.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from tokserve.runner.runner import Runner
+
+
+class Admin:
+    """`call` runs between two steps, `background` beside them."""
+
+    def __init__(self, runner: Runner, weights: WeightsConfig, lora: LoraTables | None) -> None:
+        self._runner = runner
+        self._backend = runner.backend
+        self._lora = lora
+        self._sync = WeightSync(weights, self._blank, lambda: self.memory()["weight_bytes"], runner.backend.device)
+        self._has_weights = True
+        self._extension = extension.make(weights.worker_extension_cls, runner)
+
+    def call(self, method: str, args: dict[str, Any]) -> Any:
+        """A method by name.  Raises NotFound."""
+        methods: dict[str, Callable[..., Any]] = {
+            "memory": self.memory,
+            "release": self._release,
+            "place_adapter": lambda slot: self._adapters.place(slot),
+            "restore": self._restore,
+            "commit_update": self._commit,
+            "collective_rpc": self._collective_rpc,
+            "apply_model": self._apply_model,
+        }
+        if method not in methods:
+            raise NotFound(f"the runner has no method {method!r}")
+        return methods[method](**args)
+
+    def background(self, method: str, args: dict[str, Any]) -> Any:
+        """A method by name that may take long."""
+        methods: dict[str, Callable[..., Any]] = {
+            "init_weight_transfer": self._sync.init,
+            "shutdown_weight_transfer": self._sync.shutdown,
+            "begin_update": self._sync.begin,
+            "receive_update": self._sync.receive,
+            "feed_update": self._sync.feed,
+            "finish_update": self._sync.finish,
+            "is_same_update": lambda: self._sync.is_same(self._runner.model),
+            "abort_update": self._sync.abort,
+            "forget_weights": self._sync.forget,
+            "checksums": lambda: checksums(self._runner.model),
+            "checkpoint_checksums": self._checkpoint_checksums,
+            "read_adapter": lambda **args: self._adapters.read(**args),
+        }
+        return methods[method](**args)
+
+    def interrupt(self) -> None:
+        """From any thread: make what waits for a trainer fail, a meeting or a transfer."""
+        self._sync.interrupt()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by use."""
+        parameters = self._runner.model.parameters_by_name().values()
+        weights = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters)
+        sizes = {"weight_bytes": weights, "kv_bytes": self._backend.layout.bytes()}
+        return sizes if self._lora is None else sizes | {"lora_bytes": self._lora.num_bytes()}
+
+    @property
+    def _adapters(self) -> LoraTables:
+        if self._lora is None:
+            raise RequestError("this server runs without --enable-lora")
+        return self._lora
+
+    def _checkpoint_checksums(self) -> dict[str, Any]:
+        model = self._runner.model
+        digests, aliases = model.provenance.checksums(model.spec.renames, tied=model.spec.tied)
+        return {"checkpoint": digests, "tied": aliases}
+
+    def _blank(self) -> Decoder:
+        """A model like the one that serves, with its adapters, without weights."""
+        blank = self._runner.model.blank()
+        if self._lora is not None:
+            self._lora.attach(blank)
+        return blank
+
+    def _commit(self) -> None:
+        runner = self._runner
+        scales, runner.model = runner.model.kv_scales(), self._sync.take(runner.model)
+        kvcache.rescale(self._backend.kv, scales, runner.model.kv_scales())
+        self._has_weights = True
+        self._capture()
+
+    def _capture(self) -> None:
+        """Captured steps name the memory of weights and pages: after a change of either they are captured anew."""
+        self._backend.invalidate()
+        if self._has_weights and self._backend.kv:
+            with torch.inference_mode():
+                self._backend.capture(self._runner.model)
+
+    def _release(self, tags: list[str]) -> None:
+        """Give back the memory of the KV cache or of the weights; their contents are lost."""
+        if "kv_cache" in tags:
+            self._backend.release_kv()
+        if "weights" in tags:
+            self._runner.model = self._blank()
+            self._has_weights = False
+        self._backend.invalidate()
+        self._backend.device.give_back_memory()
+
+    def _restore(self, tags: list[str]) -> None:
+        if "kv_cache" in tags and not self._backend.kv:
+            self._backend.allocate_kv()
+            self._capture()
+
+    def _collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return extension.call(self._extension, method, args, kwargs)
+        finally:
+            self._backend.on_foreign_code(self._runner.model)
+
+    def _apply_model(self, function: str) -> Any:
+        try:
+            return extension.plain(extension.named(function)(self._runner.model))
+        finally:
+            self._backend.on_foreign_code(self._runner.model)

@@ -1,0 +1,112 @@
+"""The device's side of the runner: slot tables, KV memory, forward passes and their capture, memory budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tokserve.device import Device
+from tokserve.kv_spec import KVLayout
+from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.models.decoder import Decoder
+from tokserve.plan import Int32, StepPlan
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.replay import Step
+from tokserve.runner.slots import Int64, SamplingColumns, Slots
+from tokserve.runner.steps import PendingResult
+
+WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the first only compile kernels
+    {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 1,
+        "prompt_logprobs": 1,
+    },
+    {"temperature": 0.0},
+    {"temperature": 0.5},
+    *(
+        {"temperature": 0.5, "logprobs": k, "logprobs_mode": mode} | filtered
+        for k, mode, filtered in product((0, 5, 20), ("raw", "temperature"), ({}, {"top_k": 5}))
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of a step's tokens, or of the last ones of each row."""
+
+    states: Tensor  # [n, H]
+    ends: Int64  # [R], for each row of the plan the index after its last state
+    logits_indices: Tensor | None  # [m] int64, the states that a token is sampled from; None: all
+
+
+class Backend(Protocol):
+    """What the runner needs of a device; one implementation is chosen at start-up.
+
+    `warm_ups`: sampling parameters of the requests that a start runs, so that the first request is not slower.
+    """
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def kv(self) -> Pages: ...
+
+    @property
+    def warm_ups(self) -> Sequence[dict[str, Any]]: ...
+
+    def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
+        """The plan with its true `num_computed`, its drafts in the tables.
+
+        `needs_history`: a row's processors read the tokens so far, so these must be in the host's tables.
+        """
+
+    def replay(self, plan: StepPlan) -> Tensor | None:
+        """Logits [R, V] of a captured decode step; None if none fits."""
+
+    def forward(
+        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
+    ) -> HiddenStates:
+        """Compute the plan's tokens; the last needed[i] of row i are used, at least its `num_logits`.  `embeds`: as in
+        `ForwardBatch`."""
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        """What sampling reads of the rows of logits of the step that was computed last."""
+
+    def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
+        """Keep tokens [n] sampled for the rows `columns` for the next step."""
+
+    def is_batch_invariant(self, model: Decoder) -> bool:
+        """Whether the bits of a row do not depend on the other rows."""
+
+    def capture(self, model: Decoder) -> None:
+        """Capture steps of this model, unless capture is turned off.  Raises StartError."""
+
+    def invalidate(self) -> None:
+        """Drop what was captured: the memory that it reads is given up."""
+
+    def on_foreign_code(self, model: Decoder) -> None:
+        """Code that is not ours has had the model and may have replaced its tensors."""
+
+    def allocate_kv(self) -> None:
+        """Take the KV cache's memory.  Raises StartError."""
+
+    def release_kv(self) -> None:
+        """Give the KV cache's memory back."""
+
+
+def decode_step(model: Decoder) -> Step:
+    """From a decode batch to its logits."""
+
+    def step(batch: ForwardBatch) -> Tensor:
+        return model.logits(model.forward(batch))
+
+    return step

@@ -1,0 +1,176 @@
+"""The backend of a device with memory of its own: a step may begin before the host knows the tokens of the last one."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokserve.config import DEFAULT_BLOCK_SIZE, Config
+from tokserve.device import Accelerator
+from tokserve.errors import StartError
+from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.models.decoder import Decoder
+from tokserve.plan import Int32, StepPlan
+from tokserve.runner import exactness, kvcache
+from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
+from tokserve.runner.cuda_graphs import DecodeGraphs, PromptGraphs, decode_sizes, prompt_rows, prompt_sizes
+from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.slots import Int64, SamplingColumns
+from tokserve.runner.steps import PendingResult
+
+logger = logging.getLogger(__name__)
+
+
+class CudaBackend:
+    """Backend protocol, see `backend`.  The KV cache has one page more, for padding."""
+
+    warm_ups = WARM_UPS
+
+    def __init__(
+        self, device: Accelerator, specs: tuple[KVSpec, ...], config: Config, max_model_len: int, model: Decoder
+    ) -> None:
+        self.device: Accelerator = device
+        self._max_rows = config.scheduler.max_num_seqs
+        self._max_model_len = max_model_len
+        self._max_tokens = min(config.scheduler.max_num_batched_tokens, max_model_len)  # of one prompt in a step
+        self._eager, self._exact = config.runtime.enforce_eager, config.runtime.exact
+        self._adapters = config.lora.enable_lora
+        activations = self.activation_bytes(model, specs, config.cache.block_size or DEFAULT_BLOCK_SIZE)
+        self.layout = kvcache.layout(
+            specs, config.cache, max_num_seqs=self._max_rows, max_model_len=max_model_len,
+            free_bytes=max(0, device.free_memory() - activations), bounded=False,
+        )  # fmt: skip
+        self.slots = DeviceSlots(
+            device, self._max_rows, max_model_len, self.layout.block_size, padding_block=self.layout.num_blocks
+        )
+        self.kv: Pages = []
+        self.allocate_kv()
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
+        self._max_in_flight = config.scheduler.depth - 1
+        self._in_flight: deque[tuple[PendingResult, Int64]] = deque()  # with the generations of their rows' slots
+
+    def activation_bytes(self, model: Decoder, specs: tuple[KVSpec, ...], block_size: int) -> int:
+        """Bytes that the largest steps take beside weights and cache: of all tokens in a prompt and a token a row.
+
+        What graphs take is theirs alone and counts again, and so does what they leave for the sampler.
+        """
+        rows, tokens, step = self._max_rows, self._max_tokens, decode_step(model)
+        width = -(-self._max_model_len // block_size)
+        kv = kvcache.allocate_on(self.device.home, KVLayout(specs, 1, block_size))
+        prompt, decode = _batch_in_one_page(tokens, 1, width, kv), _batch_in_one_page(rows, rows, width, kv)
+        last = decode.input_ids
+        peak = torch.inference_mode()(self.device.peak)
+        prompt_bytes = peak(lambda: model.logits(model.forward(prompt).index_select(0, last)) * 1.0)
+        decode_bytes = peak(lambda: step(decode) * 1.0)
+        if self._eager:
+            return prompt_bytes + decode_bytes
+        sizes = prompt_sizes(tokens)[-1:]
+        batches = [_batch_in_one_page(size, prompt_rows(size, rows), width, kv) for size in sizes]
+        graphs = max([decode_bytes, *(peak(partial(model.forward, batch)) for batch in batches)])
+        logits, hidden = 4 * rows * model.spec.vocab, sum(sizes) * model.spec.hidden * model.dtype.itemsize
+        return prompt_bytes + decode_bytes + graphs + logits + hidden
+
+    def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
+        drafts_in_flight = any(len(result.plan.draft_token_ids) for result, _ in self._in_flight)
+        self.settle(wait=needs_history or drafts_in_flight)
+        plan = self.slots.corrected(plan)
+        if len(plan.draft_token_ids):
+            self.slots.write_drafts(plan)
+        return plan
+
+    def settle(self, *, wait: bool) -> None:
+        """Write sampled tokens into the host's tables; those of steps that may still run only with `wait`."""
+        while len(self._in_flight) > (0 if wait else self._max_in_flight):
+            result, generation = self._in_flight.popleft()
+            slots, lengths, token_ids = result.new_tokens()
+            same = self.slots.generation(result.rows.slots) == generation
+            if result.kept is not None:
+                same = same[result.kept]
+            self.slots.tokens[slots[same], lengths[same]] = token_ids[same]
+            if len(result.plan.draft_token_ids):
+                self.slots.limit_computed(*result.computed_after_drafts())
+
+    def replay(self, plan: StepPlan) -> Tensor | None:
+        graphs = self.decode_graphs
+        return graphs.replay(plan) if graphs is not None and graphs.fits(plan) else None
+
+    def forward(
+        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
+    ) -> HiddenStates:
+        graphs = self.prompt_graphs
+        if graphs is not None and embeds is None and graphs.fits(plan):
+            states = graphs.replay(plan)
+        else:
+            batch = self.slots.build(plan, self.kv)
+            batch.embeds = embeds
+            states = model.forward(batch)
+        every = np.add.reduce(plan.num_logits) == len(states)
+        ends = np.cumsum(plan.num_tokens, dtype=np.int64)
+        return HiddenStates(states, ends, None if every else self.slots.logits_indices)
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        return self.slots.columns()
+
+    def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
+        self.slots.write_sampled(columns, token_ids)
+        self._in_flight.append((result, self.slots.generation(result.rows.slots)))
+
+    def is_batch_invariant(self, model: Decoder) -> bool:
+        if not self._exact:
+            return False
+        unequal = exactness.unequal_products(model)
+        if unequal:
+            logger.error("rows of these products depend on the batch, so answers do too: %s", ", ".join(unequal))
+        return not unequal
+
+    def capture(self, model: Decoder) -> None:
+        if self._eager:
+            return
+        self.invalidate()
+        decode = [(size, size) for size in decode_sizes(self._max_rows)]
+        prompts = [(size, prompt_rows(size, self._max_rows)) for size in prompt_sizes(self._max_tokens)]
+        pool = self.device.pool()
+        try:
+            self.decode_graphs = DecodeGraphs(
+                self.device, self.slots, self.kv, decode_step(model), decode, pool=pool, adapters=self._adapters
+            )
+            self.prompt_graphs = PromptGraphs(
+                self.device, self.slots, self.kv, model.forward, prompts, pool=pool, adapters=self._adapters
+            )
+        except torch.OutOfMemoryError as error:
+            raise StartError(
+                f"no memory is left to record graphs of up to {self._max_rows} rows; lower --gpu-memory-utilization "
+                "or --max-num-seqs, or give --enforce-eager"
+            ) from error
+
+    def invalidate(self) -> None:
+        for graphs in (self.decode_graphs, self.prompt_graphs):
+            if graphs is not None:
+                graphs.invalidate()
+        self.decode_graphs = self.prompt_graphs = None
+
+    def on_foreign_code(self, model: Decoder) -> None:
+        """Nothing: capture takes seconds here, so foreign code has to copy into the tensors."""
+
+    def allocate_kv(self) -> None:
+        self.kv = kvcache.allocate_on(self.device.home, self.layout, spare=1)
+
+    def release_kv(self) -> None:
+        self.kv = []
+
+
+def _batch_in_one_page(tokens: int, rows: int, width: int, kv: Pages) -> ForwardBatch:
+    """A batch for measuring memory: a token a row, the last row has the rest, all keys in page 0."""
+    home = kv[0][0].device
+    zeros, query_start = torch.zeros(tokens, dtype=torch.int64, device=home), torch.arange(rows + 1, device=home).int()
+    query_start[-1] = tokens
+    tables = torch.zeros(rows, width, dtype=torch.int32, device=home)
+    return ForwardBatch(zeros, zeros, query_start, query_start.diff(), tables, zeros, kv)

@@ -1,0 +1,108 @@
+"""Captured steps on a GPU: a graph for each of a few sizes, captured at start-up in one pool of memory.
+
+A step with one token a row runs in the smallest graph that has as many rows, a small one with a prompt or a chunk in it
+in the smallest that has as many tokens; the rest is padding, whose results are not read.  Rows do not touch each other,
+so a graph's rows have the bits that a step of their own would give them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve.device import Accelerator
+from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.plan import StepPlan
+from tokserve.runner.device_slots import DeviceSlots
+from tokserve.runner.replay import Step, is_decode
+
+Shape = tuple[int, int]  # tokens, rows
+
+MAX_PROMPT_TOKENS = 512  # of more, the device works longer than the host needs to launch
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows to capture, ascending: powers of two up to 8, then by 8, from 256 on by 32."""
+    sizes = {1, 2, 4, *range(8, min(max_rows, 256) + 1, 8), *range(256, max_rows + 1, 32), max_rows}
+    return sorted(size for size in sizes if size <= max_rows)
+
+
+def prompt_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens up to `max_tokens` to capture with prompts among them, ascending."""
+    return [size for size in (16, 32, *range(64, MAX_PROMPT_TOKENS + 1, 64)) if size <= max_tokens]
+
+
+def prompt_rows(tokens: int, max_rows: int) -> int:
+    """Rows of a graph of so many tokens: `max_rows` and padding, or as many as leave one row several tokens."""
+    return min(tokens - 1, max_rows + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaGraph:
+    """A captured step of `batch`, whose tensors are filled in before each replay."""
+
+    batch: ForwardBatch
+    run: Callable[[], Tensor]  # [T, ...] of all tokens, good until the next run of any graph
+
+
+class CudaGraphs:
+    """`Replay` of `step` for these shapes, captured with the largest first: the others fit into its memory.
+
+    All graphs return the same memory.  `adapters`: as many again for steps in which a row has an adapter, so that the
+    others do not pay for it.
+    """
+
+    def __init__(
+        self, device: Accelerator, slots: DeviceSlots, kv: Pages, step: Step, shapes: list[Shape], *, pool: Any,
+        adapters: bool,
+    ) -> None:  # fmt: skip
+        self.sizes = [tokens for tokens, _ in shapes]
+        self._slots = slots
+        self._shapes = shapes
+        self.captured: dict[tuple[int, int, bool], CudaGraph] = {}  # by tokens, rows, and whether a row has an adapter
+        out: Tensor | None = None
+        for tokens, rows in reversed(shapes):
+            for adapted in (True, False) if adapters else (False,):
+                batch = slots.empty_batch(rows, kv, tokens=tokens, adapters=adapted)
+                out = torch.empty_like(step(batch)) if out is None else out
+                run = device.capture(_bound(step, batch, out[:tokens]), pool)
+                self.captured[tokens, rows, adapted] = CudaGraph(batch, run)
+
+    def fits(self, plan: StepPlan) -> bool:
+        return bool(self.sizes) and self._count(plan) <= self.sizes[-1]
+
+    def replay(self, plan: StepPlan) -> Tensor:
+        tokens, rows = self._shapes[bisect_left(self.sizes, self._count(plan))]
+        graph = self.captured[tokens, rows, self._slots.has_adapters(plan)]
+        self._slots.build(plan, graph.batch.kv, graph.batch)
+        return graph.run()[: int(plan.num_tokens.sum())]
+
+    def invalidate(self) -> None:
+        self.sizes, self._shapes = [], []
+        self.captured.clear()
+
+    def _count(self, plan: StepPlan) -> int:
+        return int(plan.num_tokens.sum())
+
+
+class DecodeGraphs(CudaGraphs):
+    """Steps of one token a row; they return logits [R, V]."""
+
+    def fits(self, plan: StepPlan) -> bool:
+        return super().fits(plan) and is_decode(plan)
+
+
+class PromptGraphs(CudaGraphs):
+    """Steps in which a row has several tokens and all are few; they return hidden states [T, H]."""
+
+    def fits(self, plan: StepPlan) -> bool:
+        return super().fits(plan) and self._count(plan) > len(plan.slots)
+
+
+def _bound(step: Step, batch: ForwardBatch, out: Tensor) -> Callable[[], Tensor]:
+    return lambda: out.copy_(step(batch))

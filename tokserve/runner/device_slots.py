@@ -1,0 +1,166 @@
+"""The slots' tables on a device with memory of its own: what changes is copied over in one transfer a step.
+
+The host's tables stay, as the history that processors read; the device's hold the same, and sampled tokens before the
+host knows them.  One slot more than there are requests stands for rows that only fill up a batch of fixed size: it
+reads and writes one page that belongs to no request.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.device import Accelerator
+from tokserve.layers.batch import ForwardBatch, Pages
+from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.runner.slots import SamplingColumns, Slots, last_indices, logit_lengths
+
+
+class DeviceSlots(Slots):
+    """As `Slots`; `padding_block` is the page that belongs to no request."""
+
+    def __init__(
+        self, device: Accelerator, max_num_seqs: int, max_model_len: int, block_size: int, padding_block: int
+    ) -> None:
+        super().__init__(max_num_seqs, max_model_len, block_size)
+        self._device = device
+        self._padding_slot = max_num_seqs
+        home, rows = device.home, max_num_seqs + 1
+        self._device_tokens = torch.zeros(rows, self.tokens.shape[1], dtype=torch.int32, device=home)
+        self._device_blocks = torch.full((rows, self.blocks.shape[1]), padding_block, dtype=torch.int32, device=home)
+        self._padding_index = padding_block * block_size  # in the slot mapping
+        self._token_edits: list[tuple[int, int, Int32]] = []
+        self._block_edits: list[tuple[int, int, Int32]] = []
+        self._columns: SamplingColumns | None = None  # of this step's rows of logits
+        self.logits_indices: Tensor | None = None  # [n] int64, their tokens in this step's batch
+
+    def assign(self, row: NewRow) -> None:
+        """A request takes the slot."""
+        super().assign(row)
+        self._token_edits.append((row.slot, 0, row.tokens))
+
+    def extend(self, slot: int, first: int, blocks: list[int]) -> None:
+        """Append to the slot's block table, from index `first` on."""
+        super().extend(slot, first, blocks)
+        self._block_edits.append((slot, first, np.array(blocks, np.int32)))
+
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Put the plan's drafts after their rows' tokens."""
+        super().write_drafts(plan)
+        rows = np.flatnonzero(plan.num_drafts)
+        counts = plan.num_drafts[rows]
+        starts = plan.num_computed[rows] + plan.num_tokens[rows] - counts
+        drafts = np.split(plan.draft_token_ids, np.cumsum(counts)[:-1])
+        self._token_edits += zip(plan.slots[rows].tolist(), starts.tolist(), drafts, strict=True)
+
+    def empty_batch(self, rows: int, kv: Pages, *, tokens: int | None = None, adapters: bool = False) -> ForwardBatch:
+        """A batch of `rows` rows, with or without adapters, for `build` to fill again and again.
+
+        `tokens`: of all rows together, more than there are rows; None: one each.
+        """
+        home = self._device.home
+        count = rows if tokens is None else tokens
+        query_start = torch.arange(rows + 1, dtype=torch.int32, device=home)
+        query_start[-1] = count  # the last row has the rest
+        return ForwardBatch(
+            input_ids=torch.zeros(count, dtype=torch.int64, device=home),
+            positions=torch.zeros(count, dtype=torch.int64, device=home),
+            query_start=query_start,
+            seq_lens=query_start.diff(),
+            block_tables=self._device_blocks[self._padding_slot].repeat(rows, 1),
+            slot_mapping=torch.full((count,), self._padding_index, dtype=torch.int64, device=home),
+            kv=kv,
+            adapters=torch.full((count,), -1, dtype=torch.int32, device=home) if adapters else None,
+        )
+
+    def build(self, plan: StepPlan, kv: Pages, into: ForwardBatch | None = None) -> ForwardBatch:
+        """The plan's tokens as one batch; `into`: fill this one, of `empty_batch`, which has room for them.
+
+        Its last row takes the tokens that are missing if it is not the plan's, unless rows have one token each.
+        """
+        slots, computed, query_start = self._padded_rows(plan, into)
+        adapters = np.full(query_start[-1] if self.has_adapters(plan) else 0, -1, np.int32)
+        if len(adapters):
+            row_adapters = np.repeat(self.adapters[plan.slots], plan.num_tokens)
+            adapters[: len(row_adapters)] = row_adapters
+        sampled, lengths = logit_lengths(plan)
+        logits_indices = last_indices(np.cumsum(plan.num_tokens, dtype=np.int64), plan.num_logits)
+        (
+            slots_dev, computed_dev, starts, sampled_dev, lengths_dev, seeds, greedy, temperature,
+            self.logits_indices, token_edits, tokens, block_edits, blocks, adapters_dev,
+        ) = self._device.put(
+            [
+                slots, computed, query_start, sampled.astype(np.int64), lengths, self.seeds[sampled],
+                self.greedy[sampled], self.temperature[sampled], logits_indices, *_as_edits(self._token_edits),
+                *_as_edits(self._block_edits), adapters,
+            ]
+        )  # fmt: skip
+        self._token_edits, self._block_edits = [], []
+        ops.edit_rows(self._device_tokens, token_edits, tokens)
+        ops.edit_rows(self._device_blocks, block_edits, blocks)
+        self._columns = SamplingColumns(seeds, lengths_dev, greedy, temperature, sampled_dev)
+        width = -(-int((plan.num_computed + plan.num_tokens).max()) // self.block_size)
+        batch = self._empty(int(query_start[-1]), len(slots), width, starts, kv) if into is None else into
+        ops.prepare_step(
+            self._device_tokens, self._device_blocks, slots_dev, computed_dev, starts, self.block_size,
+            batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables,
+        )  # fmt: skip
+        if into is not None and len(into.input_ids) > len(slots):
+            into.query_start.copy_(starts)
+        if into is None:
+            batch.adapters = adapters_dev if len(adapters) else None
+        elif into.adapters is not None:
+            into.adapters.copy_(adapters_dev)
+        return batch
+
+    def _padded_rows(self, plan: StepPlan, into: ForwardBatch | None) -> tuple[Int32, Int32, Int32]:
+        """Slots [R], computed tokens [R] and query_start [R + 1] of the plan's rows and those that fill up `into`."""
+        rows = len(plan.slots)
+        count = rows if into is None else len(into.seq_lens)
+        slots = np.full(count, self._padding_slot, np.int32)
+        computed, counts = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        slots[:rows], computed[:rows], counts[:rows] = plan.slots, plan.num_computed, plan.num_tokens
+        if into is not None and len(into.input_ids) == count:
+            counts[rows:] = 1
+        elif into is not None:
+            counts[-1] += len(into.input_ids) - counts.sum()
+        query_start = np.zeros(count + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        return slots, computed, query_start
+
+    def _empty(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
+        home = self._device.home
+        return ForwardBatch(
+            input_ids=torch.empty(tokens, dtype=torch.int64, device=home),
+            positions=torch.empty(tokens, dtype=torch.int64, device=home),
+            query_start=query_start,
+            seq_lens=torch.empty(rows, dtype=torch.int32, device=home),
+            block_tables=torch.empty(rows, width, dtype=torch.int32, device=home),
+            slot_mapping=torch.empty(tokens, dtype=torch.int64, device=home),
+            kv=kv,
+        )
+
+    def columns(self) -> SamplingColumns:
+        """The columns of this step's rows of logits, which `build` copied over."""
+        assert self._columns is not None, "no step was built"
+        return self._columns
+
+    def write_sampled(self, columns: SamplingColumns, token_ids: Tensor) -> None:
+        """Put tokens [n] sampled for these rows of logits into the device's table, for the next step."""
+        assert columns.slots is not None
+        self._device_tokens.index_put_((columns.slots, columns.lengths), token_ids.int())
+
+
+def _as_edits(edits: list[tuple[int, int, Int32]]) -> tuple[Int32, Int32]:
+    """(slot, column, start, count) of each edit [E,4], and the values one after the other."""
+    if not edits:
+        return np.zeros((0, 4), np.int32), np.zeros(0, np.int32)
+    values = [value for _, _, value in edits]
+    counts = np.array([len(value) for value in values], np.int32)
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    slots, columns = (
+        np.array(column, np.int32) for column in zip(*((slot, first) for slot, first, _ in edits), strict=True)
+    )
+    return np.stack([slots, columns, starts, counts], 1), np.concatenate(values)

@@ -1,0 +1,91 @@
+"""The backend of the CPU: tables, KV memory and weights are the host's own, and work is done when a call returns."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokserve.config import Config
+from tokserve.device import Device
+from tokserve.kv_spec import KVSpec
+from tokserve.layers.batch import Pages
+from tokserve.models.decoder import Decoder
+from tokserve.plan import Int32, StepPlan
+from tokserve.runner import kvcache
+from tokserve.runner.backend import WARM_UPS, HiddenStates, decode_step
+from tokserve.runner.cpu_graphs import CpuGraphs
+from tokserve.runner.host_slots import HostSlots
+from tokserve.runner.logits import LogitRows
+from tokserve.runner.replay import Replay
+from tokserve.runner.slots import SamplingColumns, last_indices
+from tokserve.runner.steps import PendingResult
+
+
+class HostBackend:
+    """Backend protocol, see `backend`."""
+
+    warm_ups = WARM_UPS[:1]
+
+    def __init__(self, device: Device, specs: tuple[KVSpec, ...], config: Config, max_model_len: int) -> None:
+        max_num_seqs = config.scheduler.max_num_seqs
+        self.device = device
+        self.layout = kvcache.layout(
+            specs, config.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            free_bytes=max(0, device.free_memory()),
+        )  # fmt: skip
+        self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
+        self.kv: Pages = kvcache.allocate(self.layout)
+        self._eager = config.runtime.enforce_eager
+        self._graphs: Replay | None = None
+
+    def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
+        plan = self.slots.corrected(plan)
+        if len(plan.draft_token_ids):
+            self.slots.write_drafts(plan)
+        return plan
+
+    def replay(self, plan: StepPlan) -> Tensor | None:
+        graphs = self._graphs
+        return graphs.replay(plan) if graphs is not None and graphs.fits(plan) else None
+
+    def forward(
+        self, model: Decoder, plan: StepPlan, needed: Int32, embeds: tuple[Tensor, Tensor] | None
+    ) -> HiddenStates:
+        batch = self.slots.build(plan, self.kv)
+        batch.embeds = embeds
+        batch.logits_rows = self.slots.logits_rows(plan, batch, needed)
+        states = model.forward(batch)
+        ends = np.add.accumulate(plan.num_tokens if batch.logits_rows is None else needed, dtype=np.int64)
+        if np.add.reduce(plan.num_logits) == len(states):
+            return HiddenStates(states, ends, None)
+        return HiddenStates(states, ends, torch.from_numpy(last_indices(ends, plan.num_logits)))
+
+    def columns(self, rows: LogitRows) -> SamplingColumns:
+        return self.slots.columns(rows.slots, rows.lengths)
+
+    def finish(self, result: PendingResult, columns: SamplingColumns, token_ids: Tensor) -> None:
+        slots, lengths, tokens = result.new_tokens()
+        self.slots.tokens[slots, lengths] = tokens
+        if len(result.plan.draft_token_ids):
+            self.slots.limit_computed(*result.computed_after_drafts())
+
+    def is_batch_invariant(self, model: Decoder) -> bool:
+        return True
+
+    def capture(self, model: Decoder) -> None:
+        if not self._eager:
+            self._graphs = CpuGraphs(self.slots, self.kv, decode_step(model), model.row_bytes())
+
+    def invalidate(self) -> None:
+        self._graphs = None
+
+    def on_foreign_code(self, model: Decoder) -> None:
+        if self._graphs is not None:
+            self._graphs.invalidate()
+
+    def allocate_kv(self) -> None:
+        self.kv = kvcache.allocate(self.layout)
+
+    def release_kv(self) -> None:
+        self.kv = []

@@ -1,0 +1,125 @@
+"""The slots' tables where the device is the host: batches and sampling columns are gathered from them with numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokserve.layers.batch import ForwardBatch, LogitsRows, Pages
+from tokserve.plan import Int32, NewRow, StepPlan
+from tokserve.runner.slots import Int64, SamplingColumns, Slots, last_indices
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """A batch of one token a row to be filled again and again, and its tensors as arrays."""
+
+    batch: ForwardBatch
+    input_ids: Int64
+    positions: Int64
+    seq_lens: Int32
+    block_tables: Int32
+    slot_mapping: Int64
+    adapters: Int32 | None
+
+
+class HostSlots(Slots):
+    """As `Slots`."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        super().__init__(max_num_seqs, max_model_len, block_size)
+        self._count = np.arange(max(max_num_seqs, 1) + 1, dtype=np.int32)
+        # the columns of the last rows, most often those of the next as well: seeds, greedy and temperature by slots
+        self._last_columns: tuple[bytes, Tensor, Tensor, Tensor] | None = None
+
+    def assign(self, row: NewRow) -> None:
+        """A request takes the slot."""
+        super().assign(row)
+        self._last_columns = None
+
+    def columns(self, slots: Int32, lengths: Int64) -> SamplingColumns:
+        """The columns of these rows."""
+        key = slots.tobytes()
+        if self._last_columns is None or self._last_columns[0] != key:
+            seeds, greedy, temperature = self.seeds[slots], self.greedy[slots], self.temperature[slots]
+            self._last_columns = (
+                key, torch.from_numpy(seeds), torch.from_numpy(greedy), torch.from_numpy(temperature),
+            )  # fmt: skip
+        _, seeds_, greedy_, temperature_ = self._last_columns
+        return SamplingColumns(seeds_, torch.from_numpy(lengths), greedy_, temperature_)
+
+    def build(self, plan: StepPlan, kv: Pages) -> ForwardBatch:
+        """The plan's tokens as one batch."""
+        slots, computed, counts = plan.slots, plan.num_computed, plan.num_tokens
+        rows = len(slots)
+        if np.count_nonzero(counts == 1) == rows:  # decode only
+            query_start = self._count[: rows + 1].copy()
+            owner, positions = slots, computed.astype(np.int64)
+        else:
+            query_start = np.zeros(rows + 1, np.int32)
+            np.add.accumulate(counts, out=query_start[1:])
+            owner = slots.repeat(counts)
+            positions = np.arange(query_start[-1], dtype=np.int64) + (computed - query_start[:-1]).repeat(counts)
+        seq_lens = computed + counts
+        pages, offsets = np.divmod(positions, self.block_size)
+        width = -(-int(seq_lens.max()) // self.block_size)
+        return ForwardBatch(
+            input_ids=torch.from_numpy(self.tokens[owner, positions].astype(np.int64)),  # [T]
+            positions=torch.from_numpy(positions),  # [T]
+            query_start=torch.from_numpy(query_start),  # [R + 1]
+            seq_lens=torch.from_numpy(seq_lens),  # [R]
+            block_tables=torch.from_numpy(self.blocks[slots, :width]),  # [R, width]
+            slot_mapping=torch.from_numpy(self.blocks[owner, pages] * np.int64(self.block_size) + offsets),  # [T]
+            kv=kv,
+            adapters=torch.from_numpy(self.adapters[owner]) if self.has_adapters(plan) else None,  # [T]
+        )
+
+    def decode_batch(self, rows: int, kv: Pages, *, adapters: bool = False) -> DecodeBatch:
+        """A batch of `rows` decode rows, with or without adapters, for `fill`."""
+        batch = ForwardBatch(
+            input_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.zeros(rows, dtype=torch.int64),
+            query_start=torch.arange(rows + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(rows, dtype=torch.int32),
+            block_tables=torch.zeros(rows, self.blocks.shape[1], dtype=torch.int32),
+            slot_mapping=torch.zeros(rows, dtype=torch.int64),
+            kv=kv,
+            adapters=torch.full((rows,), -1, dtype=torch.int32) if adapters else None,
+        )
+        return DecodeBatch(
+            batch, batch.input_ids.numpy(), batch.positions.numpy(), batch.seq_lens.numpy(),
+            batch.block_tables.numpy(), batch.slot_mapping.numpy(),
+            None if batch.adapters is None else batch.adapters.numpy(),
+        )  # fmt: skip
+
+    def fill(self, plan: StepPlan, into: DecodeBatch) -> None:
+        """Put the rows of a decode plan into a batch of as many."""
+        slots, positions = plan.slots, plan.num_computed
+        pages, offsets = np.divmod(positions, self.block_size)
+        np.add(positions, 1, out=into.seq_lens)
+        width = int(np.maximum.reduce(pages)) + 1
+        into.positions[:] = positions
+        into.input_ids[:] = self.tokens[slots, positions]
+        into.block_tables[:, :width] = self.blocks[slots, :width]
+        np.multiply(self.blocks[slots, pages], self.block_size, out=into.slot_mapping, dtype=np.int64)
+        np.add(into.slot_mapping, offsets, out=into.slot_mapping)
+        if into.adapters is not None:
+            into.adapters[:] = self.adapters[slots]
+
+    def logits_rows(self, plan: StepPlan, batch: ForwardBatch, counts: Int32) -> LogitsRows | None:
+        """The last counts[i] tokens of each row; None if these are all of the batch."""
+        if np.add.reduce(counts) == len(batch.input_ids):
+            return None
+        rows = counts.nonzero()[0]  # [R']
+        query_start = np.zeros(len(rows) + 1, np.int32)
+        np.add.accumulate(counts[rows], out=query_start[1:])
+        index = torch.from_numpy(rows)
+        return LogitsRows(
+            torch.from_numpy(last_indices(np.add.accumulate(plan.num_tokens, dtype=np.int64), counts)),
+            torch.from_numpy(query_start), batch.seq_lens.index_select(0, index),
+            batch.block_tables.index_select(0, index),
+            None if batch.adapters is None else torch.from_numpy(self.adapters[plan.slots].repeat(counts)),
+        )  # fmt: skip

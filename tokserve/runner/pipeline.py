@@ -1,0 +1,98 @@
+"""The processors in their order, which is the specification of what a token is sampled from.
+
+bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> (extreme rows: shift by the
+maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs a processor is not even copied.  What a
+row becomes depends on its own slot and history alone, never on the other rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.params import SamplingParams
+from tokserve.plan import GrammarBitmask, Int32, NewRow
+from tokserve.runner.logits import LogitRows, LogitsBuffer
+from tokserve.runner.processors import (
+    BadSequences,
+    Bias,
+    Filter,
+    GrammarMask,
+    MinTokens,
+    Penalties,
+    Processor,
+    ShiftByMax,
+    Temperature,
+    TokenIds,
+)
+from tokserve.runner.slots import Int64, Slots
+
+
+class Pipeline:
+    """The processors, and which of them each slot needs."""
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        temperature = Temperature(slots)
+        self._grammar = GrammarMask(vocab_size)
+        self.processors: list[Processor] = [
+            Bias(vocab_size),
+            TokenIds(vocab_size),
+            BadSequences(slots, vocab_size),
+            MinTokens(slots, vocab_size),
+            self._grammar,
+            Penalties(slots),
+            ShiftByMax(),
+            temperature,
+            Filter(slots, vocab_size),
+        ]
+        self.temperature_bit = 1 << self.processors.index(temperature)
+        self._history_bits = sum(1 << i for i, step in enumerate(self.processors) if step.needs_history)
+        self._needs: Int64 = np.zeros(len(slots.seeds), np.int64)  # bit i: processor i
+        self._needy: set[int] = set()  # slots that need any
+        self._buffer = torch.empty(0, vocab_size)  # kept: fresh pages would cost more than the work on them
+
+    def assign(self, row: NewRow, params: SamplingParams) -> None:
+        """A request takes a slot."""
+        self.release(row.slot)
+        needs = sum(1 << i for i, step in enumerate(self.processors) if step.assign(row, params))
+        if needs:
+            self._needs[row.slot] = needs
+            self._needy.add(row.slot)
+
+    def release(self, slot: int) -> None:
+        """The slot is free."""
+        self._needs[slot] = 0
+        self._needy.discard(slot)
+
+    def set_bitmask(self, bitmask: GrammarBitmask | None) -> None:
+        """What the rows with a grammar may sample in this step."""
+        self._grammar.bitmask = bitmask
+
+    def needs_history(self, slots: Int32) -> bool:
+        """Whether any of these slots has a processor that reads the tokens so far."""
+        return bool(self._needy) and bool((self._needs[slots] & self._history_bits).any())
+
+    def needs(self, rows: LogitRows) -> int:
+        """Bit i: some row needs processor i; 0 if all rows are sampled from as they are."""
+        return int(np.bitwise_or.reduce(self._needs[rows.slots])) if self._needy else 0
+
+    def run(self, logits: Tensor, rows: LogitRows) -> tuple[Tensor, NDArray[np.bool_] | None]:
+        """Processed logits [n, V], good until the next call (`logits` itself if no row needs anything), and
+        which rows still have a token to sample (None: all).
+        """
+        union = self.needs(rows)
+        if union == 0:
+            return logits, None
+        needs = self._needs[rows.slots]
+        if self._buffer.shape[0] < logits.shape[0]:
+            self._buffer = torch.empty_like(logits)
+        buffer, masked = LogitsBuffer(logits, self._buffer[: logits.shape[0]]), False
+        for i, step in enumerate(self.processors):
+            if union >> i & 1:
+                index = step.active_rows(rows, np.flatnonzero(needs >> i & 1))
+                if index.size:
+                    step.apply(buffer, rows, index)
+                    masked |= step.masks
+        return buffer.logits, np.isfinite(buffer.logits.amax(1).cpu().numpy()) if masked else None

@@ -1,0 +1,309 @@
+"""Processors of logits, one object per sampling parameter or group of them; `pipeline` has their order.
+
+Each keeps the parameters of its requests by slot and edits only the rows that need it.  Parameters that could make
+logits overflow float32, or so large that the noise of sampling is lost in their rounding, mark their row as extreme:
+its values are clamped after the penalties, and its maximum is subtracted.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokserve import ops
+from tokserve.params import SamplingParams
+from tokserve.plan import Float32, GrammarBitmask, Int32, NewRow
+from tokserve.runner.logits import LogitRows, LogitsBuffer
+from tokserve.runner.slots import Int64, Slots
+
+INF = float("inf")
+MAX_LOGIT = float(np.finfo(np.float32).max)
+# within one of these limits, the logits of a model are rounded by less than 0.001
+MIN_PLAIN_TEMPERATURE, MAX_PLAIN_BIAS, MAX_PLAIN_REPETITION = 2.0**-7, 2.0**8, 2.0**4
+MAX_IDS_PER_PART = 1 << 18  # token ids in a list that are handled at a time
+
+
+class Processor(Protocol):
+    """One step of the pipeline.  `masks`: whether it may leave a row with no token to sample; `needs_history`: whether
+    it reads the tokens so far.
+    """
+
+    masks: bool
+    needs_history: bool = False
+
+    @abstractmethod
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        """Keep a new request's parameters in place of its slot's old ones; whether the request needs the step."""
+
+    def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
+        """Those of the rows `index` that need the step at their positions."""
+        return index
+
+    @abstractmethod
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        """Change the rows `index`, and no others."""
+
+
+def is_extreme(params: SamplingParams) -> bool:
+    """Whether bias, repetition penalty or temperature may make logits of a magnitude that no model gives them."""
+    biased = any(abs(bias) > MAX_PLAIN_BIAS for bias in (params.logit_bias or {}).values())
+    repetitive = not 1 / MAX_PLAIN_REPETITION <= params.repetition_penalty <= MAX_PLAIN_REPETITION
+    return biased or repetitive or 0.0 < params.temperature < MIN_PLAIN_TEMPERATURE
+
+
+class Bias(Processor):
+    """logit_bias: added to the logits of the ids named."""
+
+    masks = False  # the largest number and a logit are the largest number
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._biases: dict[int, tuple[Int64, Float32]] = {}  # ids and values
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self._vocab_size}
+        values = np.clip(np.array(list(bias.values()), np.float64), -MAX_LOGIT, MAX_LOGIT).astype(np.float32)
+        self._biases[row.slot] = (np.array(list(bias), np.int64), values)
+        return bool(bias)
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        biases = [self._biases[slot] for slot in rows.slots[index].tolist()]
+        values = buffer.tensor(np.concatenate([values for _, values in biases]))
+        buffer.flat().index_add_(0, buffer.flat_indices(index, [ids for ids, _ in biases]), values)
+
+
+class TokenIds(Processor):
+    """allowed_token_ids: all others are forbidden; bad_token_ids and bad sequences of one: these are."""
+
+    masks = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._keep: dict[int, Int64] = {}
+        self._bad: dict[int, Int64] = {}
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        slot = row.slot
+        single = [sequence[0] for sequence in params.bad_token_sequences if len(sequence) == 1]
+        bad = {*params.bad_token_ids, *single}
+        self._keep.pop(slot, None)
+        self._bad.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._keep[slot] = _ids(set(params.allowed_token_ids) - bad, self._vocab_size)
+        elif bad:
+            self._bad[slot] = _ids(bad, self._vocab_size)
+        return slot in self._keep or slot in self._bad
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        slots = rows.slots[index].tolist()
+        keeps = np.array([slot in self._keep for slot in slots], np.bool_)
+        for part in _parts(index[~keeps], [self._bad[slot] for slot in slots if slot not in self._keep]):
+            buffer.flat().index_fill_(0, buffer.flat_indices(*part), -INF)
+        for part in _parts(index[keeps], [self._keep[slot] for slot in slots if slot in self._keep]):
+            indices = buffer.flat_indices(*part)
+            kept = buffer.logits.view(-1).index_select(0, indices)
+            buffer.editable().index_fill_(0, buffer.tensor(part[0]), -INF)
+            buffer.flat().index_copy_(0, indices, kept)
+
+
+class BadSequences(Processor):
+    """bad_token_sequences: the last id is forbidden where the ids before it are what the row ends with."""
+
+    masks = True
+    needs_history = True
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._tokens = slots.tokens
+        self._vocab_size = vocab_size
+        # slot -> length of a prefix -> the prefix's ids, as bytes -> the ids that are forbidden after it
+        self._sequences: dict[int, dict[int, dict[bytes, list[int]]]] = {}
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        sequences: dict[int, dict[bytes, list[int]]] = {}
+        for sequence in params.bad_token_sequences:
+            if len(sequence) > 1 and sequence[-1] < self._vocab_size:
+                prefix = array("i", sequence[:-1])
+                sequences.setdefault(len(prefix), {}).setdefault(prefix.tobytes(), []).append(sequence[-1])
+        self._sequences[row.slot] = sequences
+        return bool(sequences)
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        indices: list[int] = []
+        for row, slot, length in zip(
+            index.tolist(), rows.slots[index].tolist(), rows.lengths[index].tolist(), strict=True
+        ):
+            for size, forbidden in self._sequences[slot].items():
+                if size <= length:
+                    ids = forbidden.get(self._tokens[slot, length - size : length].tobytes(), ())
+                    indices += [row * self._vocab_size + token for token in ids]
+        if indices:
+            buffer.flat().index_fill_(0, buffer.tensor(np.array(indices, np.int64)), -INF)
+
+
+class MinTokens(Processor):
+    """min_tokens: until there are that many, EOS and the ids that would end the request are forbidden."""
+
+    masks = True
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._min_tokens: Int64 = np.zeros(len(slots.seeds), np.int64)
+        self._ids: dict[int, Int64] = {}
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        self._min_tokens[row.slot] = params.min_tokens
+        self._ids[row.slot] = _ids(row.stop_ids, self._vocab_size)
+        return params.min_tokens > 0 and bool(row.stop_ids)
+
+    def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
+        if not rows.sampling:
+            return index[:0]
+        num_output = rows.lengths[index] - rows.prompt_lens[index]
+        return index[num_output < self._min_tokens[rows.slots[index]]]
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        ids = [self._ids[slot] for slot in rows.slots[index].tolist()]
+        buffer.flat().index_fill_(0, buffer.flat_indices(index, ids), -INF)
+
+
+class GrammarMask(Processor):
+    """structured_outputs: ids that the step's bitmask forbids.
+
+    A row with several logits has as many masks in the bitmask, one after the other in the order of its positions.
+    """
+
+    masks = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.bitmask: GrammarBitmask | None = None  # of the step under way
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        return params.structured_outputs is not None
+
+    def active_rows(self, rows: LogitRows, index: Int64) -> Int64:
+        return index if rows.sampling else index[:0]
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        if self.bitmask is None:
+            raise ValueError("a row with a grammar has no mask")
+        masks: dict[int, list[int]] = {}
+        for number, slot in enumerate(self.bitmask.slots.tolist()):
+            masks.setdefault(slot, []).append(number)
+        upcoming = {slot: iter(numbers) for slot, numbers in masks.items()}
+        words = self.bitmask.bits[[next(upcoming[slot]) for slot in rows.slots[index].tolist()]]
+        packed = buffer.tensor(words.astype("<u4", copy=False).view(np.uint8))[:, :, None]  # [n, 4 W, 1]
+        bits = packed >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1  # [n, 4 W, 8]
+        forbidden = bits.flatten(1)[:, : self._vocab_size] == 0
+        buffer.set_rows(index, buffer.rows(index).masked_fill(forbidden, -INF))
+
+
+class Penalties(Processor):
+    """repetition over prompt and output, presence and frequency over output."""
+
+    masks = False
+    needs_history = True
+
+    def __init__(self, slots: Slots) -> None:
+        self._tokens = slots.tokens
+        self._columns: Float32 = np.zeros((3, len(slots.seeds)), np.float32)  # presence, frequency, repetition
+        self._extreme: NDArray[np.bool_] = np.zeros(len(slots.seeds), np.bool_)
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        penalties = (params.presence_penalty, params.frequency_penalty, min(params.repetition_penalty, MAX_LOGIT))
+        self._columns[:, row.slot] = penalties
+        self._extreme[row.slot] = is_extreme(params)
+        return penalties != (0.0, 0.0, 1.0)
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        slots, lengths = rows.slots[index], rows.lengths[index]
+        width = int(lengths.max())
+        history = self._tokens[slots, :width]  # [n, width]
+        history[np.arange(width) >= lengths[:, None]] = -1
+        presence, frequency, repetition = buffer.tensor(self._columns.take(slots, axis=1))
+        prompt_lens = buffer.tensor(rows.prompt_lens[index].astype(np.int32))
+        penalized = ops.penalize(
+            buffer.rows(index), buffer.tensor(history), prompt_lens, buffer.tensor(lengths.astype(np.int32)),
+            presence, frequency, repetition,
+        )  # fmt: skip
+        extreme = buffer.tensor(self._extreme[slots])[:, None] & (buffer.rows(index) > -INF)  # forbidden ids stay so
+        if extreme.any():
+            penalized = penalized.clamp(-MAX_LOGIT, MAX_LOGIT).where(extreme, penalized)
+        buffer.set_rows(index, penalized)
+
+
+class ShiftByMax(Processor):
+    """Extreme rows minus their largest logit: no probability changes, and logits that can be sampled are near zero."""
+
+    masks = False
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        return is_extreme(params)
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        logits = buffer.rows(index)
+        buffer.set_rows(index, logits - logits.amax(1, keepdim=True).clamp(min=-MAX_LOGIT))
+
+
+class Temperature(Processor):
+    """logits / T.  Dividing the other rows by 1 changes no bit of them."""
+
+    masks = False
+
+    def __init__(self, slots: Slots) -> None:
+        self._column = slots.temperature
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        return bool(self._column[row.slot] != 1.0)
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        temperature = buffer.tensor(self._column[rows.slots])[:, None]
+        buffer.logits = torch.div(buffer.logits, temperature, out=buffer.buffer)
+
+
+class Filter(Processor):
+    """top_k, then top_p, then min_p; greedy rows need none of them."""
+
+    masks = False  # the most probable token always stays
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        max_num_seqs = len(slots.seeds)
+        self._greedy = slots.greedy
+        self._vocab_size = vocab_size
+        self._top_k: Int32 = np.zeros(max_num_seqs, np.int32)  # 0: off
+        self._top_p: Float32 = np.ones(max_num_seqs, np.float32)
+        self._min_p: Float32 = np.zeros(max_num_seqs, np.float32)
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        slot = row.slot
+        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        neutral = self._top_k[slot] == 0 and self._top_p[slot] == 1.0 and self._min_p[slot] == 0.0
+        return not (neutral or self._greedy[slot])
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        slots = rows.slots[index]
+        columns = (buffer.tensor(column[slots]) for column in (self._top_k, self._top_p, self._min_p))
+        buffer.set_rows(index, ops.filter_logits(buffer.rows(index), *columns))
+
+
+def _ids(ids: Iterable[int], vocab_size: int) -> Int64:
+    """The ids that the vocabulary has, each once."""
+    return np.array(sorted({token for token in ids if 0 <= token < vocab_size}), np.int64)
+
+
+def _parts(index: Int64, ids: list[Int64]) -> Iterator[tuple[Int64, list[Int64]]]:
+    """The rows and their lists of ids in runs that hold about MAX_IDS_PER_PART ids, or one longer list."""
+    ends = np.cumsum([len(row_ids) for row_ids in ids], dtype=np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(ends // MAX_IDS_PER_PART)) + 1).tolist(), len(ids)]
+    for first, last in pairwise(cuts):
+        if first < last:
+            yield index[first:last], ids[first:last]

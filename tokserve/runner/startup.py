@@ -1,0 +1,125 @@
+"""Start-up: binds the ops, loads the weights, takes the KV cache's memory, warms up and captures steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from tokserve import checkpoint, device, ops
+from tokserve.config import Config, RuntimeConfig
+from tokserve.device import Accelerator, Device
+from tokserve.errors import StartError
+from tokserve.models import load as models
+from tokserve.models.decoder import Decoder
+from tokserve.ops.arithmetic import CpuKernels, choose_kernels
+from tokserve.params import SamplingParams
+from tokserve.plan import DeviceFacts, NewRow, StepPlan
+from tokserve.runner import kvcache
+from tokserve.runner.backend import Backend
+from tokserve.runner.cuda import CudaBackend
+from tokserve.runner.host import HostBackend
+from tokserve.runner.lora import LoraTables
+from tokserve.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+
+def load(config: Config) -> tuple[Runner, DeviceFacts]:
+    """A runner that is ready to serve.  Raises StartError."""
+    try:
+        return _load(config)
+    except torch.OutOfMemoryError as error:
+        raise StartError(f"the model is too large for the device: {str(error).partition('. ')[0]}") from error
+
+
+def _load(config: Config) -> tuple[Runner, DeviceFacts]:
+    runtime = config.runtime
+    began = time.perf_counter()
+    threads = device.set_threads(runtime.cpu_threads)
+    target = device.use(runtime.device)
+    if config.model.quantization == "fp8":
+        target.require_float8("quantization")
+    cpus = device.bound_cpus(runtime.cpu_bind, threads)
+    bound = ops.bind(runtime.device, runtime.ops, threads, cpus=cpus, exact=runtime.exact)
+    kernels = cpu_kernels(bound, runtime, config.model.dtype)
+    if bound["linear"] != "torch":
+        device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
+    model = _model(config, has_float8=target.has_float8)
+    lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
+    if lora is not None:
+        lora.attach(model)
+    loaded = time.perf_counter()
+    backend = make_backend(target, model, config)
+    runner = Runner(model, backend, config, lora)
+    with torch.inference_mode():
+        for adapter in (-1,) if lora is None else (-1, 0):
+            _warm_up(runner, adapter)
+        exact = backend.is_batch_invariant(model)
+        backend.capture(model)
+    device.give_back_memory()  # loading and warming up leave holes; what a card holds, steps take again
+    facts = {
+        "ops": bound,
+        "threads": threads,
+        "kernels": kernels.name if kernels else None,
+        "arithmetic": kernels.arithmetic if kernels else None,
+        "dtype": config.model.dtype,
+        "quantization": model.quantization,
+        "exact": exact,
+        "load_seconds": round(loaded - began, 3),
+        "warm_up_seconds": round(time.perf_counter() - loaded, 3),
+        **runner.call("memory", {}),
+    }
+    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts)
+
+
+def _model(config: Config, *, has_float8: bool) -> Decoder:
+    options = config.model
+    directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
+    return models.load(
+        directory, checkpoint.hf_config(directory) | (options.hf_overrides or {}), dtype=options.dtype,
+        head_dtype=options.head_dtype, load_format=options.load_format, seed=options.seed,
+        max_model_len=options.max_model_len, quantization=options.quantization,
+        quantize_lm_head=options.quantize_lm_head, has_float8=has_float8,
+        float8_cache=config.cache.kv_cache_dtype != "auto",
+    )  # fmt: skip
+
+
+def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -> Backend:
+    """The backend of a device."""
+    max_model_len = config.model.max_model_len
+    assert max_model_len is not None, "the configuration is not resolved"
+    specs = kvcache.kept(model.kv_specs(), config.cache)
+    if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
+        target.require_float8("kv_cache_dtype")
+    if isinstance(target, Accelerator):
+        return CudaBackend(target, specs, config, max_model_len, model)
+    return HostBackend(target, specs, config, max_model_len)
+
+
+def _warm_up(runner: Runner, adapter: int) -> None:
+    """A prompt and a token through every path, so that the first request is not slower than others."""
+    layout = runner.backend.layout
+    max_tokens = runner.backend.slots.tokens.shape[1] - 1
+    length = max(1, min(layout.block_size + 1, max_tokens - 1))
+    blocks = list(range(-(-(length + 1) // layout.block_size)))[: layout.num_blocks]
+    one, zero, none = np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32)
+    for options in runner.backend.warm_ups:
+        row = NewRow(0, "warm-up", np.zeros(length, np.int32), length, SamplingParams(**options), 0, (), adapter)
+        runner.execute(StepPlan(0, zero, length * one, zero, zero, one, none, [row], [(0, 0, blocks)]))
+        if length < max_tokens:
+            runner.execute(StepPlan(0, zero, one, length * one, zero, one, none))
+    runner.execute(StepPlan(0, none, none, none, none, none, none, freed=[0]))
+
+
+def cpu_kernels(bound: dict[str, str], runtime: RuntimeConfig, dtype: str) -> CpuKernels | None:
+    """The compiled kernels that serve, None if all ops are references.  Raises StartError."""
+    if "cpp" in bound.values():
+        kernels = choose_kernels(dtype, runtime.cpu_arithmetic, runtime.cpu_kernels)
+        logger.info("cpu kernels: %s", kernels)
+        return kernels
+    if runtime.cpu_arithmetic != "auto" or runtime.cpu_kernels is not None:
+        raise StartError("options cpu_arithmetic and cpu_kernels need the compiled kernels, which are not in use")
+    return None
