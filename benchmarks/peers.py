@@ -32,8 +32,8 @@ import peer_servers as servers
 
 from tokserve import __version__
 from tokserve.bench import serve
+from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
-from tokserve.bench.wire import RequestShape
 
 ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 OURS = "tokserve"

@@ -62,7 +62,7 @@ def spell_classes(root: Schema, *, unicode: bool) -> None:
             schema["pattern"] = explicit_classes(schema["pattern"], unicode=unicode)
         by_pattern = schema.get("patternProperties")
         if isinstance(by_pattern, dict):
-            spelled = {explicit_classes(name, unicode=unicode): each for name, each in by_pattern.items()}
+            spelled = {explicit_classes(name, unicode=unicode): inner for name, inner in by_pattern.items()}
             schema["patternProperties"] = spelled
 
 
@@ -72,10 +72,10 @@ def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
             yield f"{pointer}/{name}", schema[name]
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            yield from ((f"{pointer}/{name}/{i}", each) for i, each in enumerate(schema[name]))
+            yield from ((f"{pointer}/{name}/{i}", inner) for i, inner in enumerate(schema[name]))
     for name in _BY_NAME:
         if isinstance(schema.get(name), dict):
-            yield from ((f"{pointer}/{name}/{_escaped(key)}", each) for key, each in schema[name].items())
+            yield from ((f"{pointer}/{name}/{_escaped(key)}", inner) for key, inner in schema[name].items())
 
 
 def _is_object(schema: Schema) -> bool:
@@ -87,7 +87,7 @@ def _is_object(schema: Schema) -> bool:
 def _members(pointer: str, schema: Schema) -> list[str]:
     """Pointers to the schemas that describe the same object as this one."""
     names = [name for name in ("allOf", *_ALTERNATIVES, *_CONDITIONS) if name in schema]
-    pointers = [place for place, _ in _inner(pointer, {name: schema[name] for name in names})]
+    pointers = [inner for inner, _ in _inner(pointer, {name: schema[name] for name in names})]
     target = schema.get("$ref")
     return pointers + ([unquote(target[1:])] if isinstance(target, str) and target.startswith("#") else [])
 
@@ -96,9 +96,9 @@ def _parts(pointer: str, schema: Schema) -> list[str]:
     """Those of the members that describe only a part of the object."""
     conditions = {name: schema[name] for name in _CONDITIONS if name in schema}
     whole = [schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
-    count = sum(len(each) for each in whole) + sum(name in schema for name in ("$ref", *_ALTERNATIVES))
-    own = "properties" in schema or "patternProperties" in schema
-    if conditions or count + own > 1:
+    count = sum(len(inner) for inner in whole) + sum(name in schema for name in ("$ref", *_ALTERNATIVES))
+    has_properties = "properties" in schema or "patternProperties" in schema
+    if conditions or count + has_properties > 1:
         return _members(pointer, schema)
     return []
 

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from tokserve.bench import datasets
-from tokserve.bench.datasets import DatasetSpec, Talk
+from tokserve.bench.datasets import Conversation, DatasetSpec
 from tokserve.bench.report import Outcome, spread, totals
 from tokserve.client.llm import LLM
 from tokserve.client.results import RequestOutput
@@ -47,14 +47,14 @@ def offline(run: Offline) -> dict[str, Any]:
         raise StartError("--n and --batch-size must be at least 1, --warmup and --latency-iters at least 0")
     if run.n > 1 and run.temperature == 0.0:
         raise StartError("--n above 1 needs --temperature above 0: all samples would be equal")
-    talks = datasets.make(run.dataset)
+    conversations = datasets.make(run.dataset)
     began = time.perf_counter()
     with LLM(run.model, **run.options) as llm:
         started = time.perf_counter() - began
         try:
             if run.warmup:
                 _generate(llm, run, datasets.make(replace(run.dataset, count=run.warmup), stream=1), progress=False)
-            outputs, duration = _generate(llm, run, talks, progress=run.progress)
+            outputs, duration = _generate(llm, run, conversations, progress=run.progress)
             latencies = _latencies(llm, run)
         except RequestError as error:
             raise StartError(str(error)) from None
@@ -63,8 +63,10 @@ def offline(run: Offline) -> dict[str, Any]:
     return row
 
 
-def _generate(llm: LLM, run: Offline, talks: Sequence[Talk], *, progress: bool) -> tuple[list[RequestOutput], float]:
-    turns = [talk.turns[0] for talk in talks]
+def _generate(
+    llm: LLM, run: Offline, conversations: Sequence[Conversation], *, progress: bool
+) -> tuple[list[RequestOutput], float]:
+    turns = [conversation.turns[0] for conversation in conversations]
     common = SamplingParams(
         temperature=run.temperature, ignore_eos=run.ignore_eos, n=run.n, logprobs=run.logprobs, detokenize=False
     )

@@ -140,10 +140,10 @@ def cache_hits(outcomes: Sequence[Outcome], shared: int) -> dict[str, int]:
     A prompt is repeated if at least half of its own tokens were cached: a block of them may be by chance.
     """
     served = [o for o in outcomes if o.error is None]
-    own = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
+    lengths = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
     return {
         "template_cached_tokens": sum(min(shared, o.cached_tokens) for o in served),
-        "repeated_prompts": sum(cached > 0 and 2 * cached >= length for cached, length in own),
+        "repeated_prompts": sum(cached > 0 and 2 * cached >= length for cached, length in lengths),
     }
 
 
@@ -176,10 +176,10 @@ def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
     if row["finish_reasons"]:
         lines.append("finished   " + ", ".join(f"{name} {count}" for name, count in row["finish_reasons"].items()))
     columns = ["mean", "median", "std", *(_label(p) for p in percentiles)]
-    shown = [m for m in METRICS if row.get(f"mean_{m}_ms") is not None]
-    if shown:
+    metrics = [m for m in METRICS if row.get(f"mean_{m}_ms") is not None]
+    if metrics:
         lines += ["", f"{'ms':<24}" + "".join(f"{column:>10}" for column in columns)]
-        for name in shown:
+        for name in metrics:
             values = "".join(f"{row[f'{column}_{name}_ms']:>10.2f}" for column in columns)
             lines.append(f"{METRICS[name]:<24}{values}")
     if row["first_error"] is not None:

@@ -24,9 +24,9 @@ import uvloop
 from tqdm import tqdm
 
 from tokserve.bench import datasets
-from tokserve.bench.datasets import DatasetSpec, Talk, Turn
+from tokserve.bench.clients import PATHS, BadReply, ConversationHistory, EventLines, ReceivedReply, RequestShape
+from tokserve.bench.datasets import Conversation, DatasetSpec, Turn
 from tokserve.bench.report import Outcome, cache_hits, details, result
-from tokserve.bench.wire import PATHS, BadReply, EventLines, Memory, Reply, RequestShape
 from tokserve.errors import StartError
 
 BUFFER = 1 << 20  # most bytes read from a socket at once
@@ -81,7 +81,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     return times
 
 
-class Runner:
+class LoadRunner:
     """One run on one HTTP session."""
 
     def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
@@ -94,56 +94,60 @@ class Runner:
     def _now(self) -> float:
         return time.perf_counter() - self._begun
 
-    async def run(self, talks: Sequence[Talk], due: Sequence[float], lanes: int | None, bar: Any) -> float:
+    async def run(
+        self, conversations: Sequence[Conversation], start_times: Sequence[float], lanes: int | None, bar: Any
+    ) -> float:
         """Run all conversations; returns the seconds from the first due time to the last answer."""
         self._begun = time.perf_counter()
         self.outcomes = []
-        gate = asyncio.Semaphore(lanes or len(talks))
-        open_loop = lanes is None or any(due)
+        gate = asyncio.Semaphore(lanes or len(conversations))
+        open_loop = lanes is None or any(start_times)
         tasks = []
         try:
-            for talk, at in zip(talks, due, strict=True):
+            for conversation, at in zip(conversations, start_times, strict=True):
                 if (wait := at - self._now()) > 0.0:
                     await asyncio.sleep(wait)
                 if not open_loop:
                     await gate.acquire()
                     at = self._now()
-                tasks.append(asyncio.create_task(self._lane(talk, at, gate, open_loop, bar)))
+                tasks.append(asyncio.create_task(self._lane(conversation, at, gate, open_loop, bar)))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
         return max((o.end for o in self.outcomes), default=0.0)
 
-    async def _lane(self, talk: Talk, due: float, gate: asyncio.Semaphore, acquire: bool, bar: Any) -> None:
+    async def _lane(
+        self, conversation: Conversation, start: float, gate: asyncio.Semaphore, acquire: bool, bar: Any
+    ) -> None:
         if acquire:
             await gate.acquire()
         try:
-            await self._talk(talk, due, bar)
+            await self._converse(conversation, start, bar)
         finally:
             gate.release()
 
-    async def _talk(self, talk: Talk, due: float, bar: Any) -> None:
+    async def _converse(self, conversation: Conversation, start: float, bar: Any) -> None:
         """Run a conversation: each later turn is due when the previous one is done; a failure ends it."""
-        memory = Memory(self._load.shape.backend)
-        for number, turn in enumerate(talk.turns):
-            outcome, reply = Outcome(start=due if number == 0 else self._now()), Reply(self._load.shape)
+        history = ConversationHistory(self._load.shape.backend)
+        for number, turn in enumerate(conversation.turns):
+            outcome, reply = Outcome(start=start if number == 0 else self._now()), ReceivedReply(self._load.shape)
             self.outcomes.append(outcome)
-            prompt = memory.ask(turn.prompt)
+            prompt = history.next_prompt(turn.prompt)
             try:
                 await self._request(self._load.shape.body(prompt, turn.output_len), outcome, reply)
-                if number + 1 < len(talk.turns):
-                    memory.hear(reply)
+                if number + 1 < len(conversation.turns):
+                    history.add_reply(reply)
             except (BadReply, aiohttp.ClientError, TimeoutError, OSError) as error:
                 outcome.error = str(error) or type(error).__name__
             outcome.end = outcome.end or self._now()
             _fill(outcome, reply, prompt)
             bar.update(1)
             if outcome.error is not None:
-                bar.update(len(talk.turns) - number - 1)
+                bar.update(len(conversation.turns) - number - 1)
                 return
 
-    async def _request(self, body: bytes, outcome: Outcome, reply: Reply) -> None:
+    async def _request(self, body: bytes, outcome: Outcome, reply: ReceivedReply) -> None:
         outcome.sent = self._now()
         async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as answer:
             if answer.status != 200:
@@ -161,7 +165,7 @@ class Runner:
         reply.check()
 
 
-def _fill(outcome: Outcome, reply: Reply, prompt: Any) -> None:
+def _fill(outcome: Outcome, reply: ReceivedReply, prompt: Any) -> None:
     """Copy what the reply says into the outcome."""
     usage = reply.usage
     outcome.output_tokens = reply.output_tokens
@@ -186,8 +190,8 @@ def serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
 
 
 async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
-    talks = datasets.make(load.dataset)
-    due = arrivals(len(talks), load.request_rate, load.dataset.seed)
+    conversations = datasets.make(load.dataset)
+    start_times = arrivals(len(conversations), load.request_rate, load.dataset.seed)
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     limits = aiohttp.ClientTimeout(total=load.timeout)
@@ -197,10 +201,10 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
         if not load.shape.model:
             load = replace(load, shape=replace(load.shape, model=await _first_model(load, session)))
         await _warm_up(load, session)
-        run = Runner(load, session)
-        total = sum(len(talk.turns) for talk in talks)
+        run = LoadRunner(load, session)
+        total = sum(len(conversation.turns) for conversation in conversations)
         with tqdm(total=total, disable=not load.progress, desc="requests", unit="req") as bar:
-            duration = await run.run(talks, due, load.max_concurrency, bar)
+            duration = await run.run(conversations, start_times, load.max_concurrency, bar)
         shared = await _shared_by_template(load, session, run.outcomes)
     row = (
         _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | cache_hits(run.outcomes, shared)
@@ -228,10 +232,10 @@ async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
     """Requests that are not counted, with prompts of their own; the first failure ends the benchmark."""
     if load.warmup == 0:
         return
-    talks = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
-    run = Runner(load, session)
+    conversations = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
+    run = LoadRunner(load, session)
     with tqdm(disable=True) as bar:
-        await run.run(talks, [0.0] * len(talks), load.max_concurrency, bar)
+        await run.run(conversations, [0.0] * len(conversations), load.max_concurrency, bar)
     if failed := [o.error for o in run.outcomes if o.error is not None]:
         raise StartError(f"warming up failed: {failed[0]}")
 
@@ -243,9 +247,9 @@ async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcom
     """
     if load.shape.backend != "openai-chat" or not any(outcome.cached_tokens for outcome in outcomes):
         return 0
-    run = Runner(load, session)
+    run = LoadRunner(load, session)
     with tqdm(disable=True) as bar:
-        await run.run([Talk([Turn(secrets.token_hex(16), 1)])], [0.0], None, bar)
+        await run.run([Conversation([Turn(secrets.token_hex(16), 1)])], [0.0], None, bar)
     return max(outcome.cached_tokens for outcome in run.outcomes)
 
 

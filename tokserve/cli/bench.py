@@ -146,16 +146,16 @@ def _take_dataset(values: dict[str, Any], *, text: bool) -> Any:
 
 
 def _temperature(values: dict[str, Any]) -> float:
-    given: float | None = values.pop("temperature")
-    return given if given is not None else (1.0 if values["n"] > 1 else 0.0)
+    temperature: float | None = values.pop("temperature")
+    return temperature if temperature is not None else (1.0 if values["n"] > 1 else 0.0)
 
 
 def _serve(v: dict[str, Any]) -> int:
     from tokserve.bench import report
 
     try:
+        from tokserve.bench.clients import RequestShape
         from tokserve.bench.serve import Load, serve
-        from tokserve.bench.wire import RequestShape
     except ImportError as error:
         raise StartError(f"bench serve needs {error.name}: pip install 'tokserve[bench]'") from None
     draw = _plotter() if v["plot"] else None
@@ -200,9 +200,9 @@ def _offline(v: dict[str, Any]) -> int:
     path = v.pop("result_json")
     report.check_path(path, "--result-json")
     dataset = _take_dataset(v, text=False)
-    own = ("model", "n", "ignore_eos", "logprobs", "warmup", "batch_size", "latency_iters", "progress")
+    names = ("model", "n", "ignore_eos", "logprobs", "warmup", "batch_size", "latency_iters", "progress")
     temperature = _temperature(v)
-    taken = {name: v.pop(name) for name in own}
+    taken = {name: v.pop(name) for name in names}
     options = {name: value for name, value in v.items() if value is not None}
     row = offline(Offline(**taken, temperature=temperature, options=options, dataset=dataset, percentiles=percentiles))
     if path:

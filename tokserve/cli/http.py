@@ -20,7 +20,7 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
-from tokserve.server.counters import Place
+from tokserve.server.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies, after the first signal and after further ones
@@ -46,10 +46,10 @@ class Signals:
 class ApiServer:
     """The HTTP server around an `AsyncLLM`.  `start`, then `serve`; `end` whatever happens."""
 
-    def __init__(self, config: Config, place: Place | None = None) -> None:
+    def __init__(self, config: Config, api_process: ApiProcess | None = None) -> None:
         self.llm = AsyncLLM.from_config(config)
         self._config = config
-        self._place = place
+        self._api_process = api_process
         self._http: Any = None
 
     async def start(self, joining: Coroutine[Any, Any, None] | None = None) -> None:
@@ -57,7 +57,7 @@ class ApiServer:
         engine = asyncio.create_task(joining or self.llm.start())
         try:
             await asyncio.sleep(0)  # starts the engine's process
-            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._place)
+            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._api_process)
             self._http, _ = await asyncio.gather(importing, engine)
         finally:
             engine.cancel()
@@ -68,7 +68,7 @@ class ApiServer:
         sys.setswitchinterval(SWITCH)
         gc.freeze()  # what exists now lives as long as the process: collections need not visit it
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = [asyncio.create_task(each) for each in (_watch(self.llm, server), stalls.watch())]
+        watching = [asyncio.create_task(coroutine) for coroutine in (_watch(self.llm, server), stalls.watch())]
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -84,19 +84,19 @@ class ApiServer:
         await self.llm.shutdown()
 
 
-def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
+def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -> Any:
     """The uvicorn server, the app, the tracing (or None), what measures the event loop's stalls, and what ends the
     threads for large work."""
     import uvicorn
 
     from tokserve.server import workers
     from tokserve.server.app import build_app
+    from tokserve.server.loop_monitor import LoopMonitor
     from tokserve.server.protocol import Protocol
-    from tokserve.server.stalls import Stalls
 
     s = config.server
     tracing = _tracing(config) if s.otlp_traces_endpoint else None
-    app = build_app(llm, config, place=place, trace=tracing and tracing.observe)
+    app = build_app(llm, config, api_process=api_process, trace=tracing and tracing.observe)
 
     class Server(uvicorn.Server):
         """uvicorn's without its signal handlers: ours drain first."""
@@ -114,7 +114,7 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
-    return Server(settings), app, tracing, Stalls(app.state.serving.metrics.woke), workers.stop
+    return Server(settings), app, tracing, LoopMonitor(app.state.serving.metrics.observe_lag), workers.stop
 
 
 def _tracing(config: Config) -> Any:

@@ -45,8 +45,8 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
     if not argument.startswith("-"):
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
-    known = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
-    flags = [each for pair in known for each in pair if each]
+    matches = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
+    flags = [flag for pair in matches for flag in pair if flag]
     close = difflib.get_close_matches(name.replace("_", "-"), [*flags, "--model"], 1)
     hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
     if close == ["--model"] and "--model" not in flags:
@@ -57,11 +57,11 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
-    known, unknown = root.parse_known_args(argv)
-    values = vars(known)
+    parsed, unknown = root.parse_known_args(argv)
+    values = vars(parsed)
     chosen = values.pop("parser", root)
     if unknown:
-        _refuse(chosen, next((each for each in unknown if each.startswith("-")), unknown[0]))
+        _refuse(chosen, next((argument for argument in unknown if argument.startswith("-")), unknown[0]))
     command = values.pop("command")
     if command is None:
         root.print_help()

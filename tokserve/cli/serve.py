@@ -29,15 +29,15 @@ logger = logging.getLogger("tokserve.serve")
 def serve(values: dict[str, Any]) -> int:
     """Serve until a signal; returns the exit code (1: the engine died).  Raises StartError."""
     started = time.monotonic()
-    asked = Config.make(**values)
-    log.setup("server", asked.server.log_level, asked.server.log_format)
+    given = Config.make(**values)
+    log.setup("server", given.server.log_level, given.server.log_format)
     try:
-        config = resolve(asked)
+        config = resolve(given)
         with listen.bind(config) as sock:
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return uvloop.run(_run(config, sock, started))
     except StartError as error:
-        if asked.server.log_format == "text":
+        if given.server.log_format == "text":
             raise
         logger.error("%s", error)  # whoever reads objects reads nothing else
         return 1

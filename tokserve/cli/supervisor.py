@@ -18,13 +18,13 @@ from contextlib import suppress
 import msgspec
 
 from tokserve.cli import listen
-from tokserve.cli.api_server import COMMAND, Engine, Opening, Report
+from tokserve.cli.api_server import COMMAND, ApiProcessSetup, EngineLocation, StartReport
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess, describe_exit
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
-from tokserve.server.counters import Place, share
+from tokserve.server.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16
@@ -32,22 +32,22 @@ TRIES = 3  # starts of an API process, with one engine, before it counts as one 
 PAUSE = 1.0  # seconds between two of them: what the first one lacked, a descriptor say, may be there again
 
 
-class ApiProcess(ChildProcess):
+class ApiChildProcess(ChildProcess):
     """A started API process.  `ready`: None when it can serve, or why it cannot."""
 
-    def __init__(self, opening: Opening) -> None:
-        self.name = opening.name
+    def __init__(self, setup: ApiProcessSetup) -> None:
+        self.name = setup.name
         self.ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._channel, theirs = socket.socketpair()
-        descriptors = {opening.listening, opening.place.counters}
-        with theirs:
-            super().__init__(COMMAND, theirs.fileno(), [fd for fd in descriptors if fd is not None])
+        self._channel, child_end = socket.socketpair()
+        descriptors = {setup.listening, setup.api_process.counters}
+        with child_end:
+            super().__init__(COMMAND, child_end.fileno(), [fd for fd in descriptors if fd is not None])
         with suppress(BrokenPipeError):  # if it is dead already, `exited` will tell
-            self._channel.sendall(msgspec.json.encode(opening) + b"\n")
+            self._channel.sendall(msgspec.json.encode(setup) + b"\n")
         asyncio.get_running_loop().add_reader(self._channel, self._on_report)
         self.exited.add_done_callback(self._on_end)
 
-    def tell(self, engine: Engine) -> None:
+    def send_engine(self, engine: EngineLocation) -> None:
         """The engine has changed."""
         with suppress(OSError):  # it has ended
             self._channel.sendall(msgspec.json.encode(engine) + b"\n")
@@ -57,16 +57,16 @@ class ApiProcess(ChildProcess):
         with suppress(ConnectionError):
             line = self._channel.recv(REPORT_SIZE)
         if line:
-            self._settle(msgspec.json.decode(line, type=Report).error)
+            self._set_ready(msgspec.json.decode(line, type=StartReport).error)
         else:
             asyncio.get_running_loop().remove_reader(self._channel)
 
     def _on_end(self, exited: asyncio.Future[int]) -> None:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        self._settle(describe_exit(exited.result(), "an API process"))
+        self._set_ready(describe_exit(exited.result(), "an API process"))
 
-    def _settle(self, error: str | None) -> None:
+    def _set_ready(self, error: str | None) -> None:
         if not self.ready.done():
             self.ready.set_result(error)
 
@@ -80,9 +80,9 @@ class Supervisor:
         self._config = config
         self._count = config.server.api_server_count
         self._sockets = listen.spread(sock, self._count)
-        self._counters = share(self._count)
+        self._counters = create_shared_memory(self._count)
         self._created = int(time.time())
-        self._processes: dict[int, ApiProcess] = {}
+        self._processes: dict[int, ApiChildProcess] = {}
         self._num_started = 0
         self._stopping = False
 
@@ -103,17 +103,17 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
-        for each in self._sockets:
-            listen.begin(each, self._config)
+        for listener in self._sockets:
+            listen.begin(listener, self._config)
 
     def _launch(self, index: int) -> None:
         address, pid = self.llm.engine
         self._num_started += 1
         name = f"api-{index}-{self._num_started}"
-        place = Place(index, self._created, self._counters)
-        opening = Opening(self._config, name, address, pid, self._sockets[index].fileno(), place)
+        api_process = ApiProcess(index, self._created, self._counters)
+        setup = ApiProcessSetup(self._config, name, address, pid, self._sockets[index].fileno(), api_process)
         try:
-            self._processes[index] = ApiProcess(opening)
+            self._processes[index] = ApiChildProcess(setup)
         except OSError as error:  # no descriptor or no process is left
             raise StartError(f"API process {index} could not be started: {error.strerror}") from None
 
@@ -135,16 +135,16 @@ class Supervisor:
         return 1 if self.llm.dead else 0
 
     def _on_replaced(self) -> None:
-        engine = Engine() if self.llm.dead else Engine(*self.llm.engine)
+        engine = EngineLocation() if self.llm.dead else EngineLocation(*self.llm.engine)
         for process in self._processes.values():
-            process.tell(engine)
+            process.send_engine(engine)
 
     def _stop(self) -> None:
         """The first time all processes drain, the second they abort what still runs."""
         logger.info("stopping: the API processes %s", "hang up" if self._stopping else "drain")
         self._stopping = True
-        for each in self._sockets:  # a process that ends shall leave no connections waiting at its socket
-            each.close()
+        for listener in self._sockets:  # a process that ends shall leave no connections waiting at its socket
+            listener.close()
         for process in self._processes.values():
             process.signal(signal.SIGTERM)
 
@@ -160,20 +160,20 @@ class Supervisor:
             error: str | None = ""
             joined, tries = self.llm.engine, 0
             while error is not None:  # again if it, or the engine, went meanwhile
-                aborted += await self._drop(self._processes[index].name)
+                aborted += await self._drop_requests(self._processes[index].name)
                 if self._stopping or self.llm.dead:
                     return
                 tries = tries + 1 if joined == self.llm.engine else 1
                 if tries > TRIES:
                     raise StartError(f"API process {index} cannot be replaced: {error}")
                 joined = self.llm.engine
-                error = await self._started(index)
+                error = await self._restart(index)
                 if error is not None:
                     logger.error("API process %d has not started: %s", index, error)
                     await asyncio.sleep(PAUSE)
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
 
-    async def _started(self, index: int) -> str | None:
+    async def _restart(self, index: int) -> str | None:
         """Start an API process; why it cannot serve, if so."""
         try:
             self._launch(index)
@@ -181,7 +181,7 @@ class Supervisor:
             return str(error)
         return await self._processes[index].ready
 
-    async def _drop(self, name: str) -> int:
+    async def _drop_requests(self, name: str) -> int:
         """Have the engine drop the requests of a process that has ended, and say how many those were."""
         while self.llm.dead is None:
             try:
@@ -195,6 +195,6 @@ class Supervisor:
         """Nothing is left behind."""
         await asyncio.gather(*(process.stop(0.0) for process in self._processes.values()))
         await self.llm.shutdown()
-        for each in self._sockets[1:]:
-            each.close()
+        for listener in self._sockets[1:]:
+            listener.close()
         os.close(self._counters)

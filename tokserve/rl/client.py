@@ -118,23 +118,23 @@ class TokserveClient:
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-        asked = []
-        terms = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
+        tasks = []
+        options = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            asked.append(asyncio.ensure_future(self._generate(number, ids, params, terms)))
+            tasks.append(asyncio.ensure_future(self._generate(number, ids, params, options)))
         try:
-            found = await asyncio.gather(*asked)
+            results = await asyncio.gather(*tasks)
         finally:
-            for each in asked:  # closes the connections, which aborts the requests
+            for each in tasks:  # closes the connections, which aborts the requests
                 each.cancel()
-        return [rollout for each in found for rollout in each]
+        return [rollout for each in results for rollout in each]
 
     async def _generate(
-        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], terms: dict[str, str | None]
+        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], options: dict[str, str | None]
     ) -> list[Rollout]:
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
-                "request_id": secrets.token_hex(12), **terms}  # fmt: skip
+                "request_id": secrets.token_hex(12), **options}  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
         answer = await self._send("POST", "/inference/v1/generate", again=True, content=content, headers=headers)
@@ -144,8 +144,8 @@ class TokserveClient:
 
     async def state(self) -> dict[str, Any]:
         """GET /inference/v1/state."""
-        found: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
-        return found
+        state: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
+        return state
 
     async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
         """Stop generating; returns when generation has stopped."""
@@ -207,12 +207,12 @@ class TokserveClient:
         fails, the server keeps its old weights.
         """
         named = [(name, tensor.detach()) for name, tensor in tensors]
-        settled = False
+        closed = False
         try:
             try:
                 await self._control("/start_weight_update")
             except (ServerError, httpx.ConnectError):
-                settled = True  # not opened by this call; after any other error, it may have been
+                closed = True  # not opened by this call; after any other error, it may have been
                 raise
             if self._group is None:
                 headers = {"Content-Type": "application/octet-stream"}
@@ -220,9 +220,9 @@ class TokserveClient:
             else:
                 await self._broadcast(self._group, named)
             committed: dict[str, Any] = await self._control("/finish_weight_update", {"weight_version": version})
-            settled = True
+            closed = True
         finally:
-            if not settled:
+            if not closed:
                 with suppress(ServerError, httpx.TransportError):  # rolled back already, or the server has gone
                     await self._control("/abort_weight_update")
         return committed
@@ -337,13 +337,13 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
 async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
     """A safetensors file of these tensors, made as it is read: without a second copy of the weights."""
     header: dict[str, Any] = {}
-    place = 0
+    offset = 0
     for name, tensor in named:
         if tensor.dtype not in SAFETENSORS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
-        end = place + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     yield len(packed).to_bytes(8, "little") + packed

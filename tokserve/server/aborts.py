@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tokserve.client.inputs import bare_id
 from tokserve.errors import RequestError
 from tokserve.server import body
-from tokserve.server.bodies import Bodies
+from tokserve.server.body_reader import BodyReader
 from tokserve.server.serving import Serving
 
 MAX_IDS = 1 << 14  # that the engine looks for between two steps
@@ -34,28 +34,28 @@ class AbortReply(msgspec.Struct):
     results: dict[str, str]
 
 
-async def read(request: Request, bodies: Bodies) -> AbortBody:
+async def read(request: Request, bodies: BodyReader) -> AbortBody:
     """The body.  Raises `RequestError`."""
     value, _ = await bodies.load(request)
-    asked = body.convert(value, AbortBody)
-    given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
-    if not given and asked.request_ids is None:
+    target = body.convert(value, AbortBody)
+    given = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
+    if not given and target.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
-    if len(asked.request_ids or ()) > MAX_IDS:
+    if len(target.request_ids or ()) > MAX_IDS:
         raise RequestError(f"request_ids must have at most {MAX_IDS} entries", field="request_ids")
     if len(given) > 1:
         raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
-    return asked
+    return target
 
 
 async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /abort_requests"""
-    asked = await read(request, serving.bodies)
-    if asked.all:
+    target = await read(request, serving.bodies)
+    if target.all:
         results = await serving.llm.abort_all()
-    elif asked.group_id:
-        results = await serving.llm.abort_group(asked.group_id)
+    elif target.group_id:
+        results = await serving.llm.abort_group(target.group_id)
     else:
-        results = await serving.llm.abort(asked.request_ids or [])
+        results = await serving.llm.abort(target.request_ids or [])
     aborted = {bare_id(name) for name, result in results.items() if result == "aborted"}  # each once, however named
     return body.reply(request, AbortReply(len(aborted), results))

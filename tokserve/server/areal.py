@@ -36,6 +36,6 @@ async def resume(serving: Serving, request: Request) -> Response:
 
 async def update_weights(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights: as /update_weights with weight_dir"""
-    asked = await control.read(serving, request, ArealUpdateBody)
-    await serving.llm.update_weights({"weight_dir": asked.model_path})
-    return body.reply(request, {"success": True, "message": f"Weights updated from {asked.model_path}"})
+    params = await control.read(serving, request, ArealUpdateBody)
+    await serving.llm.update_weights({"weight_dir": params.model_path})
+    return body.reply(request, {"success": True, "message": f"Weights updated from {params.model_path}"})

@@ -87,8 +87,8 @@ def _bare_host(host: str) -> str:
 def _check_key(header: bytes, digests: list[bytes], route: str = "") -> None:
     scheme, _, token = header.partition(b" ")
     guess = _digest(token.strip())
-    found = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
-    if scheme.lower() != b"bearer" or not any(found):
+    matches = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
+    if scheme.lower() != b"bearer" or not any(matches):
         message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
         raise Unauthorized(f"{message}; this is {route}" if route else message, code="invalid_api_key")
 

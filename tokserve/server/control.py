@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.server import body
+from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.serving import Serving
-from tokserve.server.watch import Gone
 
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
@@ -149,9 +149,9 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
 
 async def pause(serving: Serving, request: Request) -> Response:
     """POST /pause"""
-    asked = await read(serving, request, PauseBody)
+    params = await read(serving, request, PauseBody)
     await serving.llm.pause_generation(
-        mode=asked.mode, wait_for_inflight_requests=asked.wait_for_inflight_requests, clear_cache=asked.clear_cache
+        mode=params.mode, wait_for_inflight_requests=params.wait_for_inflight_requests, clear_cache=params.clear_cache
     )
     return body.reply(request, {"status": "paused"})
 
@@ -186,17 +186,17 @@ async def liveness(serving: Serving, request: Request) -> Response:
 
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
-    asked = await read(serving, request, SleepBody)
-    if asked.level not in range(len(LEVELS)):  # one that no message can hold, too
-        raise RequestError(f"level must be 0, 1 or 2, got {str(asked.level)[:20]}", field="level")
-    await serving.llm.sleep(asked.level, asked.mode)
-    return body.reply(request, {"status": "sleeping", "level": asked.level})
+    params = await read(serving, request, SleepBody)
+    if params.level not in range(len(LEVELS)):  # one that no message can hold, too
+        raise RequestError(f"level must be 0, 1 or 2, got {str(params.level)[:20]}", field="level")
+    await serving.llm.sleep(params.level, params.mode)
+    return body.reply(request, {"status": "sleeping", "level": params.level})
 
 
 async def wake_up(serving: Serving, request: Request) -> Response:
     """POST /wake_up"""
-    asked = await read(serving, request, WakeBody)
-    await serving.llm.wake_up(asked.tags)
+    params = await read(serving, request, WakeBody)
+    await serving.llm.wake_up(params.tags)
     return body.reply(request, {"status": "sleeping" if serving.llm.status.sleeping else "awake"})
 
 
@@ -222,8 +222,8 @@ async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
 
 async def init_weight_transfer_engine(serving: Serving, request: Request) -> Response:
     """POST /init_weight_transfer_engine"""
-    asked = await read(serving, request, InitBody)
-    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": asked.init_info}))
+    params = await read(serving, request, InitBody)
+    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": params.init_info}))
 
 
 async def shutdown_weight_transfer_engine(serving: Serving, request: Request) -> Response:
@@ -234,8 +234,8 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
-    asked = await read(serving, request, StartBody)
-    await serving.llm.start_weight_update(asked.is_checkpoint_format)
+    params = await read(serving, request, StartBody)
+    await serving.llm.start_weight_update(params.is_checkpoint_format)
     return body.reply(request, {"message": "Weight update started"})
 
 
@@ -244,13 +244,13 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
         await _stream_weights(serving, request)
         return body.reply(request, {"message": "Weights updated"})
-    asked = await read(serving, request, UpdateBody)
-    if (asked.update_info is None) == (asked.weight_dir is None):
+    params = await read(serving, request, UpdateBody)
+    if (params.update_info is None) == (params.weight_dir is None):
         raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
-    if asked.weight_dir is not None:
-        await serving.llm.update_weights({"weight_dir": asked.weight_dir, "weight_version": asked.weight_version})
+    if params.weight_dir is not None:
+        await serving.llm.update_weights({"weight_dir": params.weight_dir, "weight_version": params.weight_version})
     else:
-        await serving.llm.update_weights({"update_info": asked.update_info})
+        await serving.llm.update_weights({"update_info": params.update_info})
     status = serving.llm.status
     return body.reply(
         request, {"message": "Weights updated", "weight_version": status.weight_version, "epoch": status.epoch}
@@ -269,7 +269,7 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
                 await sent.popleft()
         while sent:  # in order: the first to fail says why, later ones only that there is no update
             await sent.popleft()
-    except Gone:
+    except ClientDisconnected:
         with suppress(RequestError):  # the update fails, as it should
             await serving.llm.feed_weights(stream, b"", broken=True)
         raise
@@ -280,23 +280,23 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
 
 async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
     """A body in pieces of PIECE bytes or a little more: (bytes, whether they are the last).  Raises `Gone`."""
-    held = bytearray()
+    buffer = bytearray()
     more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Gone
-        held += message.get("body", b"")
+            raise ClientDisconnected
+        buffer += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(held) >= PIECE or not more:
-            yield bytes(held), not more
-            held.clear()
+        if len(buffer) >= PIECE or not more:
+            yield bytes(buffer), not more
+            buffer.clear()
 
 
 async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
-    asked = await read(serving, request, FinishBody)
-    return body.reply(request, await serving.llm.finish_weight_update(asked.weight_version))
+    params = await read(serving, request, FinishBody)
+    return body.reply(request, await serving.llm.finish_weight_update(params.weight_version))
 
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
@@ -307,49 +307,49 @@ async def abort_weight_update(serving: Serving, request: Request) -> Response:
 
 async def update_weight_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version"""
-    asked = await read(serving, request, VersionBody)
-    await serving.llm.update_weight_version(asked.new_version)
-    return body.reply(request, {"success": True, "new_version": asked.new_version})
+    params = await read(serving, request, VersionBody)
+    await serving.llm.update_weight_version(params.new_version)
+    return body.reply(request, {"success": True, "new_version": params.new_version})
 
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/load_lora_adapter"""
-    asked = await read(serving, request, LoadAdapterBody)
-    loaded = await serving.llm.load_lora_adapter(asked.lora_name, asked.lora_path, asked.load_inplace)
-    message = f"Success: LoRA adapter '{asked.lora_name}' loaded"
+    params = await read(serving, request, LoadAdapterBody)
+    loaded = await serving.llm.load_lora_adapter(params.lora_name, params.lora_path, params.load_inplace)
+    message = f"Success: LoRA adapter '{params.lora_name}' loaded"
     return body.reply(request, {"success": True, "message": message} | loaded)
 
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/unload_lora_adapter"""
-    asked = await read(serving, request, UnloadAdapterBody)
-    await serving.llm.unload_lora_adapter(asked.lora_name)
-    message = f"Success: LoRA adapter '{asked.lora_name}' unloaded"
-    return body.reply(request, {"success": True, "message": message, "lora_name": asked.lora_name})
+    params = await read(serving, request, UnloadAdapterBody)
+    await serving.llm.unload_lora_adapter(params.lora_name)
+    message = f"Success: LoRA adapter '{params.lora_name}' unloaded"
+    return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})
 
 
 async def weights(serving: Serving, request: Request) -> Response:
     """GET /weight_info"""
     status = await serving.llm.fresh_status()
-    found = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
-    return body.reply(request, found)
+    reply = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
+    return body.reply(request, reply)
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
     """POST /weight_checker"""
-    asked = await read(serving, request, CheckerBody)
-    if asked.action not in ("checksum", "compare"):
-        raise RequestError(f"action must be checksum or compare, got {asked.action[:200]!r}", field="action")
-    if asked.action == "compare" and asked.baseline is None:
+    params = await read(serving, request, CheckerBody)
+    if params.action not in ("checksum", "compare"):
+        raise RequestError(f"action must be checksum or compare, got {params.action[:200]!r}", field="action")
+    if params.action == "compare" and params.baseline is None:
         raise RequestError("compare needs a baseline", field="baseline")
-    if asked.names not in (None, "memory", "checkpoint"):
-        raise RequestError(f"names must be memory or checkpoint, got {asked.names[:200]!r}", field="names")
-    if asked.action == "checksum":
-        return body.reply(request, await _checksums(serving, asked.names))
-    baseline, tied = asked.baseline or {}, {}
-    if asked.names == "checkpoint":
-        known = await serving.llm.checkpoint_checksums()
-        current, tied = known["checkpoint"], known["tied"]
+    if params.names not in (None, "memory", "checkpoint"):
+        raise RequestError(f"names must be memory or checkpoint, got {params.names[:200]!r}", field="names")
+    if params.action == "checksum":
+        return body.reply(request, await _checksums(serving, params.names))
+    baseline, tied = params.baseline or {}, {}
+    if params.names == "checkpoint":
+        checksums = await serving.llm.checkpoint_checksums()
+        current, tied = checksums["checkpoint"], checksums["tied"]
     else:
         current = await serving.llm.weight_checksums()
     aliases = tied | {name: alias for alias, name in tied.items()}
@@ -381,11 +381,11 @@ async def get_world_size(serving: Serving, request: Request) -> Response:
 
 async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc"""
-    asked = await read(serving, request, RpcBody)
-    if asked.timeout is not None and not 0 < asked.timeout <= LONGEST_RPC:
+    params = await read(serving, request, RpcBody)
+    if params.timeout is not None and not 0 < params.timeout <= LONGEST_RPC:
         raise RequestError(f"timeout must be above 0 and at most {LONGEST_RPC:g} seconds", field="timeout")
     try:
-        results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
+        results = await serving.llm.collective_rpc(params.method, params.timeout, params.args, params.kwargs)
     except TimeoutError:
-        raise EngineDead(f"{asked.method} has not returned for {asked.timeout:g} s", code="engine_hung") from None
+        raise EngineDead(f"{params.method} has not returned for {params.timeout:g} s", code="engine_hung") from None
     return body.reply(request, {"results": results})

@@ -94,15 +94,17 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     Dotted names in `known` are of fields elsewhere in the body.
     """
     known = list(known)
-    close = [each for each in known if each.rpartition(".")[2] == name and each != path]
-    close = close or difflib.get_close_matches(name[:SHOWN], [each for each in known if "." not in each], 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    suggestions = [candidate for candidate in known if candidate.rpartition(".")[2] == name and candidate != path]
+    suggestions = suggestions or difflib.get_close_matches(
+        name[:SHOWN], [candidate for candidate in known if "." not in candidate], 1
+    )
+    hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
     return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
 
 
-def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = (), reason: str = "") -> None:
+def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), reason: str = "") -> None:
     """Raise for a field that other servers know, unless its value has no effect: null, or one of `idle`."""
-    if value is not None and (type(value), value) not in [(type(each), each) for each in idle]:
+    if value is not None and (type(value), value) not in [(type(allowed), allowed) for allowed in no_effect]:
         because = f": {reason}" if reason else ""
         raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
 
@@ -116,9 +118,16 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    alike = [each["msg"] for each in complaints if _depth(each) == _depth(first) and _path(each["loc"], value) == field]
-    said = [alike[0][0].lower() + alike[0][1:], *(each.removeprefix("Input should be ") for each in alike[1:])]
-    what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(said)))
+    alternatives = [
+        complaint["msg"]
+        for complaint in complaints
+        if _depth(complaint) == _depth(first) and _path(complaint["loc"], value) == field
+    ]
+    messages = [
+        alternatives[0][0].lower() + alternatives[0][1:],
+        *(complaint.removeprefix("Input should be ") for complaint in alternatives[1:]),
+    ]
+    what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
 
 

@@ -21,7 +21,7 @@ from tokserve.client.outputs import ChoiceOutput, StepStats
 from tokserve.config import Config
 from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
-from tokserve.server.counters import Counters
+from tokserve.server.counters import SharedCounters
 from tokserve.server.generation import Generation, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -56,9 +56,9 @@ SAMPLED = 16  # one stream in this many has its serialization timed
 class Histogram:
     """A histogram in shared memory: counts by bucket, then the sum."""
 
-    def __init__(self, counters: Counters, name: str, text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, counters: SharedCounters, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
-        self._cells = counters.take(len(bounds) + 2)
+        self._cells = counters.allocate(len(bounds) + 2)
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Add `weight` observations of `value`."""
@@ -73,44 +73,44 @@ class Histogram:
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count)."""
         labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        seen = 0.0
-        made: list[tuple[str, float]] = []
-        for place, label in enumerate(labels):
-            seen += self._cells.total(place)
-            made.append((label, seen))
-        return made
+        cumulative = 0.0
+        buckets: list[tuple[str, float]] = []
+        for index, label in enumerate(labels):
+            cumulative += self._cells.total(index)
+            buckets.append((label, cumulative))
+        return buckets
 
 
-class Tally:
+class LabelledCounter:
     """Counts by the value of a label; a value that is not `known` counts as "other"."""
 
-    def __init__(self, counters: Counters, known: Sequence[str]) -> None:
-        self._places = {value: place for place, value in enumerate((*known, "other"))}
-        self._cells = counters.take(len(self._places))
+    def __init__(self, counters: SharedCounters, known: Sequence[str]) -> None:
+        self._indices = {value: index for index, value in enumerate((*known, "other"))}
+        self._cells = counters.allocate(len(self._indices))
 
     def add(self, value: str, count: int = 1) -> None:
         """Count."""
-        self._cells.add(self._places.get(value, self._places["other"]), count)
+        self._cells.add(self._indices.get(value, self._indices["other"]), count)
 
     def totals(self) -> dict[str, float]:
         """By value; "other" only if there was one."""
-        totals = {value: self._cells.total(place) for value, place in self._places.items()}
+        totals = {value: self._cells.total(index) for value, index in self._indices.items()}
         return {value: count for value, count in totals.items() if count or value != "other"}
 
 
 class Metrics(Collector):
     """All metrics of the server; its API processes share `counters`.  Observes all requests."""
 
-    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: Counters) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: SharedCounters) -> None:
         self._llm = llm
         self._config = config
         self._model = model
         self._vllm = config.server.vllm_metric_names
-        self._inflight = counters.take(1)
+        self._inflight = counters.allocate(1)
         self._inflight.clear()
-        self._finished = Tally(counters, REASONS)
-        self._aborts = Tally(counters, CAUSES)
-        self._refusals = Tally(counters, REFUSALS)
+        self._finished = LabelledCounter(counters, REASONS)
+        self._aborts = LabelledCounter(counters, CAUSES)
+        self._refusals = LabelledCounter(counters, REFUSALS)
         self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
@@ -142,7 +142,7 @@ class Metrics(Collector):
         """HTTP requests that are being served."""
         return int(self._inflight.total(0))
 
-    def came(self) -> None:
+    def started(self) -> None:
         """A request is in flight from here on, until `closed`."""
         self._inflight.add(0)
 
@@ -202,7 +202,7 @@ class Metrics(Collector):
 
         return timed
 
-    def woke(self, late: float) -> None:
+    def observe_lag(self, late: float) -> None:
         """The event loop woke a sleeper so many seconds late."""
         self.loop_lag.observe(late)
         if late >= SHORTEST_STALL:
@@ -222,13 +222,13 @@ class Metrics(Collector):
     def _families(self) -> Iterator[Metric]:
         yield from self._gauges(self._llm.stats)
         yield from self._counts(self._llm.stats)
-        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
-        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
-        yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
+        yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
+        yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
         for histogram in self._histograms:
-            made = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
-            made.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
-            yield made
+            family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
+            yield family
 
     def _gauges(self, s: StepStats) -> Iterator[Metric]:
         used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
@@ -293,7 +293,7 @@ class Metrics(Collector):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
 
-    def _by(self, name: str, text: str, label: str, tally: Tally) -> Metric:
+    def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])
         for value, count in tally.totals().items():
             family.add_metric([self._model, ENGINE, value], count)

@@ -21,15 +21,15 @@ from tokserve.params import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, MIN_REPETITION_P
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
 from tokserve.server.serving import Serving
-from tokserve.server.tools import MOST_CALLS
+from tokserve.server.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
-Described = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 INT32, INT64 = (1 << 31) - 1, 1 << 63
-IDS: Described = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 # limits by field, for the branch of its schema that has the type
-NUMBERS: dict[str, Described] = {
+NUMBERS: dict[str, JsonSchema] = {
     "temperature": {"minimum": 0, "maximum": 2}, "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": INT32}, "min_p": {"minimum": 0, "maximum": 1},
     "seed": {"minimum": -INT64, "maximum": INT64 - 1}, "presence_penalty": {"minimum": -2, "maximum": 2},
@@ -39,10 +39,10 @@ NUMBERS: dict[str, Described] = {
     "min_tokens": {"minimum": 0, "maximum": INT32},
     "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
     "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT64, "maximum": INT64 - 1},
-    "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
+    "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
     "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
 }  # fmt: skip
-OTHERS: dict[str, Described] = {
+OTHERS: dict[str, JsonSchema] = {
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT}, "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"},
     "group_id": {"minLength": 1, "maxLength": MAX_ID}, "token_ids": IDS, "tokens": IDS, "messages": {
         "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
@@ -50,9 +50,9 @@ OTHERS: dict[str, Described] = {
     "allowed_token_ids": IDS, "logprob_token_ids": IDS | {"maxItems": MAX_LOGPROB_TOKEN_IDS},
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
 }  # fmt: skip
-PROMPT: Described = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
+PROMPT: JsonSchema = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
     "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
-NEEDED = {
+ONE_OF_REQUIRED = {
     "GenerateBody": ("token_ids", "token_ids_b64"),
     "ChatBody": ("messages", "tokens"),
     "CompletionBody": ("prompt",),
@@ -96,20 +96,20 @@ def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | 
 
 def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
     error = {"description": "Error", "content": _content(ErrorBody)}
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
         "responses": {"200": _answer(endpoint), "4XX": error, "5XX": error},
     }
     if "{" in path:
-        made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if endpoint.body is not None:
         about = "The same fields are taken as application/msgpack."
-        made["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
-    return made
+        operation["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
+    return operation
 
 
-def _answer(endpoint: Endpoint) -> Described:
+def _answer(endpoint: Endpoint) -> JsonSchema:
     if endpoint.reply is None:
         return {"description": "OK"}
     body = endpoint.body
@@ -136,12 +136,15 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
         sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
-    for name, needed in NEEDED.items():
+    for name, needed in ONE_OF_REQUIRED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
     if "GenerateBody" in components:  # the struct has it as Raw
-        own: Described = {"anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}], "default": {}}
-        components["GenerateBody"]["properties"]["sampling_params"] = own
+        sampling_params: JsonSchema = {
+            "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],
+            "default": {},
+        }
+        components["GenerateBody"]["properties"]["sampling_params"] = sampling_params
     if "CompletionBody" in components:
         fields = components["CompletionBody"]["properties"]
         fields["prompt"] = PROMPT
@@ -150,7 +153,7 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
     return components
 
 
-def _narrow(component: Described, models: Sequence[str] | None) -> None:
+def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
     """Add what is checked beyond types."""
     for name, field in component["properties"].items():
         if name == "model" and models is not None:
@@ -165,10 +168,10 @@ def _narrow(component: Described, models: Sequence[str] | None) -> None:
                 _branch(field, kind).update(OTHERS[name])
 
 
-def _branch(field: Described, kind: str) -> Described:
+def _branch(field: JsonSchema, kind: str) -> JsonSchema:
     """The part of a field's schema that has the type `kind`; if there is none, an empty one that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
 
 
-def _or_null(field: Described) -> bool:
+def _or_null(field: JsonSchema) -> bool:
     return "type" in _branch(field, "null")

@@ -18,7 +18,7 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tokserve.errors import RequestError
-from tokserve.server import clients, errors, sse
+from tokserve.server import client_names, errors, sse
 
 OFFER = (b"upgrade", b"http2-settings")
 VERSIONS = ("1.0", "1.1")
@@ -93,7 +93,7 @@ class Protocol(HttpToolsProtocol):
             if self.parser.get_http_version() == "1.0":
                 cycle: Any = self.cycle  # its task has not begun, and takes `send` when it does
                 cycle.send = _without_chunks(self.cycle)
-            self.scope[clients.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
+            self.scope[client_names.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
 

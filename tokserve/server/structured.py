@@ -27,7 +27,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class _JsonSchema(msgspec.Struct):
+class _JsonSchemaField(msgspec.Struct):
     """response_format.json_schema.  An output always keeps to the schema; with `strict` its objects are closed."""
 
     schema: dict[str, Any]
@@ -36,9 +36,9 @@ class _JsonSchema(msgspec.Struct):
     strict: bool | None = None
 
 
-class _ResponseFormat(msgspec.Struct):
+class _ResponseFormatField(msgspec.Struct):
     type: str
-    json_schema: _JsonSchema | None = None
+    json_schema: _JsonSchemaField | None = None
 
 
 def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
@@ -50,11 +50,11 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
         )  # fmt: skip
 
 
-def without_habits(value: dict[Any, Any], at: str) -> dict[Any, Any]:
+def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
     """The options without nulls and those that have no effect; refuses unsupported ones."""
-    for name, idle in _UNSUPPORTED.items():
-        errors.refuse_unsupported(f"{at}.{name}", value.get(name), idle)
-    return {name: each for name, each in value.items() if each is not None and name not in _UNSUPPORTED}
+    for name, no_effect in _UNSUPPORTED.items():
+        errors.refuse_unsupported(f"{path}.{name}", value.get(name), no_effect)
+    return {name: field for name, field in value.items() if field is not None and name not in _UNSUPPORTED}
 
 
 def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
@@ -71,7 +71,7 @@ def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
     return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
 
 
-def asked(
+def requested_format(
     outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
 ) -> StructuredOutputs | None:
     """The form of output that a text route's body asks for.  `closed`: as in `by_default`, for schemas without
@@ -79,20 +79,20 @@ def asked(
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
-        known = without_habits(outputs, "structured_outputs")
-        return by_default(body.convert(known, StructuredOutputs, "structured_outputs"), closed)
+        options = drop_ignored_fields(outputs, "structured_outputs")
+        return by_default(body.convert(options, StructuredOutputs, "structured_outputs"), closed)
     if response_format is None:
         return None
-    given = body.convert(response_format, _ResponseFormat, "response_format")
-    if given.type == "json_schema":
-        if given.json_schema is None:
+    response = body.convert(response_format, _ResponseFormatField, "response_format")
+    if response.type == "json_schema":
+        if response.json_schema is None:
             raise RequestError("response_format.json_schema is required", field="response_format.json_schema")
-        strict = given.json_schema.strict
-        shut = strict if strict is not None else (True if closed else None)
-        return StructuredOutputs(json=given.json_schema.schema, disable_additional_properties=shut)
-    if given.type not in ("text", "json_object"):
+        strict = response.json_schema.strict
+        close_objects = strict if strict is not None else (True if closed else None)
+        return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
+    if response.type not in ("text", "json_object"):
         raise RequestError(
-            f"response_format.type must be text, json_object or json_schema, got {given.type[:errors.SHOWN]!r}",
+            f"response_format.type must be text, json_object or json_schema, got {response.type[:errors.SHOWN]!r}",
             field="response_format.type",
         )  # fmt: skip
-    return StructuredOutputs(json_object=True) if given.type == "json_object" else None
+    return StructuredOutputs(json_object=True) if response.type == "json_object" else None

@@ -20,16 +20,16 @@ from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
-from tokserve.text import forced as forcing
-from tokserve.text.forced import Functions
-from tokserve.text.formats import FORCED, TOOL_FORMATS
-from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
+from tokserve.text import tool_grammars as forcing
+from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
+from tokserve.text.tool_grammars import Functions
 
 ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
 MODES = ("none", "auto", "required")
 DEFAULT_CALLS = 16  # most calls of an output that a grammar makes consist of calls: a weak model does not end the list
-MOST_CALLS = 128
+MAX_CALLS = 128
 TAIL = 16  # tokens of a prompt that a marker at its end is sought in
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
@@ -60,7 +60,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: Function
 
 
-class Shape(NamedTuple):
+class ResponseFormat(NamedTuple):
     """The form that a body asks of the answer's text, and the field that says so."""
 
     form: StructuredOutputs
@@ -73,19 +73,19 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ToolPlan:
     """`reading` None: the text is the content.  `form`: what the output must be; `source`: the field that errors about
     it name, None: the part of structured_outputs that they do."""
 
-    reading: Reading | None = None
+    reading: OutputFormat | None = None
     form: StructuredOutputs | None = None
     source: str | None = None
 
     def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The sampling parameters that follow; special tokens are in the text if markers are some."""
         ids = map(tokenizer.id_of, self.reading.markers() if self.reading else ())
-        shown = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
-        return {"structured_outputs": self.form} | shown
+        visible = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
+        return {"structured_outputs": self.form} | visible
 
     def inside(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         """Whether the answer to a prompt begins inside the reasoning."""
@@ -93,7 +93,7 @@ class Plan:
         return thinking is not None and thinking.begun(tokenizer.decode(prompt[-TAIL:], False))
 
 
-UNREAD = Plan()
+PLAIN_TEXT = ToolPlan()
 
 
 def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
@@ -145,62 +145,62 @@ def _chosen(choice: Any) -> tuple[str, str | None]:
     return "named", function["name"]
 
 
-def forced(choice: Any) -> bool:
+def is_forced(choice: Any) -> bool:
     """Whether calls are forced, so that the model need not see the tools to make them."""
     return _chosen(choice)[0] in ("required", "named")
 
 
-def plan(
-    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, most: int | None = None, shape: Shape | None,
+def make_plan(
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, max_calls: int | None = None, shape: ResponseFormat | None,
     form: ToolFormat | None, no_form: str = NO_FORMAT, thinking: Thinking | None, tokenizer: Tokenizer,
-) -> Plan:  # fmt: skip
+) -> ToolPlan:  # fmt: skip
     """How a body that has passed `check` is served.
 
     `most`: calls in an answer, None: any number, or the default where a grammar makes them; one if they are not
     `parallel`.  `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.
     `form`, `thinking` and `tokenizer`: the server's; `no_form`: why there is no `form`, if so.  Raises RequestError.
     """
-    if most is not None and not 1 <= most <= MOST_CALLS:
-        raise RequestError(f"max_tool_calls must be from 1 to {MOST_CALLS}, got {most}", field="max_tool_calls")
-    most = most if parallel else 1
+    if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
+        raise RequestError(f"max_tool_calls must be from 1 to {MAX_CALLS}, got {max_calls}", field="max_tool_calls")
+    max_calls = max_calls if parallel else 1
     mode, name = _chosen(choice)
     if not tools or mode == "none":
         if shape is not None:
-            return Plan(form=shape.form, source=shape.source)
-        return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
+            return ToolPlan(form=shape.form, source=shape.source)
+        return PLAIN_TEXT if thinking is None else ToolPlan(OutputFormat(thinking=thinking))
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     try:
         if name is not None:
             chosen = _closed({name: functions[name]}, strict)
-            return Plan(Reading(named=name, functions=functions), forcing.arguments(chosen[name]), "tools")
+            return ToolPlan(OutputFormat(named=name, functions=functions), forcing.arguments(chosen[name]), "tools")
         if mode == "required":
-            calls = forcing.list_of_calls(_closed(functions, strict), most=most or DEFAULT_CALLS)
-            return Plan(Reading(FORCED, functions=functions, most=most), calls, "tools")
+            calls = forcing.list_of_calls(_closed(functions, strict), max_calls=max_calls or DEFAULT_CALLS)
+            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        reading = Reading(form, thinking if shape is None else None, functions, most=most)
-        kept = _kept(shape, form, functions, strict, tokenizer, most)
-        return Plan(reading, kept, "tools" if shape is None else shape.field)
+        reading = OutputFormat(form, thinking if shape is None else None, functions, max_calls=max_calls)
+        kept = _kept(shape, form, functions, strict, tokenizer, max_calls)
+        return ToolPlan(reading, kept, "tools" if shape is None else shape.field)
     except RecursionError:
         raise RequestError("tools are nested too deeply", field="tools") from None
 
 
 def _kept(
-    shape: Shape | None, form: ToolFormat, functions: Functions, strict: Collection[str],
-    tokenizer: Tokenizer, most: int | None,
+    shape: ResponseFormat | None, form: ToolFormat, functions: Functions, strict: Collection[str],
+    tokenizer: Tokenizer, max_calls: int | None,
 ) -> StructuredOutputs | None:  # fmt: skip
     """What an output must keep to in which the model may call.  `strict`: the functions that are."""
     try:
         if shape is not None:
             functions = _closed(functions, strict)
-            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, most=most or DEFAULT_CALLS)
+            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, max_calls=max_calls or DEFAULT_CALLS)
         if not strict or form.bare:  # of bare calls nobody could tell which text begins one
             return None
-        known = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
-        return forcing.text_or_calls(form, known, tokenizer, parallel=most != 1)
-    except forcing.Unforceable as error:
+        schemas = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
+        return forcing.text_or_calls(form, schemas, tokenizer, parallel=max_calls != 1)
+    except forcing.NotExpressible as error:
         field = "tools" if shape is None else shape.field
         what = "tools: strict functions" if shape is None else f"{field} and tools"
         words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
@@ -217,7 +217,7 @@ def _closed(functions: Functions, strict: Collection[str]) -> Functions:
     return closed
 
 
-class Read(msgspec.Struct):
+class ParsedDelta(msgspec.Struct):
     """What a delta or a whole answer says."""
 
     content: str
@@ -225,45 +225,45 @@ class Read(msgspec.Struct):
     calls: list[ToolCall]
 
 
-def call_id(key: str, index: int, place: int) -> str:
+def call_id(key: str, index: int, call_index: int) -> str:
     """Of a call of a choice: nine letters, as Mistral's templates demand, and the same whoever reads the answer."""
-    digest = hashlib.sha256(f"{key}-{index}-{place}".encode()).digest()
+    digest = hashlib.sha256(f"{key}-{index}-{call_index}".encode()).digest()
     return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
 
 
-class Reader:
+class OutputParser:
     """The choices of one reply.  `key`: of the request, which calls are named after."""
 
-    def __init__(self, reading: Reading, key: str, *, inside: bool) -> None:
+    def __init__(self, reading: OutputFormat, key: str, *, inside: bool) -> None:
         self._reading = reading
         self._key = key
         self._inside = inside
         self._parsers: dict[int, Parser] = {}
 
-    def read(self, completion: ChoiceOutput) -> Read:
+    def read(self, completion: ChoiceOutput) -> ParsedDelta:
         """The next part of its choice."""
         index = completion.index
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = Parser(self._reading, inside=self._inside)
-        place = parser.num_calls - 1
+        call_index = parser.num_calls - 1
         texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         calls: list[tuple[ToolCall, list[str]]] = []
         for kind, text in parser.push(completion.text or "", completion.finish_reason is not None):
             if kind == "call":
-                place += 1
+                call_index += 1
                 name = Function(text)
-                own = call_id(self._key, index, place)
-                calls.append((ToolCall(index=place, id=own, type="function", function=name), []))
+                new_id = call_id(self._key, index, call_index)
+                calls.append((ToolCall(index=call_index, id=new_id, type="function", function=name), []))
             elif kind == "arguments":
                 if not calls:
-                    calls.append((ToolCall(index=place, function=Function()), []))
+                    calls.append((ToolCall(index=call_index, function=Function()), []))
                 calls[-1][1].append(text)
             else:
                 texts[kind].append(text)
         for call, arguments in calls:
             call.function.arguments = "".join(arguments)
-        return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
+        return ParsedDelta("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
     def finish_reason(self, completion: ChoiceOutput) -> str | None:
         """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole, and the model

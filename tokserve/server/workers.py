@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from tokserve.server.watch import Watch
+from tokserve.server.disconnect import CancelOnDisconnect
 
 T = TypeVar("T")
 SMALL = 1 << 15  # bytes up to which work is done at once
@@ -27,7 +27,7 @@ RECENT = 64  # ended pieces of work that are remembered
 TRIM_SECONDS = 1.0  # between the end of large work and the return of free memory to the system
 
 
-class Work(NamedTuple):
+class FinishedWork(NamedTuple):
     """A piece of work that has ended, with its times by `time.monotonic`."""
 
     route: str
@@ -35,12 +35,12 @@ class Work(NamedTuple):
     end: float
 
 
-class Log:
+class WorkLog:
     """Which routes worked in threads, and when.  Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[str, float]] = {}
-        self._ended: deque[Work] = deque(maxlen=RECENT)
+        self._ended: deque[FinishedWork] = deque(maxlen=RECENT)
         self._count = 0
 
     def run(self, route: str, work: Callable[[], T]) -> T:
@@ -52,7 +52,7 @@ class Log:
             return work()
         finally:
             del self._running[key]
-            self._ended.append(Work(route, start, time.monotonic()))
+            self._ended.append(FinishedWork(route, start, time.monotonic()))
 
     def during(self, start: float, end: float) -> list[str]:
         """The routes that worked at any time between `start` and `end`."""
@@ -61,7 +61,7 @@ class Log:
         return list(dict.fromkeys(running + ended))
 
 
-LOG = Log()
+WORK_LOG = WorkLog()
 _medium = ThreadPoolExecutor(2, "tokserve-work")
 _large = ThreadPoolExecutor(2, "tokserve-large-work")
 _trims: set[asyncio.TimerHandle] = set()
@@ -74,7 +74,7 @@ async def off_loop(request: Request, size: int, work: Callable[[], T]) -> T:
     """
     if size < SMALL:
         return work()
-    async with Watch(request.receive):
+    async with CancelOnDisconnect(request.receive):
         return await run(size, work)
     raise AssertionError("a watch ends with a result or an exception")
 
@@ -85,7 +85,7 @@ async def run(size: int, work: Callable[[], T]) -> T:
     route, context = task.get_name() if task else "", copy_context()
     pool = _medium if size < LARGE else _large
     try:
-        return await loop.run_in_executor(pool, lambda: context.run(LOG.run, route, work))
+        return await loop.run_in_executor(pool, lambda: context.run(WORK_LOG.run, route, work))
     finally:
         if size >= TRIMMED:
             trim_soon()

@@ -108,8 +108,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
         self._tokenizer = tokenizer
-        own = tokenizer.chat_template if override is None else _read(override)
-        self._templates = {"default": own} if isinstance(own, str) else own or {}
+        template = tokenizer.chat_template if override is None else _read_template(override)
+        self._templates = {"default": template} if isinstance(template, str) else template or {}
         for name, source in self._templates.items():
             try:
                 _compile(source)
@@ -202,7 +202,7 @@ class ChatTemplate:
                 message["content"] = _joined(message["content"])
         if mark:
             content = _marked_content(chat, mark)
-        rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        rendered = _render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError(NO_TOOLS, field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
@@ -232,7 +232,7 @@ class ChatTemplate:
         return self._templates[name]
 
 
-def _read(override: str) -> str:
+def _read_template(override: str) -> str:
     """The template: `override` itself, or the contents of the file of this name."""
     if "{" in override or "\n" in override:
         return override
@@ -242,7 +242,7 @@ def _read(override: str) -> str:
         raise StartError(f"option chat_template: {override!r} cannot be read: {error}") from error
 
 
-def _run(source: str, variables: dict[str, Any], field: str) -> str:
+def _render(source: str, variables: dict[str, Any], field: str) -> str:
     try:
         return _compile(source).render(variables)
     except _Refusal as error:
@@ -263,7 +263,7 @@ def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], 
     chat = [message, *other] if role == "system" else [*(other if role == "assistant" else []), message]
     nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
     try:
-        rendered = _run(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
+        rendered = _render(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
     except RequestError:
         return False
     list_printed = re.search(r"""["']type["']""", rendered)
@@ -284,7 +284,7 @@ def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, 
     def rendered(content: dict[str, str | None]) -> str | None:
         message = {"role": "assistant", **content} | ({"tool_calls": [SAMPLE_CALL]} if calls else {})
         try:
-            return _run(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
+            return _render(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
         except RequestError:
             return None
 
@@ -303,18 +303,18 @@ def _joined(content: str | list[dict[str, str]]) -> str:
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
     """A copy as templates expect it: text or parts of text, no nulls (a null content is absent), tool arguments as
     objects, reasoning under the names that templates read."""
-    where = f"messages[{index}]"
+    field = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object", field=where)
+        raise RequestError(f"{field} must be an object", field=field)
     if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}.role must be a string", field=f"{where}.role")
+        raise RequestError(f"{field}.role must be a string", field=f"{field}.role")
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        texts = [part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content)]
+        texts = [part_text(f"{field}.content[{j}]", part) for j, part in enumerate(content)]
         plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
     elif not isinstance(content, str):
-        raise RequestError(f"{where}.content must be a string or a list of parts", field=f"{where}.content")
+        raise RequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -325,26 +325,26 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge developer and system messages into one system message at the start: most templates take no others."""
     if all(message["role"] != "developer" for message in chat):
         return chat
-    said = [message for message in chat if message["role"] in ("system", "developer")]
-    content = "\n\n".join(_joined(message["content"]) for message in said if message.get("content"))
+    instructions = [message for message in chat if message["role"] in ("system", "developer")]
+    content = "\n\n".join(_joined(message["content"]) for message in instructions if message.get("content"))
     rest = [message for message in chat if message["role"] not in ("system", "developer")]
     return [{"role": "system", "content": content}, *rest]
 
 
-def part_text(where: str, part: Any) -> str:
+def part_text(field: str, part: Any) -> str:
     """The text of a part of a content.  Raises RequestError naming `where` or what is wrong in it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"{where} must be an object", field=where)
+        raise RequestError(f"{field} must be an object", field=field)
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         code = "unsupported" if isinstance(kind, str) else None
         known = ", ".join(TEXT_PARTS)
-        raise RequestError(f"{where}.type must be text ({known}), got {kind!r}", field=f"{where}.type", code=code)
+        raise RequestError(f"{field}.type must be text ({known}), got {kind!r}", field=f"{field}.type", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
+        raise RequestError(f"{field}.{TEXT_PARTS[kind]} must be a string", field=f"{field}.{TEXT_PARTS[kind]}")
     return text
 
 

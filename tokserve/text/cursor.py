@@ -76,7 +76,7 @@ class Cursor:
         yield
         return True
 
-    def _settle(self) -> None:
+    def _discard(self) -> None:
         """Forget what was read: nothing goes back before this point."""
         self._text = self._text[self.at :]
         self.at = 0
@@ -118,32 +118,32 @@ class Cursor:
                 self.at = at
                 return ""
 
-    def until(self, markers: Markers, say: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
+    def until(self, markers: Markers, emit: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
         """Say the text up to a marker, and go past it; None: there is none.  `exact`: say white space before it too."""
         while True:
-            found = markers.find(self._text, self.at)
-            end = found.start() if found else markers.safe(self._text, self.at)
-            if self._final and not found:
+            match = markers.find(self._text, self.at)
+            end = match.start() if match else markers.safe(self._text, self.at)
+            if self._final and not match:
                 end = len(self._text)
             elif not exact:
                 end = self.at + len(self._text[self.at : end].rstrip())
-            say(self._text[self.at : end])
-            if found:
-                self.gap = self._text[end : found.start()]
-                self.at = found.end()
-                return found.group()
+            emit(self._text[self.at : end])
+            if match:
+                self.gap = self._text[end : match.start()]
+                self.at = match.end()
+                return match.group()
             self.at = end
-            self._settle()
+            self._discard()
             if not (yield from self._more()):
                 return None
 
-    def object(self, say: Callable[[str], None] | None) -> Steps[str | None]:
+    def object(self, emit: Callable[[str], None] | None) -> Steps[str | None]:
         """The JSON object that comes next: passed to `say` as it arrives, else returned; None: it has no end."""
         depth, inside, at = 0, False, self.at
         while True:
-            while found := (_IN_STRING if inside else _OUTSIDE).search(self._text, at):
-                at = found.end()
-                match found.group():
+            while match := (_IN_STRING if inside else _OUTSIDE).search(self._text, at):
+                at = match.end()
+                match match.group():
                     case "\\":
                         at += 1
                     case '"':
@@ -155,16 +155,16 @@ class Cursor:
                 if depth == 0:
                     text = self._text[self.at : at]
                     self.at = at
-                    if say is None:
+                    if emit is None:
                         return text
-                    say(text)
+                    emit(text)
                     return ""
             at = max(at, len(self._text))
-            if say is not None:
-                say(self._text[self.at :])
+            if emit is not None:
+                emit(self._text[self.at :])
                 at -= len(self._text)
                 self.at = len(self._text)
-                self._settle()
+                self._discard()
             if not (yield from self._more()):
                 self.at = len(self._text)
                 return None
@@ -175,9 +175,9 @@ class Cursor:
             return None
         at = self.at + 1
         while True:
-            while found := _IN_STRING.search(self._text, at):
-                at = found.end()
-                if found.group() == '"':
+            while match := _IN_STRING.search(self._text, at):
+                at = match.end()
+                if match.group() == '"':
                     text = self._text[self.at : at]
                     self.at = at
                     try:

@@ -82,7 +82,7 @@ class _WindowStream:
         ready = len(self._pending)
         while ready and self._pending[ready - 1] in self._tokenizer.byte_ids:
             ready -= 1
-        return self._settle(ready, final=False) if ready else ""
+        return self._flush(ready, final=False) if ready else ""
 
     def _join_special(self, token: int) -> str:
         """One token; consecutive added tokens are joined without spaces."""
@@ -93,7 +93,7 @@ class _WindowStream:
             return text
         return self._extend([token])
 
-    def _settle(self, ready: int, final: bool) -> str:
+    def _flush(self, ready: int, final: bool) -> str:
         window = self._anchor + self._pending[:ready]
         text = self._decode(window)
         unfinished = not final and text.endswith("\ufffd") and not self._tokenizer.byte_ids
@@ -113,7 +113,7 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def finish(self) -> str:
-        return self._settle(len(self._pending), final=True) if self._pending else ""
+        return self._flush(len(self._pending), final=True) if self._pending else ""
 
     def mark(self) -> Any:
         return self._anchor, self._anchor_len, list(self._pending)
@@ -179,13 +179,13 @@ class Detokenizer:
             self._floor = len(text)
         if final:
             text += self._stream.finish()
-        found = self._stop.find(text, self._floor)
-        if found is None:
+        match = self._stop.find(text, self._floor)
+        if match is None:
             cut = len(text) if final else self._stop.safe(text)
             self._held = text[cut:]
             self._floor = max(0, self._floor - cut)
             return text[:cut], None
-        begin, end = found
+        begin, end = match
         self._stream.rewind(start)
         index = first + self._completing(ids, end - len(self._held))
         self.hit = StopHit(text[begin:end], max(index, 0))

@@ -120,11 +120,11 @@ class Tokenizer:
         longest = max(max(sizes, default=1), max(map(len, map(str.encode, added)), default=1))
         return longest if self.is_byte_level and self._backend.normalizer is None else longest * SLACK
 
-    def check_fits(self, text: str, context: int, field: str, least: int = 0) -> None:
+    def check_fits(self, text: str, context: int, field: str, min_bytes: int = 0) -> None:
         """Raise `RequestError` naming `field` for a text of more bytes than `context` tokens can have, and `least`."""
-        if 4 * len(text) <= max(context, least):  # a character has at most 4 bytes, and a token at least one
+        if 4 * len(text) <= max(context, min_bytes):  # a character has at most 4 bytes, and a token at least one
             return
-        bound = max(least, context * self.bytes_per_token)
+        bound = max(min_bytes, context * self.bytes_per_token)
         size = len(text) if len(text) > bound else len(text.encode("utf-8", "surrogatepass"))
         if size > bound:
             raise RequestError(
@@ -135,8 +135,8 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int | None:
         """The id of the token spelled `token` in the vocabulary."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
@@ -159,8 +159,8 @@ class Tokenizer:
 
     def spelling(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`), None if there is no such id."""
-        found: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
-        return found
+        text: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
+        return text
 
     def token(self, token: int) -> str:
         """The text of one token inside a text; part of a character becomes U+FFFD."""
@@ -227,8 +227,8 @@ def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | Non
             case {"type": "Metaspace", "replacement": str(mark)}:
                 spelled = spelled.replace(mark, " ")
             case {"type": "ByteFallback"}:
-                found = _BYTE_TOKEN.fullmatch(spelled)
-                byte = bytes.fromhex(found[1]) if found else None
+                match = _BYTE_TOKEN.fullmatch(spelled)
+                byte = bytes.fromhex(match[1]) if match else None
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Strip", "stop": 0} if fused:
@@ -240,14 +240,14 @@ def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | Non
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`NAMED_TOKENS`, which may be strings or objects with a content."""
-    found = {}
+    named = {}
     for name in NAMED_TOKENS:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
+            named[name] = value
+    return named
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
@@ -277,16 +277,16 @@ def _texts(value: Any) -> list[str]:
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     """The template files, or else tokenizer_config.json's template or list of named templates."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     paths = [("default", directory / "chat_template.jinja")]
     paths += [(path.stem, path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
     try:
-        found = {name: path.read_text(encoding="utf-8") for name, path in paths if path.is_file()}
+        templates = {name: path.read_text(encoding="utf-8") for name, path in paths if path.is_file()}
     except (OSError, ValueError) as error:
         raise StartError(f"a chat template of {directory} cannot be read: {error}") from error
     value = config.get("chat_template")
-    if not found and isinstance(value, list):
-        found = {str(entry["name"]): str(entry["template"]) for entry in value}
-    elif not found and isinstance(value, str):
-        found = {"default": value}
-    return found["default"] if list(found) == ["default"] else found or None
+    if not templates and isinstance(value, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in value}
+    elif not templates and isinstance(value, str):
+        templates = {"default": value}
+    return templates["default"] if list(templates) == ["default"] else templates or None

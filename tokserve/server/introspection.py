@@ -22,7 +22,7 @@ FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """A served model, as OpenAI lists it."""
 
     id: str
@@ -37,7 +37,7 @@ class Model(msgspec.Struct):
 class ModelList(msgspec.Struct):
     """All names the server answers to."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: str = "list"
 
 
@@ -105,12 +105,12 @@ async def model(serving: Serving, request: Request) -> Response:
     return body.reply(request, _model(serving, name))
 
 
-def _model(serving: Serving, name: str) -> Model:
-    created, length = serving.place.created, serving.llm.ready.max_model_len
+def _model(serving: Serving, name: str) -> ModelCard:
+    created, length = serving.api_process.created, serving.llm.ready.max_model_len
     if name in serving.names:
-        return Model(name, created, serving.config.model.model, length)
+        return ModelCard(name, created, serving.config.model.model, length)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
-    return Model(name, created, path, length, parent=serving.name)
+    return ModelCard(name, created, path, length, parent=serving.name)
 
 
 async def load(serving: Serving, request: Request) -> Response:
@@ -122,25 +122,25 @@ async def load(serving: Serving, request: Request) -> Response:
     )
 
 
-async def scrape(serving: Serving, request: Request) -> Response:
+async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     """GET /metrics"""
     await serving.llm.refresh(FRESH_SECONDS)
     return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
-async def about(serving: Serving, request: Request) -> Response:
+async def server_info(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
-    wanted = request.query_params.get("config_format")
-    if wanted not in (None, "json", "text"):
+    config_format = request.query_params.get("config_format")
+    if config_format not in (None, "json", "text"):
         raise RequestError("config_format must be json or text", field="config_format")
-    config, status = _shown(serving.config), serving.llm.status
-    theirs = {} if wanted is None else {"vllm_config": _as_vllm(serving, config, wanted)}
+    config, status = _without_secrets(serving.config), serving.llm.status
+    vllm_config = {} if config_format is None else {"vllm_config": _as_vllm(serving, config, config_format)}
     return body.reply(
         request,
         {
             "config": config,
-            **theirs,
-            "api_server": serving.place.index,
+            **vllm_config,
+            "api_server": serving.api_process.index,
             "facts": serving.llm.ready.facts,
             "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
@@ -153,7 +153,7 @@ async def about(serving: Serving, request: Request) -> Response:
     )  # fmt: skip
 
 
-def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
+def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
     """The configuration under the names that vLLM's clients read from its `VllmConfig`."""
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
     named = {
@@ -163,22 +163,22 @@ def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
         "parallel_config": alone,
         "weight_transfer_config": config["weights"]["weight_transfer_config"],
     }
-    return named if wanted == "json" else str(named)
+    return named if config_format == "json" else str(named)
 
 
-def _shown(config: Any) -> dict[str, Any]:
+def _without_secrets(config: Any) -> dict[str, Any]:
     groups: dict[str, Any] = msgspec.to_builtins(config)
     for name in ("api_key", "admin_api_key"):
         groups["server"][name] = len(groups["server"][name] or [])
     return groups
 
 
-async def describe(serving: Serving, request: Request) -> Response:
+async def openapi_schema(serving: Serving, request: Request) -> Response:
     """GET /openapi.json"""
     return body.reply(request, request.app.openapi())
 
 
-async def no_text(serving: Serving, request: Request) -> Response:
+async def refuse_text_route(serving: Serving, request: Request) -> Response:
     """404, for the text routes of a tokens-only server"""
     raise NotFound(
         f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "

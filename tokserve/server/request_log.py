@@ -17,7 +17,7 @@ from tokserve.server.generation import Generation
 logger = logging.getLogger(__name__)
 
 
-class Journal:
+class RequestLog:
     """The observer of one request that logs it."""
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Journal:
         """Log the beginning."""
         self._generation = generation
         usage = generation.usage()
-        _say(
+        _log_event(
             "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
             max_tokens=params.max_tokens,
         )  # fmt: skip
 
     def refused(self, error: RequestError) -> None:
         """Log a refusal; nothing else is logged for the request."""
-        _say("refused", status=error.status, code=error.code, field=error.field)
+        _log_event("refused", status=error.status, code=error.code, field=error.field)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """Count for the last line."""
@@ -55,14 +55,14 @@ class Journal:
         if self._generation is None:
             return
         usage = self._generation.usage()
-        _say(
+        _log_event(
             "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,
             queued=round(self._queued, 6), first_token=round(self._first, 6), total=round(self._total, 6),
         )  # fmt: skip
 
 
-def _say(event: str, **fields: Any) -> None:
+def _log_event(event: str, **fields: Any) -> None:
     words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)
     logger.info("request %s: %s", event, words, extra={"fields": {"event": f"request_{event}"} | fields})
 

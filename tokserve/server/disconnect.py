@@ -1,4 +1,4 @@
-"""Cancels the work for a request when its client disconnects.  Must not know what the work is."""
+"""Cancels the work for a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import asyncio
 from starlette.types import Receive
 
 
-class Gone(Exception):
-    """The client has disconnected; nobody reads the response."""
+class ClientDisconnected(Exception):
+    """The client has disconnected: a response would not be read."""
 
 
-class Watch:
-    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
+class CancelOnDisconnect:
+    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `ClientDisconnected`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -34,4 +34,4 @@ class Watch:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watcher.cancel()
         if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Gone
+            raise ClientDisconnected

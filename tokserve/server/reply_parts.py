@@ -15,35 +15,35 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokserve.server import body, workers
-from tokserve.server.watch import Gone, Watch
+from tokserve.server.disconnect import CancelOnDisconnect, ClientDisconnected
 
 MARK = b"\0"  # no JSON contains it
 PART = 4096  # values in a part of a list: a few milliseconds of work
 
-Fill = Callable[[], Iterator[bytes]]
+PartEncoder = Callable[[], Iterator[bytes]]
 
 
-class Holes:
+class DeferredParts:
     """The parts of one reply that are made later."""
 
     def __init__(self) -> None:
-        self._fills: list[Fill] = []
+        self._encoders: list[PartEncoder] = []
 
-    def put(self, fill: Fill) -> Raw:
+    def defer(self, encoder: PartEncoder) -> Raw:
         """A value whose JSON `fill` makes, in parts."""
-        self._fills.append(fill)
-        return Raw(MARK + str(len(self._fills) - 1).encode() + MARK)
+        self._encoders.append(encoder)
+        return Raw(MARK + str(len(self._encoders) - 1).encode() + MARK)
 
-    def filled(self, json: bytes) -> Iterator[bytes]:
+    def encode(self, json: bytes) -> Iterator[bytes]:
         """The whole JSON, in parts."""
-        for place, part in enumerate(json.split(MARK)):
-            if place % 2:
-                yield from self._fills[int(part)]()
+        for index, part in enumerate(json.split(MARK)):
+            if index % 2:
+                yield from self._encoders[int(part)]()
             else:
                 yield part
 
 
-def whole(make: Callable[[], Any]) -> Fill:
+def single_part(make: Callable[[], Any]) -> PartEncoder:
     """A value in one part."""
 
     def fill() -> Iterator[bytes]:
@@ -52,7 +52,7 @@ def whole(make: Callable[[], Any]) -> Fill:
     return fill
 
 
-def listed(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Iterator[bytes]:
+def encode_list(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Iterator[bytes]:
     """A list of `count` entries of about `width` values, in parts; `make` makes those from one place to another."""
     step = max(1, PART // (width + 1))
     yield b"["
@@ -62,7 +62,7 @@ def listed(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Ite
     yield b"]"
 
 
-class FilledReply(Response):
+class PartedResponse(Response):
     """A 200 with JSON that is made while it is sent.  A client that disconnects ends it."""
 
     def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
@@ -74,11 +74,11 @@ class FilledReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with Watch(receive):
+            async with CancelOnDisconnect(receive):
                 while part := await workers.run(workers.LARGE, partial(_joined, self._parts)):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except Gone:
+        except ClientDisconnected:
             pass
 
 

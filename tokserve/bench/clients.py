@@ -23,7 +23,7 @@ PATHS: dict[Backend, str] = {
 FAILED = ("error", "abort", "deadline")  # finish reasons of a request that was not served to its end
 
 
-class Delta(msgspec.Struct):
+class MessageText(msgspec.Struct):
     """A piece of a chat message, or all of it."""
 
     content: str | None = None
@@ -35,36 +35,36 @@ class Delta(msgspec.Struct):
         return self.content or self.reasoning_content or self.reasoning or ""
 
 
-class Choice(msgspec.Struct):
+class ReplyChoice(msgspec.Struct):
     """The union of the three routes' choices."""
 
     index: int = 0
     token_ids: list[int] | None = None
     text: str | None = None
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: MessageText | None = None
+    message: MessageText | None = None
     finish_reason: str | None = None
 
 
-class PromptDetails(msgspec.Struct):
+class ReplyPromptDetails(msgspec.Struct):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReplyUsage(msgspec.Struct):
     """The server's own counts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: ReplyPromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
+class ReplyChunk(msgspec.Struct):
     """An event of a stream, or a whole reply."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ReplyChoice] = []
+    usage: ReplyUsage | None = None
     error: msgspec.Raw | None = None
 
 
@@ -120,7 +120,7 @@ class EventLines:
 
 
 @dataclass(slots=True)
-class Reply:
+class ReceivedReply:
     """One request's reply as it comes in.  Times are the caller's clock in seconds.
 
     A delivery is an event in which a choice received tokens: `first` is the first of all, `gaps` the times between
@@ -130,7 +130,7 @@ class Reply:
     shape: RequestShape
     first: float | None = None
     gaps: list[float] = field(default_factory=list)
-    usage: Usage | None = None
+    usage: ReplyUsage | None = None
     counted: int = 0  # token ids received
     finished: dict[int, str] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)  # of choice 0
@@ -152,7 +152,7 @@ class Reply:
         for choice in chunk.choices:
             self._take_choice(choice, now)
 
-    def _take_choice(self, choice: Choice, now: float) -> None:
+    def _take_choice(self, choice: ReplyChoice, now: float) -> None:
         index, ids = choice.index, choice.token_ids or ()
         message = choice.delta or choice.message
         text = message.text() if message else choice.text or ""
@@ -199,10 +199,10 @@ class Reply:
         return sum(self._latest[i] - self._begun[i] for i in self._begun) / later
 
 
-_DECODER = msgspec.json.Decoder(Chunk)
+_DECODER = msgspec.json.Decoder(ReplyChunk)
 
 
-class Memory:
+class ConversationHistory:
     """A conversation so far, in the form that the backend wants."""
 
     def __init__(self, backend: Backend) -> None:
@@ -210,7 +210,7 @@ class Memory:
         self._messages: list[dict[str, str]] = []
         self._prompt: Prompt | None = None
 
-    def ask(self, new: Prompt) -> Any:
+    def next_prompt(self, new: Prompt) -> Any:
         """The whole prompt of the next turn, which adds `new`."""
         if self._backend == "openai-chat":
             self._messages.append({"role": "user", "content": str(new)})
@@ -220,7 +220,7 @@ class Memory:
         self._prompt = new if self._prompt is None else joined(self._prompt, new)
         return self._prompt
 
-    def hear(self, reply: Reply) -> None:
+    def add_reply(self, reply: ReceivedReply) -> None:
         """Append choice 0 of the reply."""
         text = "".join(reply.output_text)
         if self._backend == "openai-chat":

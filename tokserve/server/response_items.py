@@ -15,16 +15,16 @@ import msgspec
 
 from tokserve.errors import RequestError
 from tokserve.server import errors, tools
-from tokserve.server.logprobs import Entry, Place
+from tokserve.server.logprobs import ChatLogprob, TextOffset
 from tokserve.text.chat import part_text
 from tokserve.text.parsing import Parser
 
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = ("user", "assistant", "system", "developer")
-Tell = Callable[[str, dict[str, Any]], None]  # an event: its name without "response.", and its fields
+EmitEvent = Callable[[str, dict[str, Any]], None]  # an event: its name without "response.", and its fields
 
 
-class Conversation:
+class InputMessages:
     """An input as messages.  `places`: what in the body each comes from.
 
     What an assistant said in one turn is one message, as chat has it: reasoning, then text, then calls.
@@ -32,83 +32,83 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.fields: list[str] = []
         self._turn: dict[str, Any] | None = None  # the assistant's, while it may go on
 
-    def say(self, where: str, message: dict[str, Any]) -> None:
+    def append(self, field: str, message: dict[str, Any]) -> None:
         """A message of its own."""
         self.messages.append(message)
-        self.places.append(where)
+        self.fields.append(field)
         self._turn = None
 
-    def add(self, where: str, item: Any) -> None:
+    def add(self, field: str, item: Any) -> None:
         """The next item.  Raises RequestError naming `where`, or what is wrong in it."""
         if not isinstance(item, dict):
-            raise RequestError(f"{where} must be an object", field=where)
+            raise RequestError(f"{field} must be an object", field=field)
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            self._message(where, item)
+            self._message(field, item)
         elif kind == "reasoning":
-            self._reasoning(where, item)
+            self._reasoning(field, item)
         elif kind == "function_call":
-            function = {"name": _string(where, item, "name"), "arguments": _string(where, item, "arguments")}
-            call = {"id": _string(where, item, "call_id"), "type": "function", "function": function}
-            self._assistant(where, calls=True).setdefault("tool_calls", []).append(call)
+            function = {"name": _string(field, item, "name"), "arguments": _string(field, item, "arguments")}
+            call = {"id": _string(field, item, "call_id"), "type": "function", "function": function}
+            self._assistant(field, calls=True).setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _content(f"{where}.output", item.get("output"))
-            self.say(where, {"role": "tool", "tool_call_id": _string(where, item, "call_id"), "content": content})
+            content = _content(f"{field}.output", item.get("output"))
+            self.append(field, {"role": "tool", "tool_call_id": _string(field, item, "call_id"), "content": content})
         elif kind is None:
-            raise RequestError(f"{where}.type is required", field=f"{where}.type")
+            raise RequestError(f"{field}.type is required", field=f"{field}.type")
         else:
             reason = "nothing is stored" if kind == "item_reference" else f"it takes {', '.join(KINDS)}"
-            errors.refuse_unsupported(f"{where}.type", kind, reason=reason)
+            errors.refuse_unsupported(f"{field}.type", kind, reason=reason)
 
-    def _message(self, where: str, item: dict[str, Any]) -> None:
+    def _message(self, field: str, item: dict[str, Any]) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", field=f"{where}.role")
-        content = _content(f"{where}.content", item.get("content"))
+            raise RequestError(f"{field}.role must be one of {', '.join(ROLES)}", field=f"{field}.role")
+        content = _content(f"{field}.content", item.get("content"))
         if role != "assistant":
-            self.say(where, {"role": role, "content": content})
+            self.append(field, {"role": role, "content": content})
             return
-        turn = self._assistant(where)
+        turn = self._assistant(field)
         turn["content"] = _parts(turn["content"]) + _parts(content) if "content" in turn else content
 
-    def _reasoning(self, where: str, item: dict[str, Any]) -> None:
+    def _reasoning(self, field: str, item: dict[str, Any]) -> None:
         """Its text, or else its summary; one that is only encrypted says nothing here."""
         name = "content" if item.get("content") else "summary"
         parts = item.get(name) or []
         if not isinstance(parts, list):
-            raise RequestError(f"{where}.{name} must be a list of parts", field=f"{where}.{name}")
-        texts = [_string(f"{where}.{name}[{i}]", part, "text") for i, part in enumerate(parts)]
+            raise RequestError(f"{field}.{name} must be a list of parts", field=f"{field}.{name}")
+        texts = [_string(f"{field}.{name}[{i}]", part, "text") for i, part in enumerate(parts)]
         if any(texts):
-            turn = self._assistant(where)
+            turn = self._assistant(field)
             turn["reasoning"] = "\n".join(([turn["reasoning"]] if "reasoning" in turn else []) + texts)
 
-    def _assistant(self, where: str, *, calls: bool = False) -> dict[str, Any]:
+    def _assistant(self, field: str, *, calls: bool = False) -> dict[str, Any]:
         """The assistant's turn.  One that has come to its text goes on with calls, and with what follows these."""
         turn = self._turn
         if turn is None or ("content" in turn and "tool_calls" not in turn and not calls):
             turn = {"role": "assistant"}
-            self.say(where, turn)
+            self.append(field, turn)
             self._turn = turn
         return turn
 
 
-def _string(where: str, item: Any, name: str) -> str:
+def _string(field: str, item: Any, name: str) -> str:
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
-        raise RequestError(f"{where}.{name} must be a string", field=f"{where}.{name}")
+        raise RequestError(f"{field}.{name} must be a string", field=f"{field}.{name}")
     return value
 
 
-def _content(where: str, content: Any) -> str | list[dict[str, str]]:
+def _content(field: str, content: Any) -> str | list[dict[str, str]]:
     """As chat has it.  A list of one part is its text, as which most templates take it."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of parts", field=where)
-    texts = [part_text(f"{where}[{i}]", part) for i, part in enumerate(content)]
+        raise RequestError(f"{field} must be a string or a list of parts", field=field)
+    texts = [part_text(f"{field}[{i}]", part) for i, part in enumerate(content)]
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
@@ -121,7 +121,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Entry] = []
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -130,7 +130,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     text: str = ""
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     """What the assistant says."""
 
     id: str
@@ -139,7 +139,7 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     content: list[OutputText] = []
 
 
-class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
     """What it thought before."""
 
     id: str
@@ -148,7 +148,7 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True)
     content: list[ReasoningText] = []
 
 
-class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
     """A call, with JSON text as arguments."""
 
     id: str
@@ -158,95 +158,99 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_onl
     arguments: str = ""
 
 
-Item = Message | Reasoning | FunctionCall
+Item = OutputMessage | ReasoningItem | FunctionCallItem
 
 
-class Token(NamedTuple):
+class OutputToken(NamedTuple):
     """A token of an answer: how many characters it completes, and its logprobs if they are asked for."""
 
     length: int
-    entry: Entry | None
+    entry: ChatLogprob | None
 
 
-class _Cuts:
+class _TokenSplitter:
     """An answer's text, cut where its tokens end, so that each is known by what the reading made of it."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._due: deque[tuple[int, Token]] = deque()  # where a token ends, of those whose text is not there yet
+    def __init__(self, offset: TextOffset) -> None:
+        self._position = offset
+        self._waiting: deque[tuple[int, OutputToken]] = (
+            deque()
+        )  # where a token ends, of those whose text is not there yet
         self._text = ""  # the rest, whose text is not complete
         self._at = 0  # where that begins
 
     def push(
-        self, text: str, token_ids: Sequence[int], entries: Sequence[Entry] | None, final: bool
-    ) -> Iterator[tuple[str, list[Token]]]:
+        self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, final: bool
+    ) -> Iterator[tuple[str, list[OutputToken]]]:
         """The pieces that are complete now; `final`: all there are, with all the tokens."""
         text, at = self._text + text, self._at
         for i, token_id in enumerate(token_ids):
-            before = self._place.offset
-            self._place.add(token_id)
-            self._due.append((self._place.offset, Token(self._place.offset - before, entries[i] if entries else None)))
+            before = self._position.offset
+            self._position.add(token_id)
+            self._waiting.append(
+                (self._position.offset, OutputToken(self._position.offset - before, entries[i] if entries else None))
+            )
         begin = 0
-        while self._due and self._due[0][0] - at <= len(text):
-            end, token = self._due.popleft()
+        while self._waiting and self._waiting[0][0] - at <= len(text):
+            end, token = self._waiting.popleft()
             yield text[begin : end - at], [token]
             begin = end - at
-        if final or not self._due:
-            yield text[begin:], [token for _, token in self._due]
+        if final or not self._waiting:
+            yield text[begin:], [token for _, token in self._waiting]
             begin = len(text)
-            self._due.clear()
+            self._waiting.clear()
         self._text, self._at = text[begin:], at + begin
 
 
-class _Growing:
+class _OpenItem:
     """The item that is being written, and its events."""
 
-    def __init__(self, kind: str, item: Item, place: int, tell: Tell) -> None:
+    def __init__(self, kind: str, item: Item, index: int, emit: EmitEvent) -> None:
         self.kind = kind
         self.item = item
         self._texts: list[str] = []
-        self._place: dict[str, Any] = {"item_id": item.id, "output_index": place}
-        self._tell = tell
-        tell("output_item.added", {"output_index": place, "item": item})
-        if isinstance(item, FunctionCall):
+        self._position: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        self._emit = emit
+        emit("output_item.added", {"output_index": index, "item": item})
+        if isinstance(item, FunctionCallItem):
             self._name = "function_call_arguments"
             return
-        self._place["content_index"] = 0
-        if isinstance(item, Message):
+        self._position["content_index"] = 0
+        if isinstance(item, OutputMessage):
             self._name, item.content = "output_text", [OutputText()]
         else:
             self._name, item.content = "reasoning_text", [ReasoningText()]
-        tell("content_part.added", self._place | {"part": item.content[0]})
+        emit("content_part.added", self._position | {"part": item.content[0]})
 
-    def add(self, text: str, tokens: Sequence[Token]) -> None:
+    def add(self, text: str, tokens: Sequence[OutputToken]) -> None:
         """More text, and tokens; only a message shows their logprobs."""
-        entries: list[Entry] = []
-        fields = {**self._place, "delta": text}
-        if isinstance(self.item, Message):
+        entries: list[ChatLogprob] = []
+        fields = {**self._position, "delta": text}
+        if isinstance(self.item, OutputMessage):
             entries = [token.entry for token in tokens if token.entry is not None]
             self.item.content[0].logprobs += entries
             fields["logprobs"] = entries
         if text or entries:
             self._texts.append(text)
-            self._tell(f"{self._name}.delta", fields)
+            self._emit(f"{self._name}.delta", fields)
 
     def close(self, status: str) -> None:
         """It is written."""
         item, text = self.item, "".join(self._texts)
-        if isinstance(item, FunctionCall):
+        if isinstance(item, FunctionCallItem):
             item.arguments = text
-            self._tell(f"{self._name}.done", self._place | {"name": item.name, "arguments": text})
+            self._emit(f"{self._name}.done", self._position | {"name": item.name, "arguments": text})
         else:
             part = item.content[0]
             part.text = text
-            more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
-            self._tell(f"{self._name}.done", self._place | {"text": text} | more)
-            self._tell("content_part.done", self._place | {"part": part})
+            logprobs = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
+            self._emit(f"{self._name}.done", self._position | {"text": text} | logprobs)
+            self._emit("content_part.done", self._position | {"part": part})
         item.status = status
-        self._tell("output_item.done", {"output_index": self._place["output_index"], "item": item})
+        self._emit("output_item.done", {"output_index": self._position["output_index"], "item": item})
 
 
-class Output:
+class OutputItems:
     """The items of one answer.  `key`: of the request, which they are named after.
 
     `place`: to tell tokens apart by; None: nobody asks whose they are.
@@ -255,46 +259,46 @@ class Output:
     and the arguments of a call is the call's.
     """
 
-    def __init__(self, key: str, parser: Parser, place: Place | None, tell: Tell) -> None:
+    def __init__(self, key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
         self.items: list[Item] = []
         self.reasoning_tokens = 0
         self._key = key
         self._parser = parser
-        self._cuts = None if place is None else _Cuts(place)
-        self._tell = tell
-        self._held: list[Token] = []  # whose text is not settled
-        self._open: _Growing | None = None
+        self._splitter = None if offset is None else _TokenSplitter(offset)
+        self._emit = emit
+        self._held: list[OutputToken] = []  # whose text is not settled
+        self._open: _OpenItem | None = None
         self._num_calls = 0
 
-    def push(self, text: str, token_ids: Sequence[int], entries: Sequence[Entry] | None, *, final: bool) -> None:
+    def push(self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, *, final: bool) -> None:
         """More of the answer.  `entries`: the tokens' logprobs, if they are shown."""
-        if self._cuts is None:
+        if self._splitter is None:
             self._read(text, False)
             return
-        for piece, tokens in self._cuts.push(text, token_ids, entries, final):
+        for piece, tokens in self._splitter.push(text, token_ids, entries, final):
             self._held += tokens
             self._read(piece, False)
 
     def end(self, *, complete: bool) -> None:
         """There is no more.  `complete`: it ended by itself.  An answer without anything is an empty message."""
         self._read("", True)
-        growing = self._open or self._begin("content")
-        self._grow(growing, "", self._held)
-        if growing.kind == "call":
+        open_item = self._open or self._begin("content")
+        self._extend(open_item, "", self._held)
+        if open_item.kind == "call":
             complete = complete and self._parser.complete
-        growing.close("completed" if complete else "incomplete")
+        open_item.close("completed" if complete else "incomplete")
 
     def _read(self, text: str, final: bool) -> None:
-        for kind, said in self._parser.push(text, final):
-            tokens, growing = self._own(kind, said), self._open
+        for kind, segment in self._parser.push(text, final):
+            tokens, open_item = self._tokens_of(kind, segment), self._open
             if kind == "call":
-                self._grow(self._begin(kind, name=said), "", tokens)
+                self._extend(self._begin(kind, name=segment), "", tokens)
                 continue
-            if growing is None or kind not in (growing.kind, "arguments"):
-                growing = self._begin(kind)
-            self._grow(growing, said, tokens)
+            if open_item is None or kind not in (open_item.kind, "arguments"):
+                open_item = self._begin(kind)
+            self._extend(open_item, segment, tokens)
 
-    def _own(self, kind: str, text: str) -> list[Token]:
+    def _tokens_of(self, kind: str, text: str) -> list[OutputToken]:
         """Those of the held tokens that a segment is made of.  Those before a new text belong to what was before."""
         held, self._held = self._held, []
         if self._open is None or kind in (self._open.kind, "call", "arguments"):
@@ -303,27 +307,27 @@ class Output:
         while first and (missing > 0 or not held[first - 1].length):
             first -= 1
             missing -= held[first].length
-        self._grow(self._open, "", held[:first])
+        self._extend(self._open, "", held[:first])
         return held[first:]
 
-    def _begin(self, kind: str, *, name: str = "") -> _Growing:
+    def _begin(self, kind: str, *, name: str = "") -> _OpenItem:
         if self._open is not None:
             self._open.close("completed")
-        place = len(self.items)
+        index = len(self.items)
         item: Item
         if kind == "call":
             call_id = tools.call_id(self._key, 0, self._num_calls)
             self._num_calls += 1
-            item = FunctionCall(id=f"fc_{self._key}-{place}", call_id=call_id, name=name)
+            item = FunctionCallItem(id=f"fc_{self._key}-{index}", call_id=call_id, name=name)
         elif kind == "reasoning":
-            item = Reasoning(id=f"rs_{self._key}-{place}")
+            item = ReasoningItem(id=f"rs_{self._key}-{index}")
         else:
-            item = Message(id=f"msg_{self._key}-{place}")
+            item = OutputMessage(id=f"msg_{self._key}-{index}")
         self.items.append(item)
-        self._open = _Growing(kind, item, place, self._tell)
+        self._open = _OpenItem(kind, item, index, self._emit)
         return self._open
 
-    def _grow(self, growing: _Growing, text: str, tokens: Sequence[Token]) -> None:
-        growing.add(text, tokens)
-        if growing.kind == "reasoning":
+    def _extend(self, open_item: _OpenItem, text: str, tokens: Sequence[OutputToken]) -> None:
+        open_item.add(text, tokens)
+        if open_item.kind == "reasoning":
             self.reasoning_tokens += len(tokens)

@@ -24,7 +24,7 @@ Value = Annotated[float, Meta(ge=-3e38, le=3e38)]
 NAME = "token_id:"
 
 
-class Alternative(msgspec.Struct):
+class ParsedAlternative(msgspec.Struct):
     """A token of the format "objects": `token_id`, or `token` "token_id:<id>"."""
 
     logprob: Value
@@ -33,26 +33,26 @@ class Alternative(msgspec.Struct):
     rank: Id | None = None
 
 
-class Entry(Alternative):
+class ParsedEntry(ParsedAlternative):
     """An output token."""
 
-    top_logprobs: list[Alternative] = []
+    top_logprobs: list[ParsedAlternative] = []
 
 
-class Objects(msgspec.Struct):
+class ParsedObjects(msgspec.Struct):
     """Format "objects"."""
 
-    content: list[Entry]
+    content: list[ParsedEntry]
 
 
-class Score(msgspec.Struct):
+class ParsedScore(msgspec.Struct):
     """A prompt token or an alternative to it."""
 
     logprob: Value
     rank: Id | None = None
 
 
-class Arrays(msgspec.Struct):
+class ParsedArrays(msgspec.Struct):
     """Format "arrays"."""
 
     token_logprobs: list[Value]
@@ -61,7 +61,7 @@ class Arrays(msgspec.Struct):
     top_logprobs: list[list[Value]]
 
 
-class Packed(msgspec.Struct):
+class ParsedColumns(msgspec.Struct):
     """Format "base64"."""
 
     token_logprobs: bytes
@@ -71,7 +71,7 @@ class Packed(msgspec.Struct):
     shape: tuple[Id, Id]
 
 
-class Row(NamedTuple):
+class ParsedRow(NamedTuple):
     """A token, the most probable others in order, and those that were asked for by id."""
 
     token_id: int
@@ -81,10 +81,10 @@ class Row(NamedTuple):
     named: dict[int, float]
 
 
-def output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
+def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
     """Logprobs of the tokens `ids` with `top` alternatives (None: as many as there are), then those `named`."""
     if isinstance(value, dict) and "content" in value:
-        entries = body.convert(value, Objects, field).content
+        entries = body.convert(value, ParsedObjects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
         if [row.token_id for row in rows] != list(ids):
             raise RequestError(f"{field}.content must be of the tokens in token_ids", field=f"{field}.content")
@@ -96,7 +96,7 @@ def output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int]
     return columns
 
 
-def prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
+def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
     """Logprobs of the prompt `ids`, with `top` alternatives (-1: as many as there are); None for a prompt without."""
     width = None if top == -1 else top
     if not isinstance(value, list):
@@ -107,39 +107,39 @@ def prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | N
     if len(value) != len(ids):
         raise RequestError(f"{field} must have an entry per prompt token", field=field)
     rows = []
-    for place, entry in enumerate(value):
+    for index, entry in enumerate(value):
         if entry is not None:
-            rows.append(_prompt_row(entry, ids[place], f"{field}[{place}]"))
+            rows.append(_prompt_row(entry, ids[index], f"{field}[{index}]"))
     return _columns(rows, width, (), field) if rows else None
 
 
-def _prompt_row(entry: Any, token_id: int, field: str) -> Row:
+def _prompt_row(entry: Any, token_id: int, field: str) -> ParsedRow:
     try:
-        scores = msgspec.convert(entry, dict[Id, Score], str_keys=True)
+        scores = msgspec.convert(entry, dict[Id, ParsedScore], str_keys=True)
     except msgspec.ValidationError as error:
         raise errors.from_msgspec(error, (), field) from None
-    own = scores.pop(token_id, None)
-    if own is None:
+    score = scores.pop(token_id, None)
+    if score is None:
         raise RequestError(f"{field} must have the prompt's own token {token_id}", field=field)
-    return Row(token_id, own.logprob, own.rank, [(i, score.logprob) for i, score in scores.items()], {})
+    return ParsedRow(token_id, score.logprob, score.rank, [(i, other.logprob) for i, other in scores.items()], {})
 
 
-def _row(entry: Entry, with_names: bool, field: str) -> Row:
+def _row(entry: ParsedEntry, with_names: bool, field: str) -> ParsedRow:
     """`with_names`: alternatives without a rank were asked for by id."""
-    own = _id(entry, field)
+    own_id = _id(entry, field)
     others, named = [], {}
-    for place, alternative in enumerate(entry.top_logprobs):
-        token_id = _id(alternative, f"{field}.top_logprobs[{place}]")
-        if token_id == own:
+    for index, alternative in enumerate(entry.top_logprobs):
+        token_id = _id(alternative, f"{field}.top_logprobs[{index}]")
+        if token_id == own_id:
             continue
         if with_names and alternative.rank is None:
             named[token_id] = alternative.logprob
         else:
             others.append((token_id, alternative.logprob))
-    return Row(own, entry.logprob, entry.rank, others, named)
+    return ParsedRow(own_id, entry.logprob, entry.rank, others, named)
 
 
-def _id(entry: Alternative, field: str) -> int:
+def _id(entry: ParsedAlternative, field: str) -> int:
     if entry.token_id is not None:
         return entry.token_id
     digits = entry.token.removeprefix(NAME)
@@ -148,54 +148,54 @@ def _id(entry: Alternative, field: str) -> int:
     return int(digits)
 
 
-def _columns(rows: list[Row], top: int | None, named: Sequence[int], field: str) -> Logprobs:
+def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field: str) -> Logprobs:
     width = _width(rows) if top is None else top
-    own, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
-    for place, row in enumerate(rows):
+    logprobs, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
+    for index, row in enumerate(rows):
         others = row.others
         if len(others) == width - 1:  # the token itself is the missing one
-            others = _with_itself(row)
+            others = _insert_token(row)
         if len(others) != width:
-            where = f"{field}[{place}]"
+            where = f"{field}[{index}]"
             raise RequestError(f"{where} must have {width} alternatives, got {len(others)}", field=where)
         known = {row.token_id: row.logprob, **dict(others), **row.named}
         for name in named:
             if name not in known:
-                where = f"{field}[{place}]"
+                where = f"{field}[{index}]"
                 raise RequestError(f"{where} lacks token {name} of logprob_token_ids", field=where)
-        own.append(row.logprob)
+        logprobs.append(row.logprob)
         ranks.append(row.rank or 0)
         ids.extend([*(token for token, _ in others), *named])
         values.extend([*(value for _, value in others), *(known[name] for name in named)])
-    return Logprobs(own.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
+    return Logprobs(logprobs.tobytes(), ranks.tobytes(), ids.tobytes(), values.tobytes(), width + len(named))
 
 
-def _with_itself(row: Row) -> list[tuple[int, float]]:
+def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
     """The others in their order, and the token in the place that its rank says, which equal logits share in the order
     of ids.  (Logits that differ may have equal logprobs: then ids are in no order.)"""
     above = sum(value > row.logprob for _, value in row.others)
     equals = [token for token, value in row.others if value == row.logprob]
-    place = min((row.rank or 1) - 1, above + len(equals))
-    if place <= above:
-        place = above + (bisect(equals, row.token_id) if equals == sorted(equals) else 0)
-    return [*row.others[:place], (row.token_id, row.logprob), *row.others[place:]]
+    position = min((row.rank or 1) - 1, above + len(equals))
+    if position <= above:
+        position = above + (bisect(equals, row.token_id) if equals == sorted(equals) else 0)
+    return [*row.others[:position], (row.token_id, row.logprob), *row.others[position:]]
 
 
-def _width(rows: list[Row]) -> int:
+def _width(rows: list[ParsedRow]) -> int:
     """How many of the most probable tokens were asked for, as far as the rows show."""
-    most = max((len(row.others) for row in rows), default=0)
-    always_one_of_them = all(len(row.others) == most and row.rank and row.rank <= most + 1 for row in rows)
-    return most + 1 if most and always_one_of_them else most
+    widest = max((len(row.others) for row in rows), default=0)
+    always_one_of_them = all(len(row.others) == widest and row.rank and row.rank <= widest + 1 for row in rows)
+    return widest + 1 if widest and always_one_of_them else widest
 
 
 def _table(value: Any, field: str) -> Logprobs:
     """Columns from "arrays" or "base64"."""
     if isinstance(value, dict) and "shape" in value:
-        packed = body.convert(value, Packed, field)
+        packed = body.convert(value, ParsedColumns, field)
         count, width = packed.shape
         columns = Logprobs(packed.token_logprobs, packed.ranks, packed.top_token_ids, packed.top_logprobs, width)
     else:
-        lists = body.convert(value, Arrays, field)
+        lists = body.convert(value, ParsedArrays, field)
         count, width = len(lists.ranks), len(lists.top_token_ids[0]) if lists.top_token_ids else 0
         columns = Logprobs(
             array("f", lists.token_logprobs).tobytes(), array("i", lists.ranks).tobytes(),

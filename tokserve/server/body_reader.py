@@ -15,7 +15,7 @@ from starlette.requests import Request
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
 from tokserve.server import body, errors
-from tokserve.server.watch import Gone
+from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.workers import off_loop
 
 Buffer = bytes | bytearray | memoryview
@@ -30,7 +30,7 @@ PATIENCE = 10  # times `body_timeout` that a whole body may take
 RETRY_SECONDS = 2
 
 
-class Bodies:
+class BodyReader:
     """The bodies in memory, and the limits for each."""
 
     def __init__(self, limits: LimitsConfig, max_bytes: int) -> None:
@@ -55,13 +55,13 @@ class Bodies:
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()
-        held = _Pages(int(length) if length.isdigit() else 0)
-        whole = False
+        buffer = _BodyBuffer(int(length) if length.isdigit() else 0)
+        complete = False
         try:
-            async with asyncio.timeout(self._timeout) as patience:
-                read = await self._receive(request, held, patience)
-            whole = True
-            return read
+            async with asyncio.timeout(self._timeout) as timeout:
+                content = await self._receive(request, buffer, timeout)
+            complete = True
+            return content
         except TimeoutError:
             raise TimedOut(
                 f"the body did not arrive: no bytes for {self._timeout:g} s (--body-timeout), or not all of it in "
@@ -69,28 +69,28 @@ class Bodies:
                 code="body_timeout",
             ) from None
         finally:
-            if not whole:
-                held.clear()  # the error's traceback would keep them
+            if not complete:
+                buffer.clear()  # the error's traceback would keep them
 
-    async def _receive(self, request: Request, held: _Pages, patience: asyncio.Timeout) -> Buffer:
+    async def _receive(self, request: Request, buffer: _BodyBuffer, timeout: asyncio.Timeout) -> Buffer:
         loop = asyncio.get_running_loop()
         end = loop.time() + PATIENCE * self._timeout
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise ClientDisconnected
             piece: bytes = message.get("body", b"")
-            size = held.size + len(piece)
+            size = buffer.size + len(piece)
             if size > self._max_bytes:
                 raise self._too_large()
             if size > FREE:
                 self._hold(request, size)
-            if not (held.size or message.get("more_body", False)):
+            if not (buffer.size or message.get("more_body", False)):
                 return piece
-            held.add(piece)
+            buffer.add(piece)
             if not message.get("more_body", False):
-                return held.whole()
-            patience.reschedule(min(end, loop.time() + self._timeout))
+                return buffer.content()
+            timeout.reschedule(min(end, loop.time() + self._timeout))
 
     async def decode(self, request: Request, raw: Buffer) -> Any:
         """The body as dictionaries and lists, by its content type."""
@@ -141,7 +141,7 @@ class Bodies:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
 
 
-class _Pages:
+class _BodyBuffer:
     """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never
     copied, and it leaves nothing behind."""
 
@@ -165,12 +165,12 @@ class _Pages:
 
     def _grow(self, size: int) -> None:
         """Move to `size` bytes of pages, which take no memory until they are written."""
-        before = self.whole()
+        before = self.content()
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages[: self.size] = before
         self._small, self._pages = bytearray(), pages
 
-    def whole(self) -> Buffer:
+    def content(self) -> Buffer:
         """All of it."""
         return self._small if self._pages is None else memoryview(self._pages)[: self.size]
 
@@ -191,10 +191,10 @@ def _json_values(raw: Buffer) -> int:
     return values
 
 
-def _packed_values(raw: Buffer, most: int) -> int:
+def _packed_values(raw: Buffer, limit: int) -> int:
     """How many values there are in msgpack, or a number above `most`; what is not msgpack ends the count."""
     at = values = 0
-    while at < len(raw) and values <= most:
+    while at < len(raw) and values <= limit:
         kind = raw[at]
         values += 1
         if 0x80 <= kind < 0xA0 or 0xDC <= kind < 0xE0:
@@ -226,6 +226,6 @@ def _size_after(raw: Buffer, at: int, kind: int) -> int:
     if 0xA0 <= kind < 0xC0:
         return kind - 0xA0
     if kind in _COUNTED:
-        width, more = _COUNTED[kind]
-        return width + more + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+        width, extra = _COUNTED[kind]
+        return width + extra + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
     return _FIXED.get(kind, 0)

@@ -11,27 +11,27 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 
-class Field(NamedTuple):
-    """`idle`: values that ask for nothing; null is always one.  `note`: why, or what to send instead.
+class FieldRule(NamedTuple):
+    """`no_effect`: values without an effect; null is always one.  `note`: why, or what to send instead.
 
     `strict`: ignored, but with --strict it is refused, because it asks for another text.
     """
 
     treatment: Literal["ignored", "refused"]
-    idle: tuple[Any, ...] = ()
+    no_effect: tuple[Any, ...] = ()
     note: str = ""
     strict: bool = False
 
 
-def _ignored(*idle: Any, note: str = "", strict: bool = False) -> Field:
-    return Field("ignored", idle, note, strict)
+def _ignored(*no_effect: Any, note: str = "", strict: bool = False) -> FieldRule:
+    return FieldRule("ignored", no_effect, note, strict)
 
 
-def _refused(*idle: Any, note: str = "") -> Field:
-    return Field("refused", idle, note)
+def _refused(*no_effect: Any, note: str = "") -> FieldRule:
+    return FieldRule("refused", no_effect, note)
 
 
-FieldTable = dict[str, Field]
+FieldTable = dict[str, FieldRule]
 
 VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
 _TAG = "no user is told apart and nothing is stored"
@@ -113,6 +113,6 @@ INNER: FieldTable = {
 }
 
 
-def idle(field: Field, value: Any) -> bool:
+def has_no_effect(field: FieldRule, value: Any) -> bool:
     """Whether a value asks for nothing."""
-    return value is None or (type(value), value) in [(type(each), each) for each in field.idle]
+    return value is None or (type(value), value) in [(type(no_effect), no_effect) for no_effect in field.no_effect]

@@ -33,7 +33,7 @@ SLASHED = {"/": r"\/", "\n": r"\n"}  # what a regex between slashes may not hold
 _NAME = re.compile(r"[\w.:-]+")
 
 
-class Unforceable(ValueError):
+class NotExpressible(ValueError):
     """What is asked for cannot be put in a grammar."""
 
 
@@ -42,13 +42,13 @@ def arguments(schema: dict[str, Any]) -> StructuredOutputs:
     return _json(_closed(schema))
 
 
-def list_of_calls(functions: Functions, *, most: int) -> StructuredOutputs:
+def list_of_calls(functions: Functions, *, max_calls: int) -> StructuredOutputs:
     """[{"name": ..., "parameters": ...}, ...], at most so many."""
-    return _json(_list_of(functions, "parameters", most))
+    return _json(_list_of(functions, "parameters", max_calls))
 
 
 def answer_or_calls(
-    answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, most: int
+    answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, max_calls: int
 ) -> StructuredOutputs:
     """A valid `answer`, or calls as a model writes them of its own accord; at most so many.
 
@@ -57,8 +57,8 @@ def answer_or_calls(
     # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
     shared = form.bare and answer.kind in ("json", "json_object")
     answer = answer.plain()
-    calls = _Calls(form, tokenizer, _white(answer) if shared else ONE_SPACE)
-    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, most))
+    calls = _CallRules(form, tokenizer, _white(answer) if shared else ONE_SPACE)
+    return _grammar({"start": "answer | calls", "answer": _answer(answer)} | calls.rules(functions, max_calls))
 
 
 def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
@@ -66,8 +66,8 @@ def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, 
 
     Raises Unforceable.
     """
-    calls = _Calls(form, tokenizer, ONE_SPACE)
-    return _grammar(calls.around("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
+    calls = _CallRules(form, tokenizer, ONE_SPACE)
+    return _grammar(calls.text_with_calls("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
 
 
 def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
@@ -77,7 +77,7 @@ def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
 def _answer(answer: StructuredOutputs) -> str:
     """A form of output, as `plain` has it, as the right side of a rule."""
     if answer.regex is not None:
-        written = re.sub(r"\\.|/|\n", lambda found: SLASHED.get(found[0], found[0]), answer.regex, flags=re.DOTALL)
+        written = re.sub(r"\\.|/|\n", lambda match: SLASHED.get(match[0], match[0]), answer.regex, flags=re.DOTALL)
         return f"/{written or '()'}/"
     if answer.choice is not None:
         return " | ".join(map(_literal, answer.choice))
@@ -106,13 +106,13 @@ def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
 
 def _ranges(ids: Iterable[int]) -> str:
     """Those ids, as Lark has them in brackets."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for token in sorted(ids):
-        if found and found[-1][1] == token - 1:
-            found[-1][1] = token
+        if ranges and ranges[-1][1] == token - 1:
+            ranges[-1][1] = token
         else:
-            found.append([token, token])
-    return ",".join(f"{first}-{last}" for first, last in found)
+            ranges.append([token, token])
+    return ",".join(f"{first}-{last}" for first, last in ranges)
 
 
 def _literal(text: str) -> str:
@@ -120,7 +120,7 @@ def _literal(text: str) -> str:
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
-class _Calls:
+class _CallRules:
     """The rules of calls in one format, for one tokenizer.  `white`: between the parts of their JSON."""
 
     def __init__(self, form: ToolFormat, tokenizer: Tokenizer, white: dict[str, Any]) -> None:
@@ -128,9 +128,9 @@ class _Calls:
         self._tokenizer = tokenizer
         self._white = white
         self._definitions: dict[tuple[str, str], list[str] | None] = {}  # by function and reference
-        self._more: dict[str, str] = {}  # their rules
+        self._extra_rules: dict[str, str] = {}  # their rules
 
-    def around(self, often: str) -> dict[str, str]:
+    def text_with_calls(self, often: str) -> dict[str, str]:
         """By name: "start", any text with calls in it, and what it needs besides `rules`."""
         begins = [*self._form.frames[:1], *self._form.opens]
         tokens = [token for token in map(self._token, begins) if token is not None]
@@ -139,36 +139,36 @@ class _Calls:
         added = _ranges(self._tokenizer.added_ids)  # of which a lexer's texts have none
         others = "(TEXT added)*" if added else ""
         start = {"start": f"{others} (head rest {others}){often} TEXT", "TEXT": r"/(.|\n)*/"}
-        return start | {"head[lazy]": f"TEXT {self._mark(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
+        return start | {"head[lazy]": f"TEXT {self._marker(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
 
-    def rules(self, functions: Functions, most: int | None) -> dict[str, str]:
+    def rules(self, functions: Functions, max_calls: int | None) -> dict[str, str]:
         """By name: "calls", "rest" of them behind the first marker, and what it needs.  `most`: calls of one after the
         other, each of which may be a list where the format has lists; None: any number."""
         form, size, limit = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
         if size > limit:  # and the grammar would have more: no work is done for what is refused then
-            raise Unforceable(f"the functions have {size} bytes, and a grammar at most {limit}")
-        opens, closes, *frames = map(self._mark, (form.opens[0], form.closes, *form.frames))
-        often = "*" if most is None else f"{{0,{most - 1}}}"
-        more = "" if most == 1 else f"(gap? call){often}"
+            raise NotExpressible(f"the functions have {size} bytes, and a grammar at most {limit}")
+        opens, closes, *frames = map(self._marker, (form.opens[0], form.closes, *form.frames))
+        often = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
+        more = "" if max_calls == 1 else f"(gap? call){often}"
         rules = {
             "call": f"{opens} inside", "inside": f"gap? body gap? {closes}" if closes else "gap? body", "gap": GAP,
             "calls": f"{frames[0] if frames else opens} rest",
             "rest": f"call {more} {frames[1]}" if frames else f"inside {more}",
         }  # fmt: skip
         if form.bare:
-            rules["calls"] += " | body" + ("" if most == 1 else f' (gap? ";" gap? body){often}')
+            rules["calls"] += " | body" + ("" if max_calls == 1 else f' (gap? ";" gap? body){often}')
         if form.body == "xml":
             bodies = [self._element(name, schema) for name, schema in functions.items()]
-            return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE} | self._more
+            return rules | {"body": " | ".join(bodies), "value[lazy]": VALUE} | self._extra_rules
         if form.body == "json":
             return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
-        separator = f"{self._mark(form.separator)}?" if form.separator else ""
+        separator = f"{self._marker(form.separator)}?" if form.separator else ""
         bodies = [f"{_literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
         if not form.closes:  # as Mistral's first models write it
-            bodies.append(self._json(_list_of(functions, "arguments", most)))
+            bodies.append(self._json(_list_of(functions, "arguments", max_calls)))
         return rules | {"body": " | ".join(bodies)}
 
-    def _mark(self, text: str) -> str:
+    def _marker(self, text: str) -> str:
         """A marker: as the one token that it is, or as text."""
         token = self._token(text)
         if token is not None:
@@ -187,35 +187,35 @@ class _Calls:
 
     def _element(self, name: str, schema: dict[str, Any]) -> str:
         """<function=NAME>, a <parameter=KEY> element for each property in their order, </function>."""
-        told = _read(schema, name)
+        parsed = _parse_schema(schema, name)
         if more := OPEN_ENDED & schema.keys() - {"additionalProperties"}:
-            raise Unforceable(f"the parameters of {name!r} are told by {min(more)} and not by their names")
+            raise NotExpressible(f"the parameters of {name!r} are told by {min(more)} and not by their names")
         parts = [_literal(f"<function={_name(name)}>\n")]
-        for key, inner in told.properties.items():
-            ways = self._ways(inner, schema, name)
-            if ways == []:
-                raise Unforceable(f"the parameter {key!r} of {name!r} can be nothing")
-            value = "value" if ways is None else f"({' | '.join(ways)}) {VALUE_END}"
+        for key, inner in parsed.properties.items():
+            alternatives = self._alternatives(inner, schema, name)
+            if alternatives == []:
+                raise NotExpressible(f"the parameter {key!r} of {name!r} can be nothing")
+            value = "value" if alternatives is None else f"({' | '.join(alternatives)}) {VALUE_END}"
             part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
-            parts.append(part if key in told.required else f"({part})?")
-        if told.additional:
+            parts.append(part if key in parsed.required else f"({part})?")
+        if parsed.additional:
             parts.append(r'("<parameter=" /[\w.:-]+/ ">\n" value "\n")*')
         return " ".join([*parts, '"</function>"'])
 
-    def _ways(self, schema: Any, root: dict[str, Any], name: str) -> list[str] | None:
+    def _alternatives(self, schema: Any, root: dict[str, Any], name: str) -> list[str] | None:
         """How the value of a parameter may be written; None: as any text, for it may be a string."""
         if schema is True:
             return None
-        told = _read(schema, name)
-        if told.ref is not None:
-            return self._definition(told.ref, root, name)
-        values = told.enum if told.const is UNSET else [told.const]
+        parsed = _parse_schema(schema, name)
+        if parsed.ref is not None:
+            return self._definition(parsed.ref, root, name)
+        values = parsed.enum if parsed.const is UNSET else [parsed.const]
         if values is not None:
-            return [_literal(each if isinstance(each, str) else json.dumps(each)) for each in values]
-        if told.any_of or told.one_of:
-            inner = [self._ways(each, root, name) for each in told.any_of or told.one_of]
-            return None if None in inner else [way for ways in inner for way in ways or ()]
-        if "string" in told.type:
+            return [_literal(value if isinstance(value, str) else json.dumps(value)) for value in values]
+        if parsed.any_of or parsed.one_of:
+            inner = [self._alternatives(value, root, name) for value in parsed.any_of or parsed.one_of]
+            return None if None in inner else [way for alternatives in inner for way in alternatives or ()]
+        if "string" in parsed.type:
             return None
         needed = DEFINITIONS if '"$ref"' in json.dumps(schema) else ()
         return [self._json(schema | {key: root[key] for key in needed if key in root})]
@@ -224,12 +224,12 @@ class _Calls:
         """The same of what is referred to, as a rule of its own: what is large once is not many times as large."""
         if (name, ref) not in self._definitions:
             self._definitions[name, ref] = []  # what leads back here adds nothing
-            ways = self._ways(_found(ref, root, name), root, name)
-            if ways:
-                rule = f"definition{len(self._more)}"
-                self._more[rule] = " | ".join(ways)
-                ways = [rule]
-            self._definitions[name, ref] = ways
+            alternatives = self._alternatives(_resolve_ref(ref, root, name), root, name)
+            if alternatives:
+                rule = f"definition{len(self._extra_rules)}"
+                self._extra_rules[rule] = " | ".join(alternatives)
+                alternatives = [rule]
+            self._definitions[name, ref] = alternatives
         return self._definitions[name, ref]
 
 
@@ -247,27 +247,27 @@ class _Schema(msgspec.Struct):
     ref: str | None = msgspec.field(name="$ref", default=None)
 
 
-def _read(schema: Any, name: str) -> _Schema:
+def _parse_schema(schema: Any, name: str) -> _Schema:
     try:
         return msgspec.convert(schema, _Schema)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise Unforceable(f"the parameters of {name!r} are no JSON schema: {error}") from None
+        raise NotExpressible(f"the parameters of {name!r} are no JSON schema: {error}") from None
 
 
-def _found(ref: str, root: dict[str, Any], name: str) -> Any:
+def _resolve_ref(ref: str, root: dict[str, Any], name: str) -> Any:
     """The definition that is meant."""
     path = ref.split("/")
     if len(path) == 3 and path[0] == "#" and path[1] in DEFINITIONS:
         definitions = root.get(path[1])
         if isinstance(definitions, dict) and path[2] in definitions:
             return definitions[path[2]]
-    raise Unforceable(f"the parameters of {name!r} refer to {ref}")
+    raise NotExpressible(f"the parameters of {name!r} refer to {ref}")
 
 
 def _name(name: str) -> str:
     """A name that `parsing` can read where it is not in quotes."""
     if not _NAME.fullmatch(name):
-        raise Unforceable(f"{name!r} is no name that can be written in it")
+        raise NotExpressible(f"{name!r} is no name that can be written in it")
     return name
 
 
@@ -281,35 +281,38 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | closed | {"type": "object"}
 
 
-def _list_of(functions: Functions, key: str, most: int | None) -> dict[str, Any]:
+def _list_of(functions: Functions, key: str, max_calls: int | None) -> dict[str, Any]:
     """The schema of a list of calls with their arguments under `key`."""
     call = _any_of(functions, key)
-    limit = {} if most is None else {"maxItems": most}
+    limit = {} if max_calls is None else {"maxItems": max_calls}
     return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
 
 
 def _any_of(functions: Functions, key: str) -> dict[str, Any]:
     """The schema of one call."""
-    places = {name: f"function{i}" for i, name in enumerate(functions)}
+    names = {name: f"function{i}" for i, name in enumerate(functions)}
     calls = [
         {
-            "type": "object", "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{place}"}},
+            "type": "object", "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{definition}"}},
             "required": ["name", key], "additionalProperties": False,
         }
-        for name, place in places.items()
+        for name, definition in names.items()
     ]  # fmt: skip
-    definitions = {place: _moved(_closed(functions[name]), f"#/$defs/{place}") for name, place in places.items()}
+    definitions = {
+        definition: _rebase_refs(_closed(functions[name]), f"#/$defs/{definition}")
+        for name, definition in names.items()
+    }
     return {"anyOf": calls, "$defs": definitions}
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _rebase_refs(schema: Any, pointer: str) -> Any:
     """A schema that is part of another at `place`: its references begin there."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_rebase_refs(value, pointer) for value in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(each, place) for name, each in schema.items()}
+    moved = {name: _rebase_refs(value, pointer) for name, value in schema.items()}
     target = moved.get("$ref")
     if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = place + target[1:]
+        moved["$ref"] = pointer + target[1:]
     return moved

@@ -18,7 +18,7 @@ NETWORK = 64  # bits of an IPv6 address that one client is assigned
 LONGEST = 64  # characters of a name that is not an address
 
 
-class Clients:
+class ClientNames:
     """See the module."""
 
     def __init__(self, server: ServerConfig) -> None:
@@ -42,7 +42,7 @@ class Clients:
 
 def _header(scope: Mapping[str, Any], name: bytes) -> bytes:
     """The last header of this name: the one that is nearest to the proxy."""
-    return next((bytes(value) for given, value in reversed(scope["headers"]) if given == name), b"")
+    return next((bytes(value) for header, value in reversed(scope["headers"]) if header == name), b"")
 
 
 def _network(text: str) -> str:

@@ -1,4 +1,4 @@
-"""GET /: the status page, one file (`page.html`) that uses this server's own routes only.
+"""GET /: the status page, one file (`status_page.html`) that uses this server's own routes only.
 
 The Content-Security-Policy allows its one style and its one script by their hashes, so that no injected script can
 run.  The page holds no data: it requests what it shows with the API key that the user enters.
@@ -18,11 +18,11 @@ from starlette.responses import Response
 from tokserve.errors import NotFound
 from tokserve.server.serving import Serving
 
-FILE = Path(__file__).with_name("page.html")
+FILE = Path(__file__).with_name("status_page.html")
 
 
 @cache
-def _made() -> tuple[bytes, dict[str, str]]:
+def _load() -> tuple[bytes, dict[str, str]]:
     """The page and its headers."""
     text = FILE.read_text(encoding="utf-8")
     style, script = (_digest(text, tag) for tag in ("style", "script"))
@@ -48,5 +48,5 @@ async def page(serving: Serving, request: Request) -> Response:
     """GET /: the status page"""
     if not serving.config.server.ui:
         raise NotFound("there is no status page (--ui)", code="unknown_route")
-    text, headers = _made()
+    text, headers = _load()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")

@@ -13,7 +13,7 @@ import msgspec
 
 from tokserve.errors import RequestError
 from tokserve.text.chat import ChatTemplate, Message
-from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
+from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
 
 F = TypeVar("F", ToolFormat, Thinking)
 
@@ -79,9 +79,11 @@ def _behind(prefix: str, whole: str) -> str:
 
 def _reads(form: ToolFormat, turn: str) -> bool:
     """Whether this format finds exactly the call in the turn."""
-    said = Parser(Reading(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(turn, final=True)
-    names = [text for kind, text in said if kind == "call"]
-    arguments = "".join(text for kind, text in said if kind == "arguments")
+    segments = Parser(OutputFormat(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(
+        turn, final=True
+    )
+    names = [text for kind, text in segments if kind == "call"]
+    arguments = "".join(text for kind, text in segments if kind == "arguments")
     try:
         return names == [FUNCTION["name"]] and msgspec.json.decode(arguments) == ARGUMENTS
     except msgspec.DecodeError:

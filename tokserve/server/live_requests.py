@@ -10,7 +10,7 @@ from tokserve.errors import RequestError
 from tokserve.server import body
 from tokserve.server.serving import Serving
 
-SHOWN, MOST = 100, 10_000
+DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
 class LiveRequest(msgspec.Struct):
@@ -38,10 +38,10 @@ class LiveRequests(msgspec.Struct):
     requests: list[LiveRequest]
 
 
-async def requests(serving: Serving, request: Request) -> Response:
+async def list_requests(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`"""
-    limit = request.query_params.get("limit", str(SHOWN))
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MOST):
-        raise RequestError(f"limit must be 0 to {MOST}", field="limit")
-    found = await serving.llm.call("requests", limit=int(limit))
-    return body.reply(request, msgspec.convert(found, LiveRequests))
+    limit = request.query_params.get("limit", str(DEFAULT_LIMIT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MAX_LIMIT):
+        raise RequestError(f"limit must be 0 to {MAX_LIMIT}", field="limit")
+    reply = await serving.llm.call("requests", limit=int(limit))
+    return body.reply(request, msgspec.convert(reply, LiveRequests))

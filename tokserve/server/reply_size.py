@@ -44,13 +44,13 @@ def _width(top: int, vocab_size: int) -> int:
     return vocab_size if top == -1 else top
 
 
-def check(size: int, most: int, params: SamplingParams) -> None:
+def check(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `most` bytes."""
-    if size <= most:
+    if size <= limit:
         return
     at_fault = [name for name in ("prompt_logprobs", "logprobs") if getattr(params, name) is not None]
     raise RequestError(
-        f"the reply may have {size >> 20} MiB, and at most {most >> 20} are served (--max-reply-bytes): ask for fewer "
+        f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): ask for fewer "
         "choices, tokens or logprobs, for logprobs in columns, or for a stream",
         field=at_fault[-1] if at_fault else "n", code="reply_too_large",
     )  # fmt: skip
