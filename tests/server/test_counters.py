@@ -16,7 +16,7 @@ def test_rows_are_summed_and_outlive_their_writer() -> None:
     b.add(2, 4)
     assert [a.total(1), c.total(1), d.total(2), d.total(0), a.total(0)] == [3.5, 3.5, 4.0, 0.0, 0.0]
     again = SharedCounters(descriptor, 2, 3)
-    cells, _ = again.allocate(2), again.take(3)
+    cells, _ = again.allocate(2), again.allocate(3)
     assert cells.total(1) == 3.5
     cells.clear()
     assert a.total(1) == 1.0 and d.total(2) == 4.0

@@ -310,8 +310,8 @@ def test_elements_that_may_be_strings_are_any_text(
     ("form", "functions", "why"),
     [
         ("qwen3_coder", {"f": {"anyOf": [{}]}}, "anyOf"), ("qwen3_coder", {"f": {"properties": []}}, "properties"),
-        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "no JSON schema"), ("hermes", {"a b": {}}, None),
-        ("qwen3_coder", {"f": {"\ud800": 1}}, "no JSON schema"),
+        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "not a JSON schema"), ("hermes", {"a b": {}}, None),
+        ("qwen3_coder", {"f": {"\ud800": 1}}, "not a JSON schema"),
         ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"), ("mistral", {"a b": {}}, "'a b'"),
         ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/properties/a"}}}}, "#/properties/a"),
         ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": ROUND}}}, "'a' of 'f'"),

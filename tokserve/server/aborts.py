@@ -1,7 +1,7 @@
-"""POST /abort_requests: end requests by id, by group or all, and tell what became of each.
+"""POST /abort_requests: ends requests by id, by group, or all of them, and reports the result of each.
 
-The engine finds them, whichever API process they came through, and the reply comes after it has freed them.  Their
-own callers get what was generated so far.
+The engine aborts requests of every API process and frees them before the reply is sent.  The clients that sent the
+requests get the output so far.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tokserve.server import body
 from tokserve.server.body_reader import BodyReader
 from tokserve.server.serving import Serving
 
-MAX_IDS = 1 << 14  # that the engine looks for between two steps
+MAX_IDS = 1 << 14  # ids that the engine looks up between two steps
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which requests: one of the three fields.  An empty list is none."""
+    """Which requests: exactly one of the fields.  An empty list aborts none."""
 
     request_ids: list[str] | None = None
     group_id: str | None = None
@@ -28,7 +28,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class AbortReply(msgspec.Struct):
-    """How many requests were aborted, and what became of each id."""
+    """The number of aborted requests, and the result for each id."""
 
     aborted: int
     results: dict[str, str]
@@ -57,5 +57,7 @@ async def abort_requests(serving: Serving, request: Request) -> Response:
         results = await serving.llm.abort_group(target.group_id)
     else:
         results = await serving.llm.abort(target.request_ids or [])
-    aborted = {bare_id(name) for name, result in results.items() if result == "aborted"}  # each once, however named
+    aborted = {
+        bare_id(name) for name, result in results.items() if result == "aborted"
+    }  # each request once, by whatever form of its id
     return body.reply(request, AbortReply(len(aborted), results))

@@ -1,7 +1,7 @@
-"""The HTTP application: the table of routes, the check of API keys, and the responses to failures.
+"""The HTTP application: the table of routes, the check of API keys, and error responses.
 
-Handlers are functions of (serving, request) that raise `RequestError`s; these, and whatever else goes wrong, become
-responses of one shape here.  Must not know what any route does.
+Handlers are functions of (serving, request) that raise `RequestError`s.  These and all other exceptions become error
+responses of one form here.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 
 
 class Api(FastAPI):
-    """FastAPI, with our own table of routes as the source of /openapi.json."""
+    """FastAPI with /openapi.json made from `ENDPOINTS`."""
 
     def openapi(self) -> dict[str, Any]:
-        """The schema of all routes."""
+        """The OpenAPI document."""
         if self.openapi_schema is None:
             serving = self.state.serving
             names = None if serving.config.lora.enable_lora else serving.names
@@ -146,23 +146,23 @@ def build_app(
     api_process: ApiProcess | None = None,
     trace: Trace | None = None,
 ) -> FastAPI:
-    """The application.  `config` is resolved; `llm` need not have started yet, but must before requests come.
+    """The application.  `config` is resolved; `llm` must be started before the first request.
 
     Raises StartError for a chat template, a parser or a generation_config.json that cannot be used.
     `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
-    `keep_alive`: seconds without data after which a stream sends a comment.  `place`: this process' among the API
-    processes of the server, if it has several.  `trace`: makes an observer for each request from its headers.
+    `keep_alive`: seconds without data after which a stream sends a comment.  `api_process`: which of
+    several API processes this is.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(
         title="tokserve", version=tokserve.__version__, openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's own; we have ours
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's; ours are in `tracing` and `metrics`
     )  # fmt: skip
     app.state.draining = False
     app.state.serving = serving = Serving(
         llm, config, app.state, keep_alive=keep_alive, api_process=api_process, trace=trace
     )
     if serving.text and llm.tokenizer is not None:
-        _ = serving.tool_format, serving.thinking  # raises now what would fail at the first request
+        _ = serving.tool_format, serving.thinking  # raises StartError now instead of at the first request
         if serving.template.sources is None:
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     app.router.routes.extend(_routes(serving))
@@ -189,7 +189,7 @@ def _routes(serving: Serving) -> Iterable[Route]:
 
 
 def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
-    """The handler, with every exception turned into a response, in a task that has the route as its name."""
+    """The handler, with exceptions turned into responses, in a task named after the route."""
 
     async def answer(request: Request) -> Response:
         if task := asyncio.current_task():
@@ -199,7 +199,7 @@ def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Call
         except RequestError as error:
             return errors.response(error, _echoed_id(request))
         except ClientDisconnected:
-            return Response(status_code=499)  # the client has gone: nobody sees this
+            return Response(status_code=499)  # not sent: the client has disconnected
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request))
@@ -210,7 +210,7 @@ def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Call
 
 
 def _echoed_id(request: Request) -> dict[str, str]:
-    """The client's own request id, for the headers of an error; one in the body is known once that has been read."""
+    """The header with the client's request id, for errors; an id in the body is known once that has been read."""
     try:
         request_id = request.scope.get(GIVEN_ID) or body.request_id(request, None)
     except RequestError:
@@ -219,12 +219,12 @@ def _echoed_id(request: Request) -> dict[str, str]:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors (no such route, wrong method) in our shape."""
+    """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
     path = request.url.path[: errors.SHOWN]
     if error.status_code == 404:
-        meant = suggest_route(request.url.path.rstrip("/"))
-        hint = f"; did you mean {meant}?" if meant else ""
+        suggestion = suggest_route(request.url.path.rstrip("/"))
+        hint = f"; did you mean {suggestion}?" if suggestion else ""
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
@@ -233,7 +233,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def suggest_route(path: str) -> str | None:
-    """The shortest route that `path` is the end of, or that is the end of it: base URLs lack /v1, or have it twice."""
+    """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice."""
     candidates = [
         endpoint.path
         for endpoint in ENDPOINTS
@@ -243,7 +243,7 @@ def suggest_route(path: str) -> str | None:
 
 
 class Guard:
-    """Middleware: refuses requests without a key that their path needs."""
+    """Middleware that refuses requests without the key that their path needs."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app

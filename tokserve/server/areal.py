@@ -1,6 +1,6 @@
 """The routes that AReaL adds to vLLM and its trainer calls: pause, continue, load weights from a directory.
 
-Other names for what `control` does, with AReaL's replies; adds nothing of its own.
+They are routes of `control` under other names, with AReaL's replies.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def tool_plan(serving: Serving, asked: ChatBody) -> ToolPlan:
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.make_plan(
         asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
-        max_calls=asked.max_tool_calls, shape=_shape(serving, asked),
+        max_calls=asked.max_tool_calls, response_format=_shape(serving, asked),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
         thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
@@ -236,9 +236,9 @@ def _shape(serving: Serving, asked: ChatBody) -> ResponseFormat | None:
 
 def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
     """Who reads the answers, if they are more than content."""
-    if plan.reading is None:
+    if plan.output_format is None:
         return None
-    return OutputParser(plan.reading, key, inside=plan.inside(serving.tokenizer, prompt))
+    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
 
 
 def sampling_params(serving: Serving, asked: ChatBody, plan: ToolPlan) -> SamplingParams:

@@ -1,9 +1,8 @@
-"""What becomes of the fields of the text routes that this server gives no effect, as data.
+"""Compatibility tables: names that clients of OpenAI and of other servers use and that have no effect here.
 
-A field that a body's model declares has an effect.  Of the others that OpenAI's or other servers' clients send, each is
-either *ignored*, because the answer is what it would be without it, and named in `X-Ignored-Fields`; or *refused*,
-because it would be another one.  Values that ask for nothing are neither.  A field that is not here is unknown.
-docs/fields.md is this table.
+A field that a body declares has an effect.  Other known fields of the text routes are *ignored* and named in
+`X-Ignored-Fields`, if the answer is the same without them, or *refused*, if it would differ.  Values without an effect
+are accepted.  Fields that are not in these tables are unknown.  docs/fields.md shows the tables of fields.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 
 class FieldRule(NamedTuple):
-    """`no_effect`: values without an effect; null is always one.  `note`: why, or what to send instead.
+    """`no_effect`: values without an effect; null is always one.  `note`: the reason, or what to send instead.
 
-    `strict`: ignored, but with --strict it is refused, because it asks for another text.
+    `strict`: refused with --strict, because the text would differ.
     """
 
     treatment: Literal["ignored", "refused"]
@@ -80,7 +79,7 @@ OTHERS: FieldTable = {
 }
 TEXT: FieldTable = OPENAI | OTHERS
 _STATELESS = "nothing is stored, the whole conversation comes in input"
-# of /v1/responses: also what chat has by other names, and what it says about the prompt
+# of /v1/responses: also fields that chat has under other names, and those about the prompt
 RESPONSES: FieldTable = TEXT | {
     "access_programs": _ignored(),
     "add_generation_prompt": _refused(True),
@@ -106,7 +105,7 @@ RESPONSES: FieldTable = TEXT | {
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),
 }
-# of objects inside a body, by their path
+# fields of objects inside a body, by their path
 INNER: FieldTable = {
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
@@ -114,5 +113,5 @@ INNER: FieldTable = {
 
 
 def has_no_effect(field: FieldRule, value: Any) -> bool:
-    """Whether a value asks for nothing."""
+    """Whether a value has no effect."""
     return value is None or (type(value), value) in [(type(no_effect), no_effect) for no_effect in field.no_effect]

@@ -1,7 +1,7 @@
 """Control routes: pause, sleep, weight updates, adapters and worker calls, under vLLM's names.
 
-Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one call of the engine,
-which alone decides what is allowed now, so any front end may be asked.  Who may call is decided in `auth`.
+Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one command of the engine,
+which decides whether its state allows it, so every front end can serve the route.  `auth` checks the caller.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tokserve.server.serving import Serving
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
-LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep adds
-BLANK = 1 << 10  # bytes of white space that count as no body
-LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
-UNDER_WAY = 8  # most pieces sent and not yet acknowledged
+LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep releases in addition
+BLANK = 1 << 10  # so many bytes of white space count as no body
+LONGEST_RPC = 1e6  # seconds: limit of a timeout
+UNDER_WAY = 8  # limit of pieces sent and not yet acknowledged
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How to pause."""
+    """What becomes of running requests and of the prefix cache."""
 
     mode: str = "abort"
     wait_for_inflight_requests: bool = False
@@ -40,7 +40,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How much memory to release, and what becomes of requests.  `tags` (SkyRL's) are ignored: the level decides."""
+    """How much memory to release, and what becomes of requests.  `tags` (SkyRL's) are ignored."""
 
     level: int = 1
     mode: str = "abort"
@@ -48,7 +48,7 @@ class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to wake; default: everything."""
+    """Which memory to allocate again; default: all."""
 
     tags: list[str] | None = None
 
@@ -68,7 +68,7 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the tensors' names."""
+    """Whether tensors have the names of the checkpoint."""
 
     is_checkpoint_format: bool = True
 
@@ -86,13 +86,13 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to call the new weights."""
+    """The version of the new weights."""
 
     weight_version: str | None = None
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to call the weights that serve."""
+    """A new version for the current weights."""
 
     new_version: str
 
@@ -106,7 +106,7 @@ class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A PEFT directory and the name that requests are to use; `load_inplace` false: no adapter may have it yet."""
+    """A PEFT directory and the adapter's name; `load_inplace` false: refuse a name that is in use."""
 
     lora_name: str
     lora_path: str
@@ -130,7 +130,7 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> T:
-    """Query and body as a `kind`.  Unknown names in the query are ignored, as proxies may add some."""
+    """The parameters from query and body.  Unknown names in the query are ignored: proxies may add some."""
     query = request.query_params
     values: dict[str, Any] = {
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
@@ -187,7 +187,7 @@ async def liveness(serving: Serving, request: Request) -> Response:
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
     params = await read(serving, request, SleepBody)
-    if params.level not in range(len(LEVELS)):  # one that no message can hold, too
+    if params.level not in range(len(LEVELS)):  # also a level that does not fit in a message
         raise RequestError(f"level must be 0, 1 or 2, got {str(params.level)[:20]}", field="level")
     await serving.llm.sleep(params.level, params.mode)
     return body.reply(request, {"status": "sleeping", "level": params.level})
@@ -258,19 +258,21 @@ async def update_weights(serving: Serving, request: Request) -> Response:
 
 
 async def _stream_weights(serving: Serving, request: Request) -> None:
-    """Pass a safetensors file on to the engine as it comes, piece by piece: it is never held here as a whole."""
+    """Send a safetensors file to the engine piece by piece, as it arrives; it is never held as a whole."""
     stream = secrets.token_hex(8)
-    await serving.llm.begin_weight_stream(stream)  # from now on, the file belongs to this update
-    sent: deque[asyncio.Task[None]] = deque()  # several at once: each is acknowledged only between two steps
+    await serving.llm.begin_weight_stream(stream)  # ties the file to the open update
+    sent: deque[asyncio.Task[None]] = (
+        deque()
+    )  # several in flight: the engine acknowledges a piece only between two steps
     try:
         async for piece, last in _pieces(request):
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
             if len(sent) == UNDER_WAY:
                 await sent.popleft()
-        while sent:  # in order: the first to fail says why, later ones only that there is no update
+        while sent:  # in order: the first failure has the reason, later ones only say that no update is open
             await sent.popleft()
     except ClientDisconnected:
-        with suppress(RequestError):  # the update fails, as it should
+        with suppress(RequestError):  # the engine ends the update with this error
             await serving.llm.feed_weights(stream, b"", broken=True)
         raise
     finally:
@@ -279,7 +281,7 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
 
 
 async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
-    """A body in pieces of PIECE bytes or a little more: (bytes, whether they are the last).  Raises `Gone`."""
+    """A body in pieces of at least PIECE bytes: (bytes, whether they are the last).  Raises `ClientDisconnected`."""
     buffer = bytearray()
     more = True
     while more:
@@ -360,7 +362,10 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
 
 
 async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
-    """Checksums in memory, of the checkpoint, or both; with both, the latter may be null, with a reason."""
+    """Checksums of the weights in memory, of the checkpoint's tensors, or both.
+
+    With both, those of the checkpoint may be null, with a reason.
+    """
     reply: dict[str, Any] = {}
     if names != "checkpoint":
         reply["checksums"] = await serving.llm.weight_checksums()

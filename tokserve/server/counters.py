@@ -1,7 +1,6 @@
-"""Numbers that several API processes count together: each adds to a row of its own, and any can sum the rows.
+"""Counters in memory shared by the API processes: each process adds to its own row, and any process can sum the rows.
 
-The table is in memory that the processes share, so the sums are exact at any time, need no messages, and outlive a
-process: its successor goes on counting in the same row.  Must not know what is counted.
+The sums are exact at any time, need no messages, and outlive a process: its successor continues in the same row.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import os
 
 import msgspec
 
-CELLS = 1024  # float64 in a row: more than there are metrics
+CELLS = 1024  # float64 values in a row: more than there are metrics
 
 
 class ApiProcess(msgspec.Struct, frozen=True):
-    """Which of the server's API processes this is (`index`), and what they all share.
+    """Identifies one of the server's API processes (`index`), with what all of them share.
 
     `created`: when the server started, in seconds of Unix time.  `counters`: the descriptor of the shared table.
     """
@@ -26,7 +25,7 @@ class ApiProcess(msgspec.Struct, frozen=True):
 
 
 class SharedCounters:
-    """The table, for the process with row `index`.  Without a descriptor it is private memory."""
+    """The table, as used by the process with row `index`.  Without a descriptor the memory is private."""
 
     def __init__(self, descriptor: int | None = None, index: int = 0, count: int = 1) -> None:
         size = 8 * CELLS * count
@@ -36,7 +35,7 @@ class SharedCounters:
         self._used = 0
 
     def allocate(self, size: int) -> CounterColumns:
-        """The next `size` columns; every process must take the same ones in the same order."""
+        """The next `size` columns; every process must allocate the same ones in the same order."""
         first = self._used
         self._used += size
         assert self._used <= CELLS, "counters.CELLS is too small"
@@ -44,7 +43,7 @@ class SharedCounters:
 
 
 class CounterColumns:
-    """Some columns of the table."""
+    """Columns of the table."""
 
     def __init__(self, cells: memoryview[float], row: int, first: int, size: int) -> None:
         self._cells = cells
@@ -53,21 +52,21 @@ class CounterColumns:
         self._size = size
 
     def add(self, index: int, amount: float = 1.0) -> None:
-        """Add to this process' row."""
+        """Add to a value in this process' row."""
         self._cells[self._row + index] += amount
 
     def clear(self) -> None:
-        """Forget what a predecessor left in this row (for gauges)."""
+        """Set this row to zero: a predecessor may have left values (for gauges)."""
         for index in range(self._size):
             self._cells[self._row + index] = 0.0
 
     def total(self, index: int) -> float:
-        """The sum over all processes."""
+        """The sum of a column over all processes."""
         return sum(self._cells[self._first + index :: CELLS])
 
 
 def create_shared_memory(count: int) -> int:
-    """A descriptor of zeroed memory for `count` processes, to be inherited by them."""
+    """A descriptor of zeroed memory for `count` processes, which inherit it."""
     descriptor = os.memfd_create("tokserve-counters")
     os.ftruncate(descriptor, 8 * CELLS * count)
     return descriptor

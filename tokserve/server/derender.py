@@ -1,7 +1,7 @@
-"""Replies of /inference/v1/generate as replies of chat and completions: the inverse of `render`.
+"""Turns replies of /inference/v1/generate into replies of chat and completions: the inverse of `render`.
 
-The tokens may come from any server.  Text, stop strings and logprobs follow the rules of the text routes because the
-same classes render them: this file only turns a reply into `ChoiceOutput`s again.  Streams are not accepted.
+The tokens may come from any server.  Replies are parsed into `ChoiceOutput`s, which the renderers of the text routes
+render, so text, stop strings and logprobs follow the same rules.  Streams are not accepted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class DerenderBody(RequestBody):
-    """What both bodies share."""
+    """The fields of both bodies."""
 
     stream: bool | None = None
 
@@ -60,20 +60,20 @@ class DerenderCompletionBody(DerenderBody):
 
 
 class ParsedPromptDetails(msgspec.Struct):
-    """The part of the prompt that was not computed again."""
+    """usage.prompt_tokens_details of a generate reply."""
 
     cached_tokens: Count = 0
 
 
 class ParsedUsage(msgspec.Struct):
-    """The parts of a reply's usage that are needed."""
+    """usage of a generate reply."""
 
     prompt_tokens: Count
     prompt_tokens_details: ParsedPromptDetails | None = None
 
 
 class ParsedStopDetail(msgspec.Struct):
-    """A choice's stop_detail."""
+    """stop_detail of a choice."""
 
     kind: str | None = None
     message: str | None = None
@@ -88,7 +88,7 @@ class ParsedWeightVersion(msgspec.Struct):
 
 
 class ParsedChoice(msgspec.Struct):
-    """A choice of a generate reply; other servers leave out what has a default."""
+    """A choice of a generate reply; other servers leave out fields that have a default here."""
 
     token_ids: list[Count] | bytes
     index: Count = 0
@@ -110,7 +110,7 @@ class ParsedReply(msgspec.Struct):
 
 
 class ExternalReply:
-    """The request of replies generated elsewhere; a `generation.ReplyContext`."""
+    """The `generation.ReplyContext` of replies that were generated elsewhere."""
 
     def __init__(self, request_id: str | None, n: int) -> None:
         self.key = bare_id(request_id) if request_id else secrets.token_hex(16)
@@ -132,7 +132,7 @@ class ExternalReply:
 
 
 class ReplyReader:
-    """Turns generate replies into completions.  `params` None: unknown, so everything in the replies is shown."""
+    """Parses generate replies into `ChoiceOutput`s.  `params` None: unknown, and all of the replies is shown."""
 
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
         self._serving = serving
@@ -146,13 +146,13 @@ class ReplyReader:
 
     @property
     def external(self) -> ExternalReply:
-        """The request of the replies; read one first."""
+        """The context of the replies; add one first."""
         assert self._external is not None
         return self._external
 
     def add(self, value: Any, field: str, prompt: Sequence[int] | None, count: int | None, index: str) -> None:
-        """Read one reply.  `prompt` and `count`: the prompt's ids and length, if the client gives them; `places`: the
-        index of these fields, for errors."""
+        """Parse one reply.  `prompt` and `count`: the prompt's ids and length, if the client sends them; `index`: their
+        index in these fields, for errors."""
         reply = body.convert(value, ParsedReply, field)
         where = f"{field}.choices"
         if not reply.choices:
@@ -180,7 +180,7 @@ class ReplyReader:
             self.ends.append(end)
 
     def _prompt(self, reply: ParsedReply, field: str, given: Sequence[int] | None, index: str) -> list[int] | None:
-        """The prompt's ids, if the client or the reply gives them."""
+        """The prompt's ids, if the client sends them or the reply has them."""
         echoed = reply.prompt_token_ids
         echoed_ids = None if echoed is None else self._ids(echoed, f"{field}.prompt_token_ids")
         given_ids = None if given is None else self._ids(list(given), f"prompt_token_ids{index}")
@@ -202,7 +202,7 @@ class ReplyReader:
         return unpacked
 
     def _scores(self, reply: ParsedReply, field: str, ids: list[int] | None) -> Logprobs | None:
-        """The prompt's logprobs, if asked for."""
+        """The prompt's logprobs, if the request has prompt_logprobs."""
         if self.params.prompt_logprobs is None:
             return None
         if reply.prompt_logprobs is None or ids is None:
@@ -223,17 +223,17 @@ class ReplyReader:
         return logprobs_parser.parse_output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
     def _end(self, choice: ParsedChoice, where: str, scores: Logprobs | None) -> ChoiceOutput:
-        """One choice with its text, cut at a stop string if its generator has not done so."""
+        """Parse one choice; its text is cut at a stop string if the generating server has not done so."""
         ids = self._ids(choice.token_ids, f"{where}.token_ids")
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
-        kind = self._kind(choice, ids)
+        kind = self._stop_kind(choice, ids)
         end = ChoiceOutput(
             choice.index, ids, "", logprobs, scores, 0, choice.finish_reason, choice.stop_reason, kind,
             choice.stop_detail.message if choice.stop_detail else None,
         )  # fmt: skip
         text_ids = ids[:-1] if kind in TERMINATORS and not self.params.include_stop_str_in_output else ids
         stops, min_tokens = self.params.stop_strings(), self.params.min_tokens
-        if isinstance(choice.stop_reason, str):  # cut already, after the token that completed the match
+        if isinstance(choice.stop_reason, str):  # already cut after the token that completed the match
             stops, min_tokens = [choice.stop_reason] if choice.stop_reason else [], max(0, len(ids) - 1)
         end.text, hit = self._detokenizer(stops, min_tokens).push(text_ids, True)
         if hit is not None:
@@ -253,8 +253,8 @@ class ReplyReader:
             min_tokens=min_tokens,
         )  # fmt: skip
 
-    def _kind(self, choice: ParsedChoice, ids: list[int]) -> str | None:
-        """Exactly why a choice ended, as given, or else as far as it can be inferred."""
+    def _stop_kind(self, choice: ParsedChoice, ids: list[int]) -> str | None:
+        """The kind of stop_detail, as given, or inferred as far as possible."""
         if choice.stop_detail is not None and choice.stop_detail.kind is not None:
             return choice.stop_detail.kind
         reason = choice.stop_reason
@@ -332,7 +332,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
 
 
 async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, list[str], int]:
-    """As `schemas.read`, of a whole reply."""
+    """`schemas.read`, and refuse streams."""
     request_body, ignored, size = await schemas.read(serving, request, kind)
     if request_body.stream:
         raise RequestError("stream must be false: only whole replies are taken", field="stream")
@@ -340,7 +340,7 @@ async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, l
 
 
 def _request(serving: Serving, kind: type[T], value: Any, field: str, ignored: list[str]) -> T | None:
-    """The text request that was rendered, if the client sends it along."""
+    """The request body that was rendered, if the client sends it."""
     if value is None:
         return None
     text_body, ignored_fields = _with_prefix(
@@ -359,15 +359,15 @@ def _params(serving: Serving, make: Callable[[], SamplingParams], field: str) ->
 
 
 def _prompt_of(serving: Serving, plan: ToolPlan, ids: list[int], text_body: ChatBody | None) -> list[int]:
-    """The prompt's ids, rendered from the messages if they are missing and needed to see how the output begins."""
-    thinking = plan.reading is not None and plan.reading.thinking is not None
+    """The prompt's ids, rendered from the messages if they are missing and needed: they show how the output begins."""
+    thinking = plan.output_format is not None and plan.output_format.thinking is not None
     if ids or not thinking or text_body is None or text_body.messages is None:
         return ids
     return _with_prefix("chat_request", lambda: chat.rendered(serving, text_body, text_body.reasoning_effort))
 
 
 def _prompts(text_body: CompletionBody, count: int) -> list[str | list[int]]:
-    """The request's prompts, as texts or ids; empty if it has none."""
+    """The prompts of the request, as texts or ids; empty if it has none."""
     if text_body.prompt is None:
         return []
     prompts = _with_prefix("completion_request", lambda: completions.parse_prompts(text_body.prompt))
@@ -379,7 +379,7 @@ def _prompts(text_body: CompletionBody, count: int) -> list[str | list[int]]:
 
 
 def _prompt_length(reply: ParsedReply, ids: list[int] | None, count: int | None, index: str) -> int:
-    """The length of the prompt, which may be given in three ways, consistently; 0 if it is not given."""
+    """The prompt's length, from three fields that must agree; 0 if it is in none."""
     usage_length = reply.usage.prompt_tokens if reply.usage else None
     lengths = [length for length in (count, len(ids) if ids else None, usage_length) if length is not None]
     if len(set(lengths)) > 1:
@@ -393,7 +393,7 @@ def _prompt_length(reply: ParsedReply, ids: list[int] | None, count: int | None,
 
 
 def _with_prefix(field: str, make: Callable[[], R]) -> R:
-    """`make()`, with `field` put before the field of an error."""
+    """`make()`; `field` is prepended to the field of an error."""
     try:
         return make()
     except RequestError as error:

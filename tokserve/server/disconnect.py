@@ -12,7 +12,8 @@ class ClientDisconnected(Exception):
 
 
 class CancelOnDisconnect:
-    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `ClientDisconnected`."""
+    """`async with CancelOnDisconnect(receive): ...` cancels its body when the client disconnects, and raises
+    `ClientDisconnected`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

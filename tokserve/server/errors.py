@@ -1,7 +1,7 @@
 """Errors as responses, all in one JSON shape: {"error": {message, type, param, code}}.
 
 Turns the validation errors of msgspec and pydantic into `RequestError`s that name the field as a client writes it
-(`messages[0].content`, `sampling_params.top_p`).  Must not know routes.
+(`messages[0].content`, `sampling_params.top_p`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from tokserve.errors import RequestError
 
-SHOWN = 200  # most characters of a client's own text that an error repeats
+SHOWN = 200  # limit of characters of a client's text that an error repeats
 
 _MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
@@ -31,7 +31,7 @@ class WrongMethod(RequestError):
 
 
 class Detail(msgspec.Struct):
-    """The inside of an error."""
+    """The fields of an error."""
 
     message: str
     type: str
@@ -40,7 +40,7 @@ class Detail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as clients see it."""
+    """An error as clients receive it."""
 
     error: Detail
 
@@ -55,7 +55,7 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None) -> R
     extra = dict(headers or {})
     if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
-    if error.status == 408:  # what comes after it would be read as a request
+    if error.status == 408:  # the rest of the body would be read as the next request
         extra["Connection"] = "close"
     return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
 
@@ -89,9 +89,9 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """The error of an unknown field; the message suggests where the name belongs, or the closest name.
+    """The error of an unknown field; the message suggests the path where the name is known, or a similar name.
 
-    Dotted names in `known` are of fields elsewhere in the body.
+    `known`: names; dotted names are paths of fields elsewhere in the body.
     """
     known = list(known)
     suggestions = [candidate for candidate in known if candidate.rpartition(".")[2] == name and candidate != path]
@@ -103,7 +103,7 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
 
 
 def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), reason: str = "") -> None:
-    """Raise for a field that other servers know, unless its value has no effect: null, or one of `idle`."""
+    """Raise for a field that other servers know, unless its value has no effect: null, or one of `no_effect`."""
     if value is not None and (type(value), value) not in [(type(allowed), allowed) for allowed in no_effect]:
         because = f": {reason}" if reason else ""
         raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
@@ -136,7 +136,7 @@ def _depth(complaint: Any) -> int:
 
 
 def _path(location: tuple[int | str, ...], value: Any) -> str:
-    """`location` as `a.b[0].c`, without the names of union branches that pydantic puts in between."""
+    """`location` as `a.b[0].c`, without the names of union branches, which pydantic inserts."""
     path = ""
     for position, part in enumerate(location):
         try:

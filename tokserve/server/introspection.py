@@ -1,4 +1,4 @@
-"""Routes that observe the server and change nothing: health, models, version, metrics, load, configuration."""
+"""Read-only routes: health, readiness, models, version, metrics, load, configuration, OpenAPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos
 
 
 class ModelCard(msgspec.Struct):
-    """A served model, as OpenAI lists it."""
+    """A model or adapter in OpenAI's form."""
 
     id: str
     created: int
@@ -35,13 +35,13 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """All names the server answers to."""
+    """All models and adapters of the server."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
-# what keeps the server from serving: the first that holds is reported, or else the engine's state
+# conditions under which the server does not serve; /ready reports the first that holds, or else the engine's state
 CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("dead", lambda serving: serving.llm.dead is not None),
     ("restarting", lambda serving: serving.llm.down is not None),
@@ -52,7 +52,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
 
 
 class Readiness(msgspec.Struct):
-    """ready, updating (new weights arrive while the old ones serve), or why new requests are not served."""
+    """ready, updating (weights are being transferred while the current ones serve), or why requests are not served."""
 
     status: str
 
@@ -70,7 +70,7 @@ async def health(serving: Serving, request: Request) -> Response:
     """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
-        await serving.probe("check", DEEP_SECONDS)  # of the KV accounting
+        await serving.probe("check", DEEP_SECONDS)  # checks the accounting of KV blocks
     return body.reply(request, {})
 
 
@@ -154,7 +154,7 @@ async def server_info(serving: Serving, request: Request) -> Response:
 
 
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
-    """The configuration under the names that vLLM's clients read from its `VllmConfig`."""
+    """The configuration under the names of vLLM's `VllmConfig`, which its clients read."""
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
     named = {
         "model_config": config["model"] | {"dtype": f"torch.{config['model']['dtype']}"},
@@ -179,7 +179,7 @@ async def openapi_schema(serving: Serving, request: Request) -> Response:
 
 
 async def refuse_text_route(serving: Serving, request: Request) -> Response:
-    """404, for the text routes of a tokens-only server"""
+    """404: the text routes of a tokens-only server"""
     raise NotFound(
         f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
         "send token ids to /inference/v1/generate",

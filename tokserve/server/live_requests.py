@@ -1,4 +1,4 @@
-"""GET /inference/v1/requests: the requests of all API processes that have not ended, for the status page."""
+"""GET /inference/v1/requests: the requests in flight of all API processes, for the status page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
 class LiveRequest(msgspec.Struct):
-    """One HTTP request; counts are over its choices that have not ended, times in seconds."""
+    """One HTTP request; counts are over its choices that have not ended, times are in seconds."""
 
     request_id: str
     group_id: str | None

@@ -1,8 +1,8 @@
-"""Columns of logprobs as the JSON shapes that clients read.
+"""Renders columns of logprobs in the formats of the routes.
 
-The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  "objects", and OpenAI's shapes,
-take a small struct per token and alternative, which is why they cost more.  In these and in "arrays" no value is below
-`FLOOR`: JSON has no -inf, and clients expect this number.  Packed columns are exact.  Must not know routes.
+The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  The format "objects" and OpenAI's
+formats take a struct per token and alternative, and cost more.  In these and in "arrays" no value is below `FLOOR`:
+JSON has no -inf, and clients expect this number.  Packed columns are exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = tuple[float, int, Sequence[int], Sequence[float]]  # logprob, rank, altern
 
 
 class ChatAlternative(msgspec.Struct):
-    """An alternative, as chat shows it."""
+    """An alternative in chat."""
 
     token: str
     logprob: float
@@ -33,7 +33,7 @@ class ChatAlternative(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """A token, as chat shows it."""
+    """A token in chat."""
 
     token: str
     logprob: float
@@ -48,7 +48,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class Spelling:
-    """How a text route writes tokens: their text, or `token_id:<id>` on request."""
+    """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -60,7 +60,7 @@ class Spelling:
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
 
     def text_at(self, offset: TextOffset, token_id: int) -> str:
-        """The token's name at its place: it has the characters that it completes, not one that it only begins."""
+        """The token's name at an offset: the characters that it completes there."""
         return f"token_id:{token_id}" if self._as_ids else offset.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
@@ -69,9 +69,9 @@ class Spelling:
 
 
 class TextOffset:
-    """A position in a choice's text: its characters so far, and the bytes of one that is not complete.
+    """An offset in a choice's text, advanced token by token: the characters so far, and the bytes of an incomplete one.
 
-    `pieces`: the bytes that tokens add to this text; none, for those that it leaves out.  `offset`: the characters.
+    `pieces`: the bytes that tokens add to the text; b"" for skipped tokens.  `offset`: number of characters.
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
@@ -80,7 +80,7 @@ class TextOffset:
         self._rest = b""
 
     def text(self, piece: bytes) -> str:
-        """The characters that `piece` completes, without the U+FFFD of a rest that it does not continue."""
+        """The characters that `piece` completes, without the U+FFFD of an incomplete one that it does not continue."""
         text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
         return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
 
@@ -95,7 +95,7 @@ class TextOffset:
 
 
 class TokenAlternative(msgspec.Struct, gc=False):
-    """An alternative, as the token route shows it; `token` and `token_id` for clients of both generations."""
+    """An alternative in the format "objects"; clients read either `token` or `token_id`."""
 
     token: str
     token_id: int
@@ -105,7 +105,7 @@ class TokenAlternative(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """A token, as the token route shows it."""
+    """A token in the format "objects"."""
 
     token: str
     token_id: int
@@ -153,7 +153,7 @@ class PackedLogprobs(msgspec.Struct):
 
 
 def num_rows(columns: Logprobs) -> int:
-    """How many tokens the columns have."""
+    """The number of tokens of the columns."""
     return len(columns.token_logprobs) // 4
 
 
@@ -170,9 +170,9 @@ def rows(columns: Logprobs) -> Iterator[Row]:
 
 
 def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
-    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those asked for by id.
+    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those of logprob_token_ids.
 
-    Equal logprobs share a rank; the rank of a token that was only asked for by id is unknown.
+    Equal logprobs share a rank; the rank of tokens of logprob_token_ids is unknown.
     """
     _, _, ids, values = row
     rank, last = 0, 1.0
@@ -187,7 +187,7 @@ def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float
 
 
 def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
-    """The columns as they are."""
+    """The columns, packed."""
     shape = (num_rows(columns), columns.width)
     c = columns
     return PackedLogprobs(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
@@ -208,7 +208,7 @@ def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
 
 
 def _table(values: list[T], width: int) -> list[list[T]]:
-    """A column of all alternatives, cut into the tokens' rows."""
+    """A column of all alternatives as a list per token."""
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
@@ -219,7 +219,7 @@ def _clamped(column: bytes) -> list[float]:
 
 
 def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> LogprobObjects:
-    """An entry per token, which is the first of its own alternatives.  Without `spelling` tokens are named by ids."""
+    """An entry per token, with the token as the first alternative.  Without `spelling` tokens are named by ids."""
     entries = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
         token = _alternative(token_id, row[0], row[1], spelling)
@@ -241,8 +241,8 @@ def prompt_objects(
 ) -> list[dict[str, PromptLogprob] | None]:
     """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
 
-    The first token, and those before `start`, have none, nor has any of a request that ended before its prompt
-    was read.  `top`: how many alternatives are shown.  `name` decodes a token.
+    The first token and those before `start` have no entry, nor have the tokens of a prompt that was not computed.
+    `top`: number of alternatives.  `name` decodes a token.
     """
     first = _first(columns, prompt_ids, start)
     return [None] * first + _scores(columns, prompt_ids[first:], top, name)
@@ -262,14 +262,14 @@ def _scores(
 
 
 def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
-    """The first prompt token with an entry."""
+    """The index of the first prompt token with an entry."""
     return min(max(1, start), len(prompt_ids)) if columns.ranks else len(prompt_ids)
 
 
 def prompt_objects_encoder(
     columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
 ) -> PartEncoder:
-    """`prompt_objects` in parts."""
+    """Encodes `prompt_objects` in parts."""
     first = _first(columns, prompt_ids, start)
 
     def make(begin: int, end: int) -> list[dict[str, PromptLogprob] | None]:
@@ -283,7 +283,7 @@ def prompt_objects_encoder(
 def objects_encoder(
     columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
 ) -> PartEncoder:
-    """`objects` in parts."""
+    """Encodes `objects` in parts."""
 
     def make(begin: int, end: int) -> list[TokenLogprob]:
         return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
@@ -292,7 +292,7 @@ def objects_encoder(
 
 
 def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
-    """`content` in parts."""
+    """Encodes `content` in parts."""
 
     def make(begin: int, end: int) -> list[ChatLogprob]:
         return content(columns.part(begin, end), token_ids[begin:end], spelling).content
@@ -307,7 +307,7 @@ def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
-    """The logprobs of a chat choice: the top alternatives (the token itself only if it is one), then those by name."""
+    """The logprobs of a chat choice: the top alternatives (with the token if it is one), then logprob_token_ids."""
     entries = []
     for token_id, (logprob, _, ids, values) in zip(token_ids, rows(columns), strict=True):
         tops = [
@@ -331,7 +331,7 @@ class TextLogprobs(msgspec.Struct):
     ) -> None:  # fmt: skip
         """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
 
-        `place`: where in the choice's text they begin; it goes to where they end.
+        `offset`: where in the choice's text they begin; it is advanced to their end.
         """
         table = [None] * len(token_ids) if columns is None else rows(columns)
         for token_id, row in zip(token_ids, table, strict=True):
@@ -343,7 +343,7 @@ class TextLogprobs(msgspec.Struct):
             else:
                 logprob, _, ids, values = row
                 self.token_logprobs.append(logprob)
-                named = {name: logprob}  # the token's own value wins over an alternative that reads the same
+                named = {name: logprob}  # the token's value wins over that of an alternative with the same name
                 for other, value in zip(ids[:top], values[:top], strict=True):
                     named.setdefault(spelling.text_at(offset, other), value)
                 self.top_logprobs.append(named)

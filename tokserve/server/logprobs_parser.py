@@ -1,8 +1,7 @@
-"""The JSON shapes of logprobs, parsed back into columns: the inverse of `logprobs`, for `derender`.
+"""Parses logprobs of generate replies into columns: the inverse of `logprobs`, for `derender`.
 
-"arrays" and "base64" are columns already.  In "objects" the alternatives leave out the token itself, so whether it is
-among the most probable follows from how many others there are.  Raises `RequestError`s with the field's path; must not
-know routes.
+"arrays" and "base64" are columns already.  In "objects" the alternatives leave out the token itself: whether it is
+among the most probable follows from the number of alternatives.  Raises `RequestError`s with the field's path.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ParsedColumns(msgspec.Struct):
 
 
 class ParsedRow(NamedTuple):
-    """A token, the most probable others in order, and those that were asked for by id."""
+    """A token, the most probable others in order, and those of logprob_token_ids."""
 
     token_id: int
     logprob: float
@@ -82,7 +81,7 @@ class ParsedRow(NamedTuple):
 
 
 def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequence[int], field: str) -> Logprobs:
-    """Logprobs of the tokens `ids` with `top` alternatives (None: as many as there are), then those `named`."""
+    """Parse logprobs of the tokens `ids` with `top` alternatives (None: any number), then those of the ids `named`."""
     if isinstance(value, dict) and "content" in value:
         entries = body.convert(value, ParsedObjects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
@@ -97,7 +96,7 @@ def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequenc
 
 
 def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logprobs | None:
-    """Logprobs of the prompt `ids`, with `top` alternatives (-1: as many as there are); None for a prompt without."""
+    """Parse logprobs of the prompt `ids` with `top` alternatives (-1: any number); None for a prompt without any."""
     width = None if top == -1 else top
     if not isinstance(value, list):
         columns = _table(value, field)
@@ -125,7 +124,7 @@ def _prompt_row(entry: Any, token_id: int, field: str) -> ParsedRow:
 
 
 def _row(entry: ParsedEntry, with_names: bool, field: str) -> ParsedRow:
-    """`with_names`: alternatives without a rank were asked for by id."""
+    """`with_names`: alternatives without a rank are those of logprob_token_ids."""
     own_id = _id(entry, field)
     others, named = [], {}
     for index, alternative in enumerate(entry.top_logprobs):
@@ -153,7 +152,7 @@ def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field
     logprobs, ranks, ids, values = array("f"), array("i"), array("i"), array("f")
     for index, row in enumerate(rows):
         others = row.others
-        if len(others) == width - 1:  # the token itself is the missing one
+        if len(others) == width - 1:  # the token itself is the missing alternative
             others = _insert_token(row)
         if len(others) != width:
             where = f"{field}[{index}]"
@@ -171,8 +170,10 @@ def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field
 
 
 def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
-    """The others in their order, and the token in the place that its rank says, which equal logits share in the order
-    of ids.  (Logits that differ may have equal logprobs: then ids are in no order.)"""
+    """The alternatives with the token inserted by its rank, which equal logits share in the order of ids.
+
+    Different logits may have equal logprobs: then ids are in no order.
+    """
     above = sum(value > row.logprob for _, value in row.others)
     equals = [token for token, value in row.others if value == row.logprob]
     position = min((row.rank or 1) - 1, above + len(equals))
@@ -182,14 +183,14 @@ def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
 
 
 def _width(rows: list[ParsedRow]) -> int:
-    """How many of the most probable tokens were asked for, as far as the rows show."""
+    """The number of most probable tokens that the request had, inferred from the rows."""
     widest = max((len(row.others) for row in rows), default=0)
     always_one_of_them = all(len(row.others) == widest and row.rank and row.rank <= widest + 1 for row in rows)
     return widest + 1 if widest and always_one_of_them else widest
 
 
 def _table(value: Any, field: str) -> Logprobs:
-    """Columns from "arrays" or "base64"."""
+    """Parse "arrays" or "base64"."""
     if isinstance(value, dict) and "shape" in value:
         packed = body.convert(value, ParsedColumns, field)
         count, width = packed.shape

@@ -1,8 +1,8 @@
-"""Measures how late the event loop is, and logs the route that has stalled it.
+"""Measures the lag of the event loop, and logs the route that has stalled it.
 
-The loop records a heartbeat; a thread that misses it looks at what the loop is doing at that moment.  A request's task
-has its route as its name (`app` sets it), and work in threads is in the log of `workers`: a library that holds the
-interpreter's lock there stalls the loop too.  Must not know what routes do.
+The loop records a heartbeat; a thread that misses it inspects what the loop is running.  A request's task is named
+after its route (by `app`).  Work in threads is in the log of `workers`: it stalls the loop, too, when a library holds
+the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PACKAGE = "tokserve."
 
 
 class LoopMonitor:
-    """Call `watch` in the event loop.  `observe` receives the seconds that each heartbeat was late."""
+    """Call `watch` in the event loop.  `observe` receives the lag of each heartbeat in seconds."""
 
     def __init__(self, observe: Callable[[float], object], interval: float = INTERVAL) -> None:
         self._observe = observe
         self._interval = interval
         self._deadline = time.monotonic() + interval
-        self._seen: str | None = None  # what the loop was doing when the thread looked
+        self._seen: str | None = None  # what the loop was running when the thread inspected it
         self._stopped = threading.Event()
 
     async def watch(self) -> None:
@@ -60,14 +60,14 @@ class LoopMonitor:
         return f"a thread worked for {', '.join(routes)}" if routes else "no request of this process was at work"
 
     def _look(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        """In a thread: look at the loop whenever its heartbeat is overdue."""
+        """In a thread: inspect the loop whenever its heartbeat is overdue."""
         while not self._stopped.wait(self._interval):
             if self._seen is None and time.monotonic() > self._deadline + LOGGED / 4:
                 self._seen = _current_activity(loop, sys._current_frames().get(thread))
 
 
 def _current_activity(loop: asyncio.AbstractEventLoop, frame: FrameType | None) -> str | None:
-    """The name of the running task, or the function of this package that the loop runs; None: it waits."""
+    """The name of the running task, or the function of this package that the loop runs; None: the loop waits."""
     function = None
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

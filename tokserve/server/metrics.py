@@ -1,8 +1,8 @@
-"""Prometheus metrics: the engine's counters, read at scrape time, and what the API processes count of requests.
+"""Prometheus metrics: the engine's counters, read at scrape time, and the API processes' counters of requests.
 
-The only importer of prometheus_client.  Nothing is done per token: a choice is observed once, when it ends, with the
+The only importer of prometheus_client.  Nothing is counted per token: a choice is observed once, when it ends, with the
 times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has can be
-exported under its own prefix as well.
+exported under vLLM's prefix as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VLLM_NAMES = frozenset({
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
 })  # fmt: skip
 LABELS = ["model_name", "engine"]
-ENGINE = "0"  # a label that vLLM has; this server has one engine
+ENGINE = "0"  # value of vLLM's label: this server has one engine
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SHORT = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -50,7 +50,7 @@ STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
-SAMPLED = 16  # one stream in this many has its serialization timed
+SAMPLED = 16  # the serialization of one stream in so many is timed
 
 
 class Histogram:
@@ -82,7 +82,7 @@ class Histogram:
 
 
 class LabelledCounter:
-    """Counts by the value of a label; a value that is not `known` counts as "other"."""
+    """A counter for each value of a label; values that are not in `known` count as "other"."""
 
     def __init__(self, counters: SharedCounters, known: Sequence[str]) -> None:
         self._indices = {value: index for index, value in enumerate((*known, "other"))}
@@ -93,7 +93,7 @@ class LabelledCounter:
         self._cells.add(self._indices.get(value, self._indices["other"]), count)
 
     def totals(self) -> dict[str, float]:
-        """By value; "other" only if there was one."""
+        """Counts by value; "other" only if it is not 0."""
         totals = {value: self._cells.total(index) for value, index in self._indices.items()}
         return {value: count for value, count in totals.items() if count or value != "other"}
 
@@ -143,26 +143,26 @@ class Metrics(Collector):
         return int(self._inflight.total(0))
 
     def started(self) -> None:
-        """A request is in flight from here on, until `closed`."""
+        """Count a request in flight, until `closed`."""
         self._inflight.add(0)
 
     def closed(self) -> None:
-        """A request is no longer in flight."""
+        """End a request in flight."""
         self._inflight.add(0, -1)
 
     def refused(self, error: RequestError) -> None:
-        """A request was refused; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
+        """Count a refused request; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """A request was accepted."""
+        """Observe the parameters of an accepted request."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
-        """A choice ended; its last delta carries the reason and the times."""
+        """Observe an ended choice; its last delta has the reason and the times."""
         reason = completion.finish_reason or "error"
         self._finished.add(reason)
         if reason == "abort":
@@ -184,12 +184,12 @@ class Metrics(Collector):
             self.per_token.observe(decode / (output_tokens - 1))
 
     def aborted(self, cause: str, count: int) -> None:
-        """Choices were given up before they finished."""
+        """Count choices that were aborted before they finished."""
         self._aborts.add(cause, count)
         self._finished.add("abort", count)
 
     def timed(self, make: Render) -> Render:
-        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure its time."""
+        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure the time."""
         self._num_streams += 1
         if self._num_streams % SAMPLED != 1:
             return make
@@ -203,13 +203,13 @@ class Metrics(Collector):
         return timed
 
     def observe_lag(self, late: float) -> None:
-        """The event loop woke a sleeper so many seconds late."""
+        """Observe the lag of the event loop in seconds."""
         self.loop_lag.observe(late)
         if late >= SHORTEST_STALL:
             self.loop_stall.observe(late)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -234,7 +234,7 @@ class Metrics(Collector):
         used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
         for name, text, value in (
             ("num_requests_running", "Requests being computed.", s.running),
-            ("num_requests_waiting", "Requests waiting for a place.", s.waiting),
+            ("num_requests_waiting", "Requests waiting for a slot.", s.waiting),
             ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
             ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
             ("clients", "Clients that have requests.", s.clients),

@@ -1,7 +1,7 @@
-"""/openapi.json from the table of routes; bodies are msgspec structs or pydantic models, described alike.
+"""Makes /openapi.json from the table of routes; bodies are msgspec structs or pydantic models.
 
-Types come from the structs and models.  What `params` and the routes check beyond types is in the tables below, so
-that generated clients (and fuzzers) make bodies that are accepted.  Must not know what the fields do.
+Types come from the structs and models.  Checks of `params` and of the routes beyond types are repeated in the tables
+below, so that generated clients (and fuzzers) make bodies that are accepted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 class Endpoint:
     """A route: its handler, and the types of its body and reply.
 
-    `text`: it needs a tokenizer.  `control`: it changes the server, so `auth` asks for more.
+    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.
     """
 
     methods: tuple[str, ...]
@@ -132,14 +132,14 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
             components.update(described.pop("$defs", {}))
             components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
-    for name, field in sampling.items():  # null stands for every parameter's default
+    for name, field in sampling.items():  # null is the default of every parameter
         sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
     for name, needed in ONE_OF_REQUIRED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
-    if "GenerateBody" in components:  # the struct has it as Raw
+    if "GenerateBody" in components:  # Raw in the struct
         sampling_params: JsonSchema = {
             "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],
             "default": {},
@@ -154,7 +154,7 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
 
 
 def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
-    """Add what is checked beyond types."""
+    """Add the checks beyond types."""
     for name, field in component["properties"].items():
         if name == "model" and models is not None:
             component["properties"][name] = {"enum": [*models, None], "default": None}
@@ -169,7 +169,7 @@ def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
 
 
 def _branch(field: JsonSchema, kind: str) -> JsonSchema:
-    """The part of a field's schema that has the type `kind`; if there is none, an empty one that is not part of it."""
+    """The part of a field's schema that has the type `kind`, or else an empty schema that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
 
 

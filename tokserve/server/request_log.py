@@ -1,6 +1,6 @@
-"""--log-requests: a line when a request is accepted or refused, and a line when it ends.
+"""--log-requests: logs a line when a request is accepted or refused, and a line when it ends.
 
-Counts and times, never prompts or outputs.  `log` adds the request's id.
+The lines have counts and times, never prompts or outputs.  `log` adds the request's id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The observer of one request that logs it."""
+    """Observes one request and logs it."""
 
     def __init__(self) -> None:
         self._generation: Generation | None = None
@@ -26,7 +26,7 @@ class RequestLog:
         self._queued = self._first = self._total = 0.0
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """Log the beginning."""
+        """Log that the request was accepted."""
         self._generation = generation
         usage = generation.usage()
         _log_event(
@@ -35,7 +35,7 @@ class RequestLog:
         )  # fmt: skip
 
     def refused(self, error: RequestError) -> None:
-        """Log a refusal; nothing else is logged for the request."""
+        """Log a refusal, the only line of the request."""
         _log_event("refused", status=error.status, code=error.code, field=error.field)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
@@ -50,8 +50,8 @@ class RequestLog:
         self._reasons[cause] += count
 
     def closed(self) -> None:
-        """Log the end: why the choices ended, tokens, and the engine's times in seconds from arrival: to the last slot,
-        the first token and the last end of any choice."""
+        """Log the end: why the choices ended, numbers of tokens, and the engine's times in seconds from arrival: until
+        the last choice got a slot, the first token came, and the last choice ended."""
         if self._generation is None:
             return
         usage = self._generation.usage()

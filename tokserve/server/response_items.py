@@ -1,8 +1,7 @@
-"""The items of the Responses API: those of an input as chat messages, and an answer as those of an output.
+"""The items of the Responses API: turns input items into chat messages, and an answer into output items.
 
-An answer becomes items while it arrives, by the same steps whether it is streamed or whole: each step is told by its
-event, and who wants no events does not listen.  Items stand in the order in which they were written, one after the
-other.  Nothing here knows of bodies, templates or how an answer is forced.
+An answer becomes items while it arrives, in the same steps for a stream and a whole reply.  Each step emits an event,
+which a whole reply ignores.  Items are in the order of the answer's text.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from tokserve.text.parsing import Parser
 
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = ("user", "assistant", "system", "developer")
-EmitEvent = Callable[[str, dict[str, Any]], None]  # an event: its name without "response.", and its fields
+EmitEvent = Callable[[str, dict[str, Any]], None]  # takes the name of an event, without "response.", and its fields
 
 
 class InputMessages:
-    """An input as messages.  `places`: what in the body each comes from.
+    """An input as chat messages.  `fields`: the path in the body of each message.
 
-    What an assistant said in one turn is one message, as chat has it: reasoning, then text, then calls.
+    The items of one turn of the assistant form one message, as in chat: reasoning, then text, then calls.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.fields: list[str] = []
-        self._turn: dict[str, Any] | None = None  # the assistant's, while it may go on
+        self._turn: dict[str, Any] | None = None  # the assistant's message, while items may be added to it
 
     def append(self, field: str, message: dict[str, Any]) -> None:
-        """A message of its own."""
+        """Append a message."""
         self.messages.append(message)
         self.fields.append(field)
         self._turn = None
 
     def add(self, field: str, item: Any) -> None:
-        """The next item.  Raises RequestError naming `where`, or what is wrong in it."""
+        """Add the next item.  Raises RequestError naming `field` or a path in it."""
         if not isinstance(item, dict):
             raise RequestError(f"{field} must be an object", field=field)
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -75,7 +74,7 @@ class InputMessages:
         turn["content"] = _parts(turn["content"]) + _parts(content) if "content" in turn else content
 
     def _reasoning(self, field: str, item: dict[str, Any]) -> None:
-        """Its text, or else its summary; one that is only encrypted says nothing here."""
+        """Add the text of the reasoning, or else its summary; encrypted reasoning is skipped."""
         name = "content" if item.get("content") else "summary"
         parts = item.get(name) or []
         if not isinstance(parts, list):
@@ -86,7 +85,7 @@ class InputMessages:
             turn["reasoning"] = "\n".join(([turn["reasoning"]] if "reasoning" in turn else []) + texts)
 
     def _assistant(self, field: str, *, calls: bool = False) -> dict[str, Any]:
-        """The assistant's turn.  One that has come to its text goes on with calls, and with what follows these."""
+        """The message of the assistant's turn: a message with content takes only calls and what follows them."""
         turn = self._turn
         if turn is None or ("content" in turn and "tool_calls" not in turn and not calls):
             turn = {"role": "assistant"}
@@ -103,7 +102,7 @@ def _string(field: str, item: Any, name: str) -> str:
 
 
 def _content(field: str, content: Any) -> str | list[dict[str, str]]:
-    """As chat has it.  A list of one part is its text, as which most templates take it."""
+    """The content for chat.  A list of one part becomes its text, which more templates accept."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -117,7 +116,7 @@ def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """The one part of a message."""
+    """The part of a message."""
 
     text: str = ""
     annotations: list[Any] = []
@@ -125,13 +124,13 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The one part of a reasoning."""
+    """The part of a reasoning item."""
 
     text: str = ""
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
-    """What the assistant says."""
+    """A message of the assistant."""
 
     id: str
     status: str = "in_progress"
@@ -140,7 +139,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
-    """What it thought before."""
+    """The reasoning before a message."""
 
     id: str
     status: str = "in_progress"
@@ -149,7 +148,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
-    """A call, with JSON text as arguments."""
+    """A call, with arguments as JSON text."""
 
     id: str
     status: str = "in_progress"
@@ -162,27 +161,27 @@ Item = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class OutputToken(NamedTuple):
-    """A token of an answer: how many characters it completes, and its logprobs if they are asked for."""
+    """A token of an answer: the number of characters that it completes, and its logprobs if requested."""
 
     length: int
     entry: ChatLogprob | None
 
 
 class _TokenSplitter:
-    """An answer's text, cut where its tokens end, so that each is known by what the reading made of it."""
+    """Splits an answer's text where tokens end, so that each token is assigned to the item that has its text."""
 
     def __init__(self, offset: TextOffset) -> None:
         self._position = offset
         self._waiting: deque[tuple[int, OutputToken]] = (
             deque()
-        )  # where a token ends, of those whose text is not there yet
-        self._text = ""  # the rest, whose text is not complete
-        self._at = 0  # where that begins
+        )  # tokens whose text has not arrived, and the offsets of their ends
+        self._text = ""  # of the next token, incomplete
+        self._at = 0  # offset of `_text`
 
     def push(
         self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, final: bool
     ) -> Iterator[tuple[str, list[OutputToken]]]:
-        """The pieces that are complete now; `final`: all there are, with all the tokens."""
+        """The complete pieces of text with their tokens; with `final`, the rest."""
         text, at = self._text + text, self._at
         for i, token_id in enumerate(token_ids):
             before = self._position.offset
@@ -203,7 +202,7 @@ class _TokenSplitter:
 
 
 class _OpenItem:
-    """The item that is being written, and its events."""
+    """The item that is being written; emits its events."""
 
     def __init__(self, kind: str, item: Item, index: int, emit: EmitEvent) -> None:
         self.kind = kind
@@ -223,7 +222,7 @@ class _OpenItem:
         emit("content_part.added", self._position | {"part": item.content[0]})
 
     def add(self, text: str, tokens: Sequence[OutputToken]) -> None:
-        """More text, and tokens; only a message shows their logprobs."""
+        """Append text and tokens; only messages show logprobs."""
         entries: list[ChatLogprob] = []
         fields = {**self._position, "delta": text}
         if isinstance(self.item, OutputMessage):
@@ -235,7 +234,7 @@ class _OpenItem:
             self._emit(f"{self._name}.delta", fields)
 
     def close(self, status: str) -> None:
-        """It is written."""
+        """Complete the item."""
         item, text = self.item, "".join(self._texts)
         if isinstance(item, FunctionCallItem):
             item.arguments = text
@@ -251,12 +250,12 @@ class _OpenItem:
 
 
 class OutputItems:
-    """The items of one answer.  `key`: of the request, which they are named after.
+    """The items of one answer.  Their ids are made from `key`, the id of the request.
 
-    `place`: to tell tokens apart by; None: nobody asks whose they are.
+    `offset`: to assign tokens to items; None: tokens are not assigned.
 
-    A token is of the item that its text is of: the marker that ends one is still its own, and what is around the name
-    and the arguments of a call is the call's.
+    A token belongs to the item that has its text.  A marker that ends an item belongs to that item, and the text around
+    the name and the arguments of a call to the call.
     """
 
     def __init__(self, key: str, parser: Parser, offset: TextOffset | None, emit: EmitEvent) -> None:
@@ -266,12 +265,12 @@ class OutputItems:
         self._parser = parser
         self._splitter = None if offset is None else _TokenSplitter(offset)
         self._emit = emit
-        self._held: list[OutputToken] = []  # whose text is not settled
+        self._held: list[OutputToken] = []  # tokens whose text the parser holds
         self._open: _OpenItem | None = None
         self._num_calls = 0
 
     def push(self, text: str, token_ids: Sequence[int], entries: Sequence[ChatLogprob] | None, *, final: bool) -> None:
-        """More of the answer.  `entries`: the tokens' logprobs, if they are shown."""
+        """Add a delta of the answer.  `entries`: the tokens' logprobs, if they are shown."""
         if self._splitter is None:
             self._read(text, False)
             return
@@ -280,7 +279,7 @@ class OutputItems:
             self._read(piece, False)
 
     def end(self, *, complete: bool) -> None:
-        """There is no more.  `complete`: it ended by itself.  An answer without anything is an empty message."""
+        """End the answer.  `complete`: it stopped by itself.  An empty answer is an empty message."""
         self._read("", True)
         open_item = self._open or self._begin("content")
         self._extend(open_item, "", self._held)
@@ -299,7 +298,7 @@ class OutputItems:
             self._extend(open_item, segment, tokens)
 
     def _tokens_of(self, kind: str, text: str) -> list[OutputToken]:
-        """Those of the held tokens that a segment is made of.  Those before a new text belong to what was before."""
+        """The held tokens of a segment.  Tokens before the text of a new item are added to the open item."""
         held, self._held = self._held, []
         if self._open is None or kind in (self._open.kind, "call", "arguments"):
             return held

@@ -1,7 +1,7 @@
-"""The Responses API: a request as the chat that it is, and its answer as typed items and their events.
+"""The Responses API: turns a request into a chat body, and the answer into typed items and events.
 
-Nothing is stored, so a request brings its whole conversation.  What a chat does with its fields is `chat`'s business;
-here fields change their names, those of errors as well, and answers their shape.  Nothing is generated here.
+Responses are not stored, so a request has its whole conversation.  `chat` implements the fields of the chat body; the
+fields of errors are translated back.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tokserve.text.parsing import OutputFormat, Parser
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes as it is, and is taken back so
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is sent as plain text, and accepted as such
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
-NAMES = {  # chat's, longer ones first, and what they are here
+NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema": "text.format", "response_format": "text.format", "messages": "input",
     "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
@@ -42,20 +42,20 @@ NAMES = {  # chat's, longer ones first, and what they are here
 
 
 class InputDetails(msgspec.Struct):
-    """The part of the prompt that was not computed again; nothing is ever charged for writing to the cache."""
+    """Cached tokens of the prompt; writing to the cache is not charged."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
-    """The part of the answer that is reasoning, its markers included."""
+    """Tokens of the reasoning, with its markers."""
 
     reasoning_tokens: int
 
 
 class ResponsesUsage(msgspec.Struct):
-    """Tokens read and written."""
+    """Numbers of tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -65,7 +65,7 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """What a stream ended in; `code` is one of OpenAI's."""
+    """The error that ended a stream; `code` is one of OpenAI's."""
 
     code: str
     message: str
@@ -74,13 +74,13 @@ class ResponseError(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why an answer is not complete; null is a reason that OpenAI has not: `stop_detail` says it."""
+    """Why an answer is incomplete; null is a reason that OpenAI does not have, which is in `stop_detail`."""
 
     reason: str | None
 
 
 class ResponsesReply(msgspec.Struct, kw_only=True):
-    """The response as it stands.  Of the request it repeats what OpenAI's does."""
+    """The response so far.  It repeats those fields of the request that OpenAI's repeats."""
 
     id: str
     object: str = "response"
@@ -134,7 +134,7 @@ async def create(serving: Serving, request: Request) -> Response:
 
 
 async def stored(serving: Serving, request: Request) -> Response:
-    """A response by its id: there is none"""
+    """404: responses are not stored"""
     raise NotFound(
         "this server stores no responses: there is none to fetch, delete or cancel. A stream ends when its "
         "connection is closed, and /abort_requests ends a request by its id",
@@ -143,7 +143,7 @@ async def stored(serving: Serving, request: Request) -> Response:
 
 
 async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]:
-    """The body, and the chat that it is; errors name the body's own fields."""
+    """The body, and the chat call made from it; errors name the fields of the body."""
     request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(request_body, body.wants_msgpack(request))
     if isinstance(request_body.input, list):
@@ -185,7 +185,7 @@ def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None
 
 
 def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBody:
-    """The chat body that asks for the same.  Its fields have been checked as those of this one."""
+    """The equivalent chat body.  Its fields have been checked in this body."""
     text = request_body.text or schemas.TextOptions()
     included = request_body.include or []
     for i, name in enumerate(included):
@@ -224,16 +224,16 @@ def _names_function(choice: Any) -> bool:
 
 
 def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
-    """A function, or the choice of one, as chat has it."""
+    """A function tool, or the choice of one, in the form of chat."""
     if flat.get("type") != "function":
-        reason = "it has functions only, no tools of its own"
+        reason = "it has functions only, and no built-in tools"
         errors.refuse_unsupported(f"{field}.type", flat.get("type"), reason=reason)
         raise RequestError(f"{field}.type must be 'function'", field=f"{field}.type")
     return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
 
 
 def _with_responses_field(error: RequestError, input_fields: Sequence[str]) -> RequestError:
-    """The error of a chat body, with the field as it is called here."""
+    """The error of a chat body with the field of this body."""
     if error.field is not None:
         chat_field, error.field = error.field, _responses_field(error.field, input_fields)
         if error.message.startswith(chat_field):
@@ -242,7 +242,7 @@ def _with_responses_field(error: RequestError, input_fields: Sequence[str]) -> R
 
 
 def _responses_field(field: str, input_fields: Sequence[str]) -> str:
-    """A field of chat as it is called here."""
+    """The field of the Responses body for a field of chat."""
     match = MESSAGE.match(field)
     if match:
         return input_fields[int(match[1])] + field[match.end() :]
@@ -254,11 +254,11 @@ def _responses_field(field: str, input_fields: Sequence[str]) -> str:
 
 
 def _ignore_event(name: str, fields: dict[str, Any]) -> None:
-    """Of a whole answer nobody wants the events."""
+    """The event sink of replies that are not streamed."""
 
 
 class ResponsesRenderer:
-    """One answer as JSON, or as typed events."""
+    """Renders one answer as JSON, or as typed events."""
 
     def __init__(self, serving: Serving, generation: Generation, request_body: ResponsesBody, call: Call) -> None:
         self._generation = generation
@@ -269,10 +269,10 @@ class ResponsesRenderer:
         self._spelling = logprobs.Spelling(serving.tokenizer, bool(request_body.return_tokens_as_token_ids))
         params, plan = call.params, call.plan
         self._with_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
-        reading = plan.reading or OutputFormat()
-        parser = Parser(reading, inside=plan.inside(serving.tokenizer, call.prompt))
+        output_format = plan.output_format or OutputFormat()
+        parser = Parser(output_format, inside=plan.starts_in_reasoning(serving.tokenizer, call.prompt))
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
-        offset = logprobs.TextOffset(pieces) if self._with_logprobs or reading.thinking else None
+        offset = logprobs.TextOffset(pieces) if self._with_logprobs or output_format.thinking else None
         self._output = OutputItems(generation.key, parser, offset, self._emit if request_body.stream else _ignore_event)
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
@@ -280,13 +280,13 @@ class ResponsesRenderer:
         self._num_events = 0
 
     def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None = None) -> ResponsesReply:
-        """The whole answer.  There is one choice, whose logprobs are made with its items: nothing is made later."""
+        """The whole answer.  There is one choice, and no value is deferred: items include their logprobs."""
         for completion in choices:  # there is one
             self._push(completion)
         return self._final_reply()
 
     def opening(self) -> bytes:
-        """The events before there is anything."""
+        """The events before the first delta."""
         for name in ("created", "in_progress"):
             self._emit(name, {"response": self._reply()})
         return self._take_events()
@@ -297,11 +297,11 @@ class ResponsesRenderer:
         return self._take_events()
 
     def tail(self) -> bytes:
-        """Nothing: `close` tells the end."""
+        """No events: `close` makes the last ones."""
         return b""
 
     def close(self, error: RequestError | None) -> bytes:
-        """The last event, which has the whole response."""
+        """The last event, with the whole response."""
         reply = self._final_reply() if error is None else self._failed_reply(error)
         self._emit(reply.status, {"response": reply})
         return self._take_events()
@@ -321,7 +321,7 @@ class ResponsesRenderer:
             self._output.end(complete=c.finish_reason == "stop")
 
     def _final_reply(self) -> ResponsesReply:
-        """The response with what its answer has come to."""
+        """The complete response."""
         c = self._last
         assert c is not None
         reply = self._reply()
@@ -357,16 +357,16 @@ class ResponsesRenderer:
         )  # fmt: skip
 
     def _reply(self) -> ResponsesReply:
-        request_body, params = self._body, self._call.params
-        form = request_body.text.format if request_body.text else None
+        request, params = self._body, self._call.params
+        form = request.text.format if request.text else None
         return ResponsesReply(
             id=ID_PREFIX + self._generation.key, created_at=self._created, model=self._model,
-            instructions=request_body.instructions, max_output_tokens=request_body.max_output_tokens,
-            max_tool_calls=request_body.max_tool_calls, parallel_tool_calls=request_body.parallel_tool_calls is not False,
-            reasoning={"effort": request_body.reasoning.effort if request_body.reasoning else None, "summary": None},
+            instructions=request.instructions, max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls, parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             temperature=params.temperature, text={"format": form or {"type": "text"}},
-            tool_choice=request_body.tool_choice or "auto", tools=request_body.tools or [], top_logprobs=request_body.top_logprobs or 0,
-            top_p=params.top_p, metadata=request_body.metadata or {},
+            tool_choice=request.tool_choice or "auto", tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0, top_p=params.top_p, metadata=request.metadata or {},
         )  # fmt: skip
 
     def _emit(self, name: str, fields: dict[str, Any]) -> None:

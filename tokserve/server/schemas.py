@@ -239,7 +239,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     if isinstance(body, ChatBody):
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
-        tools.check_shape(body.tools or [])
+        tools.check_functions(body.tools or [])
     known = [*kind.model_fields]
     for name in kind.model_fields:
         options = getattr(body, name)

@@ -93,8 +93,8 @@ class Serving:
     """The state shared by the routes of one app."""
 
     def __init__(
-        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, api_process: ApiProcess | None = None,
-        trace: Trace | None = None,
+        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0,
+        api_process: ApiProcess | None = None, trace: Trace | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
         self.config = config

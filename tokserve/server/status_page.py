@@ -1,7 +1,7 @@
-"""GET /: the status page, one file (`status_page.html`) that uses this server's own routes only.
+"""GET /: the status page, one file (`status_page.html`) that uses only routes of this server.
 
-The Content-Security-Policy allows its one style and its one script by their hashes, so that no injected script can
-run.  The page holds no data: it requests what it shows with the API key that the user enters.
+The Content-Security-Policy allows its style and its script by their hashes, so that no injected script can run.  The
+page holds no data: it requests what it shows with the API key that the user enters.
 """
 
 from __future__ import annotations

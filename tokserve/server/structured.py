@@ -1,7 +1,7 @@
 """The request fields for structured outputs: `structured_outputs` itself, and OpenAI's `response_format`.
 
-Both become `StructuredOutputs`; what that may hold is decided in `params`, and whether a grammar compiles in the
-engine.  Other servers' and obsolete names are refused with a pointer to this one.
+Both become `StructuredOutputs`, which `params` validates and the engine compiles.  Names of other servers and obsolete
+names are refused with the name to use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class _JsonSchemaField(msgspec.Struct):
-    """response_format.json_schema.  An output always keeps to the schema; with `strict` its objects are closed."""
+    """response_format.json_schema.  Outputs always match the schema; with `strict` its objects are closed."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -51,21 +51,21 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
 
 
 def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
-    """The options without nulls and those that have no effect; refuses unsupported ones."""
+    """The options without nulls and ignored fields; refuses unsupported ones."""
     for name, no_effect in _UNSUPPORTED.items():
         errors.refuse_unsupported(f"{path}.{name}", value.get(name), no_effect)
     return {name: field for name, field in value.items() if field is not None and name not in _UNSUPPORTED}
 
 
 def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
-    """The form with its schema's objects closed if it does not say whether they are, and `closed` says so."""
+    """The form with the objects of its schema closed, if `closed` and the form does not say whether they are."""
     if not closed or form.json is None or form.disable_additional_properties is not None:
         return form
     return msgspec.structs.replace(form, disable_additional_properties=True)
 
 
 def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
-    """The parameters with such a form, if they have one."""
+    """The parameters with `by_default` applied to their structured outputs."""
     if not closed or params.structured_outputs is None:
         return params
     return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
@@ -74,8 +74,10 @@ def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
 def requested_format(
     outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
 ) -> StructuredOutputs | None:
-    """The form of output that a text route's body asks for.  `closed`: as in `by_default`, for schemas without
-    `strict`.  Raises RequestError naming the field."""
+    """The structured outputs of a text route's body.  `closed`: as in `by_default`, for schemas without `strict`.
+
+    Raises RequestError naming the field.
+    """
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")

@@ -1,4 +1,4 @@
-"""Text to ids and back, without generating: /tokenize and /detokenize."""
+"""/tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokserve.server.schemas import DetokenizeBody, TokenizeBody
 from tokserve.server.serving import Serving
 from tokserve.server.workers import off_loop
 
-MIN_BYTES = 1 << 20  # bytes that may be tokenized whatever the context is: to cut a document, or to count
+MIN_BYTES = 1 << 20  # so many bytes may be tokenized even if they exceed the context: to split or count a document
 
 
 class TokenizeReply(msgspec.Struct):

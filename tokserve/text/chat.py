@@ -1,8 +1,7 @@
 """Conversations to token ids, by the checkpoint's Jinja chat template.
 
-Templates are written for transformers; the environment here offers what they use and no more (it is a sandbox: a
-template may come with a request).  Messages are plain dictionaries.  Must not know HTTP; every error names a field of
-the request, or stops the start.
+Templates are written for transformers; the environment offers only what they use (it is a sandbox: a template may come
+with a request).  Messages are plain dictionaries.  Every error names a field of the request, or is a StartError.
 """
 
 from __future__ import annotations
@@ -26,16 +25,21 @@ from tokserve.errors import RequestError, StartError
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}  # kind of a part, and the name of its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 NO_TOOLS = (
     "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
     'template that does; a call that tool_choice forces ("required" or a named function) needs no such template'
 )
 SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
-DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
-# what the code of a template may raise
+DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
+# exceptions that a template may raise
 FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
     MemoryError,
@@ -47,7 +51,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for trainers; here it only renders its body."""
+    """`{% generation %}` marks the assistant's part for trainers; here only its body is rendered."""
 
     tags = {"generation"}
 
@@ -135,7 +139,7 @@ class ChatTemplate:
         must_show_tools: bool = True,
         context: int | None = None,
     ) -> list[int]:
-        """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's own to those of the
+        """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's to those of the
         template.  `context`: refuse a text that cannot fit into so many tokens, before it is tokenized."""
         rendered = self.text(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
@@ -165,10 +169,10 @@ class ChatTemplate:
 
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
         checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
-        False: a template that does not show `tools` is as good as one that does.  To a template that has no role
-        `developer`, its messages are the system's; one that does not walk through parts of a content has them joined
-        by newlines.  A message without content has an empty one, unless the template has a case of its own for an
-        assistant's without.
+        False: accept a template that does not show `tools`.  For a template without the role `developer`, its messages
+        become system messages; for one that does not iterate over parts of a content, they are joined by newlines.  A
+        message without content gets an empty one, unless the template treats an assistant's missing content
+        differently.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -208,11 +212,11 @@ class ChatTemplate:
         return _cut_at(rendered, mark, content) if mark else rendered
 
     def knows(self, template: str) -> bool:
-        """Whether this is the name of one of the templates."""
+        """Whether a template has this name."""
         return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
-        """Whether the text can depend on a variable; `template` as in `text`, which must compile."""
+        """Whether the template uses a variable; `template` as in `text`, and must compile."""
         return variable in _variables(self._source(template, with_tools=False))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
@@ -233,7 +237,7 @@ class ChatTemplate:
 
 
 def _read_template(override: str) -> str:
-    """The template: `override` itself, or the contents of the file of this name."""
+    """The template: `override`, or the contents of the file of this name."""
     if "{" in override or "\n" in override:
         return override
     try:
@@ -272,9 +276,9 @@ def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], 
 
 @lru_cache(maxsize=64)
 def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, str], ...]) -> dict[str, str | None]:
-    """The content of an assistant's message that has none, as a template takes it: null, absent or empty.
+    """The content to give an assistant's message without content: null, absent or empty.
 
-    Null or absent if the template has a case of its own for that: it renders it otherwise than an empty text, and does
+    Null or absent if the template treats that differently: it renders something other than for an empty text, and does
     not print the null.  `calls`: the message has tool calls.
     """
     variables = dict(special_tokens) | {"tools": None, "documents": None, "add_generation_prompt": False}
@@ -332,7 +336,7 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def part_text(field: str, part: Any) -> str:
-    """The text of a part of a content.  Raises RequestError naming `where` or what is wrong in it."""
+    """The text of a part of a content.  Raises RequestError naming `field` or a path in it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -361,7 +365,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    for name in OWN_VARIABLES:
+    for name in RESERVED_VARIABLES:
         if kwargs and name in kwargs:
             raise RequestError(
                 f"chat_template_kwargs must not hold {name!r}: it is a field of the request",

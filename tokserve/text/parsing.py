@@ -1,10 +1,10 @@
 """Parses an answer's text into content, reasoning and tool calls while it arrives.
 
-One parser for streams and whole answers: it reads forward and waits where it needs to see more, so its output does not
-depend on how the text was cut into pushes.  Text that may be a marker, or the head of a call, is held until that is
-settled; a call is reported as soon as its name is known and its arguments begin.  What only looked like a call becomes
-content.  White space next to a marker belongs to the marker: templates insert it.  How a model's calls look is in a
-`ToolFormat`; must not know models, tokens or HTTP.
+Streams and whole answers use the same parser: it reads forward and waits for more text where it needs it, so its output
+does not depend on how the text was split into pushes.  Text that may be a marker, or the head of a call, is held until
+that is decided; a call is reported as soon as its name is known and its arguments begin.  Text that only resembled a
+call becomes content.  White space next to a marker belongs to the marker: templates insert it.  A `ToolFormat` says how
+a model writes calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SILENT = ("id", "type")  # keys of such a call that are ignored
 
 
 class Segment(NamedTuple):
-    """A piece of an answer.  "call": one begins, `text` is its name; "arguments": more JSON text of the last call."""
+    """A piece of an answer.  "call": the beginning of a call, by name; "arguments": more JSON of the last call."""
 
     kind: Kind
     text: str
@@ -39,7 +39,7 @@ class ToolFormat:
     `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `separator`,
     and the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may
     also come first without a marker, with ";" or nothing between them.  `frames`: the markers before and after all
-    calls, without a meaning.
+    calls, which are skipped.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model marks its reasoning, which can only be first.  `assumed`: it is there even without `opens`."""
+    """How a model marks its reasoning, which can only come first.  `assumed`: it needs no `opens`."""
 
     name: str
     opens: str
@@ -65,17 +65,17 @@ class Thinking:
     assumed: bool = False
 
     def begun(self, prompt: str) -> bool:
-        """Whether an answer to a prompt that ends like this begins inside the reasoning."""
+        """Whether the answer to a prompt with this end begins inside the reasoning."""
         tail = prompt.rstrip()
         return tail.endswith(self.opens) or (self.assumed and not tail.endswith(self.closes))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How answers to one request are read.
+    """How answers to one request are parsed.
 
     `functions`: the JSON schemas of the arguments by name.  `named`: the answer is only this function's arguments.
-    `most`: calls after so many are dropped.
+    `max_calls`: further calls are dropped.
     """
 
     tools: ToolFormat | None = None
@@ -91,10 +91,10 @@ class OutputFormat:
 
 
 class _CallStatus(Enum):
-    """What became of a call."""
+    """The result of parsing a call."""
 
-    NONE = 0  # it is no call, and nothing was reported
-    BROKEN = 1  # it was reported, and is incomplete
+    NONE = 0  # not a call, and nothing was reported
+    BROKEN = 1  # reported, and incomplete
     WHOLE = 2
 
 
@@ -114,12 +114,12 @@ class Parser:
         self._inside = inside
         self._text = Cursor()
         self._out: list[Segment] = []
-        self._trim = False  # white space that comes now belongs to a marker
+        self._trim = False  # white space that follows belongs to a marker
         self._has_content = False
         self._steps = self._answer()
 
     def push(self, text: str, final: bool = False) -> list[Segment]:
-        """What is settled now.  `final`: this is the end of the answer."""
+        """The segments that are decided now.  `final`: this is the end of the answer."""
         self._text.push(text, final)
         next(self._steps, None)
         out, self._out = self._out, []
@@ -218,7 +218,7 @@ class Parser:
         if end is _CallStatus.NONE:
             self._content(gap + marker + self._text.since(start))
             return
-        if form.closes and end is _CallStatus.BROKEN:  # what is wrong with it is left out
+        if form.closes and end is _CallStatus.BROKEN:  # skip the invalid rest
             marker_found = yield from self._text.until(Markers(form.closes, *form.opens), lambda text: None)
             if marker_found in form.opens:
                 self._text.at -= len(marker_found)
@@ -280,7 +280,7 @@ class Parser:
                     return self._broken_or_none(before)
             elif key in ARGUMENTS and not held:
                 if name and (yield from self._text.peek()) == "{":
-                    held = "told"
+                    held = "reported"
                     self._begin_call(name)
                     if not (yield from self._streamed()):
                         return _CallStatus.BROKEN
@@ -313,7 +313,7 @@ class Parser:
         return _CallStatus.WHOLE if (yield from self._streamed()) else _CallStatus.BROKEN
 
     def _held_arguments(self) -> Steps[str]:
-        """Arguments before the name, or as JSON text in a string, or null; "": they are not valid arguments."""
+        """Arguments before the name, or as JSON text in a string, or null; "" if they are not valid."""
         first = yield from self._text.peek()
         if first == "{":
             return (yield from self._text.object(None)) or ""

@@ -1,8 +1,7 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json, without torch or transformers.
 
-The `tokenizers` library encodes and decodes; this file adds what a server needs besides: the special tokens and chat
-templates, which are spread over several JSON files, and the exact bytes of a single token.  Must not know requests,
-streams or messages.
+The `tokenizers` library encodes and decodes; this file adds the special tokens and chat templates, which are spread
+over several JSON files, and the exact bytes of a single token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokserve.errors import RequestError, StartError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 1 << 12  # ids that take a millisecond to decode
-SLACK = 4  # how much a normalizer may shorten a text
+SLACK = 4  # factor by which a normalizer may shorten a text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
@@ -110,9 +109,9 @@ class Tokenizer:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token: a text of more bytes than this for each of n tokens has more than n tokens.
+        """Bytes of the longest token: a text of more than n times so many bytes has more than n tokens.
 
-        Where a normalizer may shorten the text, this is higher than that by `SLACK`.
+        Multiplied by `SLACK` where a normalizer may shorten the text.
         """
         added = {entry.content for entry in self._backend.get_added_tokens_decoder().values()}
         spelled = self._backend.get_vocab(with_added_tokens=False).keys() - added
@@ -121,7 +120,7 @@ class Tokenizer:
         return longest if self.is_byte_level and self._backend.normalizer is None else longest * SLACK
 
     def check_fits(self, text: str, context: int, field: str, min_bytes: int = 0) -> None:
-        """Raise `RequestError` naming `field` for a text of more bytes than `context` tokens can have, and `least`."""
+        """Raise `RequestError` naming `field` for a text of over `min_bytes` that `context` tokens cannot have."""
         if 4 * len(text) <= max(context, min_bytes):  # a character has at most 4 bytes, and a token at least one
             return
         bound = max(min_bytes, context * self.bytes_per_token)
@@ -140,7 +139,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
-        try:  # `encode` holds the interpreter's lock while it works; this does not, and takes half the time
+        try:  # `encode` would hold the interpreter's lock, and take twice the time
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None

@@ -1,9 +1,8 @@
-"""What an output must be that is to have tool calls, so that `parsing` reads them back.
+"""Structured outputs that constrain an output to tool calls, in a form that `parsing` can parse.
 
-A forced call is a form of output like any other, so it works with every model: a named function's answer is its
-arguments, and "required" is a JSON list of {"name", "parameters"}, since the model must say which.  Where a model may
-call or give an answer of some form, its calls are in its own format, and both are in one grammar: llguidance's dialect
-of Lark.  How bodies of requests ask for it is not known here, nor who makes outputs keep to it.
+A forced call is a JSON schema, so it works with every model: for a named function the output is its arguments, for
+"required" a JSON list of {"name", "parameters"}.  Where a model may either call or answer in some form, its calls are
+in its own format, and one grammar in llguidance's dialect of Lark has both.
 """
 
 from __future__ import annotations
@@ -22,39 +21,36 @@ from tokserve.text.parsing import ToolFormat
 from tokserve.text.tokenizer import Tokenizer
 
 Functions = Mapping[str, dict[str, Any]]  # the JSON schemas of the arguments, by name
-SPACES = r"\x20?"  # between the parts of a forced call: as JSON is mostly written, and no way for a weak model to idle
+SPACES = r"\x20?"  # between the parts of a forced call: more would let a weak model write spaces without end
 ONE_SPACE = {"whitespace_pattern": SPACES}
-GAP = r"/[ \n]{1,2}/"  # between the parts of a call that are no JSON, and between calls
-VALUE = r"/(.|\n)*<\/parameter>/"  # any text up to the first
+GAP = r"/[ \n]{1,2}/"  # between calls, and between the parts of a call that are not JSON
+VALUE = r"/(.|\n)*<\/parameter>/"  # any text up to the first end tag
 OPEN_ENDED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 DEFINITIONS = ("$defs", "definitions")
 VALUE_END = r'"\n</parameter>"'
-SLASHED = {"/": r"\/", "\n": r"\n"}  # what a regex between slashes may not hold, and how it is written there
+SLASHED = {"/": r"\/", "\n": r"\n"}  # escapes in a regex between slashes
 _NAME = re.compile(r"[\w.:-]+")
 
 
 class NotExpressible(ValueError):
-    """What is asked for cannot be put in a grammar."""
+    """The tools cannot be expressed as a grammar."""
 
 
 def arguments(schema: dict[str, Any]) -> StructuredOutputs:
-    """The arguments of a function with this schema, and nothing else."""
+    """Only the arguments of a function with this schema."""
     return _json(_closed(schema))
 
 
 def list_of_calls(functions: Functions, *, max_calls: int) -> StructuredOutputs:
-    """[{"name": ..., "parameters": ...}, ...], at most so many."""
+    """[{"name": ..., "parameters": ...}, ...] of at most `max_calls` calls."""
     return _json(_list_of(functions, "parameters", max_calls))
 
 
 def answer_or_calls(
     answer: StructuredOutputs, form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, max_calls: int
 ) -> StructuredOutputs:
-    """A valid `answer`, or calls as a model writes them of its own accord; at most so many.
-
-    Raises Unforceable.
-    """
-    # where either may have begun, white space between parts must be the same: a lexer can follow one kind only
+    """A valid `answer`, or at most `max_calls` calls in the model's format.  Raises `NotExpressible`."""
+    # a text may begin either: the lexer needs the same white space in both
     shared = form.bare and answer.kind in ("json", "json_object")
     answer = answer.plain()
     calls = _CallRules(form, tokenizer, _white(answer) if shared else ONE_SPACE)
@@ -62,9 +58,9 @@ def answer_or_calls(
 
 
 def text_or_calls(form: ToolFormat, functions: Functions, tokenizer: Tokenizer, *, parallel: bool) -> StructuredOutputs:
-    """Any text in which whatever begins as a call is one; the format is none whose calls are `bare`.
+    """Any text in which everything that begins as a call is a valid call; not for `bare` formats.
 
-    Raises Unforceable.
+    Raises `NotExpressible`.
     """
     calls = _CallRules(form, tokenizer, ONE_SPACE)
     return _grammar(calls.text_with_calls("*" if parallel else "?") | calls.rules(functions, None if parallel else 1))
@@ -75,7 +71,7 @@ def _grammar(rules: Mapping[str, str]) -> StructuredOutputs:
 
 
 def _answer(answer: StructuredOutputs) -> str:
-    """A form of output, as `plain` has it, as the right side of a rule."""
+    """The right side of a rule for structured outputs, which are `plain`."""
     if answer.regex is not None:
         written = re.sub(r"\\.|/|\n", lambda match: SLASHED.get(match[0], match[0]), answer.regex, flags=re.DOTALL)
         return f"/{written or '()'}/"
@@ -88,14 +84,14 @@ def _answer(answer: StructuredOutputs) -> str:
 
 
 def _white(form: StructuredOutputs) -> dict[str, Any]:
-    """What may stand between the parts of JSON, as llguidance is told it."""
+    """llguidance's options for the white space between the parts of JSON."""
     if form.disable_any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": WHITE if form.whitespace_pattern is None else form.whitespace_pattern}
 
 
 def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
-    """A schema in a grammar, with its patterns' classes as `StructuredOutputs` has them."""
+    """A schema inside a grammar; character classes of its patterns mean the same as in `StructuredOutputs`."""
     text = json.dumps(schema | {"x-guidance": white}, ensure_ascii=False)
     if '"pattern' in text:
         copy = json.loads(text)
@@ -105,7 +101,7 @@ def _embedded(schema: dict[str, Any], white: dict[str, Any]) -> str:
 
 
 def _ranges(ids: Iterable[int]) -> str:
-    """Those ids, as Lark has them in brackets."""
+    """Token ids as ranges in Lark's brackets."""
     ranges: list[list[int]] = []
     for token in sorted(ids):
         if ranges and ranges[-1][1] == token - 1:
@@ -116,36 +112,38 @@ def _ranges(ids: Iterable[int]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Nothing but this text, as Lark has it in quotes."""
+    """A literal in Lark's quotes."""
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
 class _CallRules:
-    """The rules of calls in one format, for one tokenizer.  `white`: between the parts of their JSON."""
+    """Grammar rules of calls in one format, for one tokenizer.  `white`: white space between the parts of JSON."""
 
     def __init__(self, form: ToolFormat, tokenizer: Tokenizer, white: dict[str, Any]) -> None:
         self._form = form
         self._tokenizer = tokenizer
         self._white = white
-        self._definitions: dict[tuple[str, str], list[str] | None] = {}  # by function and reference
-        self._extra_rules: dict[str, str] = {}  # their rules
+        self._definitions: dict[tuple[str, str], list[str] | None] = {}  # alternatives by function and reference
+        self._extra_rules: dict[str, str] = {}  # rules of the definitions
 
     def text_with_calls(self, often: str) -> dict[str, str]:
-        """By name: "start", any text with calls in it, and what it needs besides `rules`."""
+        """The rule "start", any text with calls in it, and the rules that it needs besides `rules`."""
         begins = [*self._form.frames[:1], *self._form.opens]
         tokens = [token for token in map(self._token, begins) if token is not None]
         if len(tokens) == len(begins):
             return {"start": f"free (calls free){often}", "free": f"<[^{_ranges(tokens)}]>*"}
-        added = _ranges(self._tokenizer.added_ids)  # of which a lexer's texts have none
+        added = _ranges(self._tokenizer.added_ids)  # a lexer's text contains no added tokens
         others = "(TEXT added)*" if added else ""
         start = {"start": f"{others} (head rest {others}){often} TEXT", "TEXT": r"/(.|\n)*/"}
         return start | {"head[lazy]": f"TEXT {self._marker(begins[0])}"} | ({"added": f"<[{added}]>"} if added else {})
 
     def rules(self, functions: Functions, max_calls: int | None) -> dict[str, str]:
-        """By name: "calls", "rest" of them behind the first marker, and what it needs.  `most`: calls of one after the
-        other, each of which may be a list where the format has lists; None: any number."""
+        """The rules "calls", "rest" (calls after the first marker), and those that they need.
+
+        `max_calls` None: any number.  Where the format has lists of calls, each call may be a list.
+        """
         form, size, limit = self._form, len(json.dumps(functions)), GRAMMAR_BYTES["grammar"]
-        if size > limit:  # and the grammar would have more: no work is done for what is refused then
+        if size > limit:  # the grammar would be larger and be refused later
             raise NotExpressible(f"the functions have {size} bytes, and a grammar at most {limit}")
         opens, closes, *frames = map(self._marker, (form.opens[0], form.closes, *form.frames))
         often = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
@@ -164,19 +162,19 @@ class _CallRules:
             return rules | {"body": self._json(_any_of(functions, "parameters" if form.bare else "arguments"))}
         separator = f"{self._marker(form.separator)}?" if form.separator else ""
         bodies = [f"{_literal(_name(f))} {separator} {self._json(_closed(schema))}" for f, schema in functions.items()]
-        if not form.closes:  # as Mistral's first models write it
+        if not form.closes:  # the format of Mistral's first models
             bodies.append(self._json(_list_of(functions, "arguments", max_calls)))
         return rules | {"body": " | ".join(bodies)}
 
     def _marker(self, text: str) -> str:
-        """A marker: as the one token that it is, or as text."""
+        """A marker, as a token if it is one, or as text."""
         token = self._token(text)
         if token is not None:
             return f"<[{token}]>"
         return _literal(text) if text else ""
 
     def _token(self, text: str) -> int | None:
-        """The added token that is this text."""
+        """The added token with this text."""
         token = self._tokenizer.id_of(text)
         return token if token in self._tokenizer.added_ids else None
 
@@ -189,12 +187,12 @@ class _CallRules:
         """<function=NAME>, a <parameter=KEY> element for each property in their order, </function>."""
         parsed = _parse_schema(schema, name)
         if more := OPEN_ENDED & schema.keys() - {"additionalProperties"}:
-            raise NotExpressible(f"the parameters of {name!r} are told by {min(more)} and not by their names")
+            raise NotExpressible(f"the parameters of {name!r} are defined by {min(more)} and not by their names")
         parts = [_literal(f"<function={_name(name)}>\n")]
         for key, inner in parsed.properties.items():
             alternatives = self._alternatives(inner, schema, name)
             if alternatives == []:
-                raise NotExpressible(f"the parameter {key!r} of {name!r} can be nothing")
+                raise NotExpressible(f"the parameter {key!r} of {name!r} has no possible value")
             value = "value" if alternatives is None else f"({' | '.join(alternatives)}) {VALUE_END}"
             part = f'{_literal(f"<parameter={_name(key)}>")} "\\n" {value} "\\n"'
             parts.append(part if key in parsed.required else f"({part})?")
@@ -203,7 +201,7 @@ class _CallRules:
         return " ".join([*parts, '"</function>"'])
 
     def _alternatives(self, schema: Any, root: dict[str, Any], name: str) -> list[str] | None:
-        """How the value of a parameter may be written; None: as any text, for it may be a string."""
+        """The alternatives for the value of a parameter; None: any text, because it may be a string."""
         if schema is True:
             return None
         parsed = _parse_schema(schema, name)
@@ -221,9 +219,9 @@ class _CallRules:
         return [self._json(schema | {key: root[key] for key in needed if key in root})]
 
     def _definition(self, ref: str, root: dict[str, Any], name: str) -> list[str] | None:
-        """The same of what is referred to, as a rule of its own: what is large once is not many times as large."""
+        """The alternatives of a definition, as a separate rule: a large definition is in the grammar only once."""
         if (name, ref) not in self._definitions:
-            self._definitions[name, ref] = []  # what leads back here adds nothing
+            self._definitions[name, ref] = []  # a reference back to this definition adds nothing
             alternatives = self._alternatives(_resolve_ref(ref, root, name), root, name)
             if alternatives:
                 rule = f"definition{len(self._extra_rules)}"
@@ -234,7 +232,7 @@ class _CallRules:
 
 
 class _Schema(msgspec.Struct):
-    """What of a JSON schema decides how an element is written."""
+    """The keywords of a JSON schema that decide how an element is written."""
 
     type: str | list[str] = "string"
     properties: dict[str, Any] = {}
@@ -251,11 +249,11 @@ def _parse_schema(schema: Any, name: str) -> _Schema:
     try:
         return msgspec.convert(schema, _Schema)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise NotExpressible(f"the parameters of {name!r} are no JSON schema: {error}") from None
+        raise NotExpressible(f"the parameters of {name!r} are not a JSON schema: {error}") from None
 
 
 def _resolve_ref(ref: str, root: dict[str, Any], name: str) -> Any:
-    """The definition that is meant."""
+    """The definition that a reference names."""
     path = ref.split("/")
     if len(path) == 3 and path[0] == "#" and path[1] in DEFINITIONS:
         definitions = root.get(path[1])
@@ -265,9 +263,9 @@ def _resolve_ref(ref: str, root: dict[str, Any], name: str) -> Any:
 
 
 def _name(name: str) -> str:
-    """A name that `parsing` can read where it is not in quotes."""
+    """A name that `parsing` can parse without quotes."""
     if not _NAME.fullmatch(name):
-        raise NotExpressible(f"{name!r} is no name that can be written in it")
+        raise NotExpressible(f"{name!r} is not a name that the format can have")
     return name
 
 
@@ -276,7 +274,7 @@ def _json(schema: dict[str, Any]) -> StructuredOutputs:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, and hold nothing that the schema does not name unless it says that they may."""
+    """The schema of an object that has only the properties of `schema`, unless that says otherwise."""
     closed = {} if OPEN_ENDED & schema.keys() else {"additionalProperties": False}
     return schema | closed | {"type": "object"}
 
@@ -306,7 +304,7 @@ def _any_of(functions: Functions, key: str) -> dict[str, Any]:
 
 
 def _rebase_refs(schema: Any, pointer: str) -> Any:
-    """A schema that is part of another at `place`: its references begin there."""
+    """A schema moved to `pointer` of another schema: its references are rebased."""
     if isinstance(schema, list):
         return [_rebase_refs(value, pointer) for value in schema]
     if not isinstance(schema, dict):
