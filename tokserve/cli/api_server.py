@@ -1,9 +1,9 @@
-"""One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and ending with it.
+"""One of several API processes: `python -m tokserve.cli.api_server`, a child of the supervisor.
 
-Stdin is a socket to the supervisor, with a JSON object per line: first comes the `ApiProcessSetup`, and a `StartReport` goes back
-when this process can serve or knows that it cannot.  Later, an `EngineLocation` comes for every engine that replaces another,
-an empty one if none does.  The end of the stream means that the supervisor is gone.  The listening socket and the
-shared counters are inherited.  Must not know the other API processes.
+Stdin is a socket to the supervisor with a JSON object per line.  It receives an `ApiProcessSetup`, and sends a
+`StartReport` when it can serve or has failed.  Later it receives an `EngineLocation` for each engine that replaces
+another, an empty one if none does.  The end of the stream means that the supervisor has exited.  The listening socket
+and the shared counters are inherited.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tokserve.server.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")
-SUPERVISOR = 0  # the descriptor
-LINES = 1 << 16  # bytes read at once
+SUPERVISOR = 0  # descriptor of the socket to the supervisor
+LINES = 1 << 16  # limit of bytes of one read
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """What the process needs to know.  `name`: under which the engine knows it.  `listening`: a descriptor."""
+    """How to start the process.  `name`: its name as a front end of the engine.  `listening`: a descriptor."""
 
     config: Config
     name: str
@@ -44,20 +44,20 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
 
 
 class EngineLocation(msgspec.Struct, frozen=True):
-    """The engine's address and process; empty: it has ended and is not replaced."""
+    """The engine's address and process id; empty: it has ended and is not replaced."""
 
     address: str = ""
     pid: int = 0
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """The process can serve, unless there is an error."""
+    """The process can serve, or `error` says why not."""
 
     error: str | None = None
 
 
 def main() -> None:
-    """The process."""
+    """Entry point of the process."""
     with open(SUPERVISOR, "rb", closefd=False) as channel:
         line = channel.readline()
     if not line:
@@ -90,12 +90,12 @@ async def _run(setup: ApiProcessSetup, sock: socket.socket) -> int:
 
 
 def _send(report: StartReport) -> None:
-    with suppress(BrokenPipeError):  # it is gone; `_exit_now` is next
+    with suppress(BrokenPipeError):  # the supervisor has exited; `_exit_now` follows
         os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
 
 
 def _listen(llm: AsyncLLM, config: Config) -> None:
-    """Handle what the supervisor sends.  (Lines are short and rare: each is read whole.)"""
+    """Handle messages of the supervisor.  (Lines are short and rare: one read has whole lines.)"""
     lines = b""
     with suppress(ConnectionError):
         lines = os.read(SUPERVISOR, LINES)
@@ -110,8 +110,8 @@ def _listen(llm: AsyncLLM, config: Config) -> None:
 
 
 def _exit_now(config: Config) -> None:
-    """End at once: without the supervisor, nobody would look after this process."""
-    logger.info("the supervisor is gone: leaving")
+    """Exit at once: without the supervisor, no process would replace or stop this one."""
+    logger.info("the supervisor has exited: exiting")
     listen.remove(config)
     logging.shutdown()
     os._exit(1)

@@ -1,6 +1,6 @@
-"""`tokserve bench serve` and `tokserve bench offline`: their flags, and from there to a printed table.
+"""`tokserve bench serve` and `tokserve bench offline`: their flags, and the report that they print.
 
-The benchmarks themselves (`bench/`) are imported when one runs: they need packages that serving does not.
+The benchmarks (`bench/`) are imported when one runs: they need packages that serving does not.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def bench(values: dict[str, Any]) -> int:
     except KeyboardInterrupt:
         print("tokserve: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the table (`| head`) has seen enough
+    except BrokenPipeError:  # the reader of the table (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -17,7 +17,7 @@ from tokserve.errors import StartError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The parser of the command line."""
     root = argparse.ArgumentParser(
         prog="tokserve",
         description="LLM inference server: tokens in, tokens out, exactly.",
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
-    """Exit with 2 for an argument that `command` does not know, naming the option that was probably meant."""
+    """Exit with 2 for an unknown argument of `command`, and suggest an option."""
     if not argument.startswith("-"):
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if command == "bench":
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it cleans up
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
             code = bench(values)
         else:
             from tokserve.cli.serve import serve

@@ -1,8 +1,8 @@
-"""Several API processes at one address with one engine: started, kept alive, told to stop.
+"""Runs several API processes at one address with one engine: starts, replaces and stops them.
 
-The supervisor owns the engine and the sockets and serves nothing itself.  An API process that dies is replaced, after
-the engine has been told to drop its requests; when the engine is replaced, all are told where the new one is.  What
-the processes must know of one another's requests, the engine knows; what they count together lies in shared memory.
+The supervisor owns the engine and the sockets, and serves no requests.  An API process that dies is replaced, after the
+engine has dropped its requests; when the engine is replaced, all processes receive its address.  The processes share
+only the engine and the counters in shared memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tokserve.server.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16
-TRIES = 3  # starts of an API process, with one engine, before it counts as one that cannot start
-PAUSE = 1.0  # seconds between two of them: what the first one lacked, a descriptor say, may be there again
+TRIES = 3  # starts of an API process, with one engine, before the server gives up
+PAUSE = 1.0  # seconds between two starts: a resource such as a descriptor may be free again
 
 
 class ApiChildProcess(ChildProcess):
-    """A started API process.  `ready`: None when it can serve, or why it cannot."""
+    """A started API process.  `ready` resolves to None when it can serve, or to the error."""
 
     def __init__(self, setup: ApiProcessSetup) -> None:
         self.name = setup.name
@@ -42,14 +42,14 @@ class ApiChildProcess(ChildProcess):
         descriptors = {setup.listening, setup.api_process.counters}
         with child_end:
             super().__init__(COMMAND, child_end.fileno(), [fd for fd in descriptors if fd is not None])
-        with suppress(BrokenPipeError):  # if it is dead already, `exited` will tell
+        with suppress(BrokenPipeError):  # if it has died, `exited` says so
             self._channel.sendall(msgspec.json.encode(setup) + b"\n")
         asyncio.get_running_loop().add_reader(self._channel, self._on_report)
         self.exited.add_done_callback(self._on_end)
 
     def send_engine(self, engine: EngineLocation) -> None:
-        """The engine has changed."""
-        with suppress(OSError):  # it has ended
+        """Tell the process where the new engine is."""
+        with suppress(OSError):  # the process has ended
             self._channel.sendall(msgspec.json.encode(engine) + b"\n")
 
     def _on_report(self) -> None:
@@ -72,7 +72,7 @@ class ApiChildProcess(ChildProcess):
 
 
 class Supervisor:
-    """`start`, then `serve`; `end` whatever happens.  `llm` is the engine's owner and sends no requests."""
+    """Call `start`, `serve`, and in any case `end`.  `llm` owns the engine and sends no requests."""
 
     def __init__(self, config: Config, sock: socket.socket) -> None:
         self.llm = AsyncLLM.from_config(config, text=False)
@@ -87,10 +87,10 @@ class Supervisor:
         self._stopping = False
 
     async def start(self) -> None:
-        """The engine, and beside it the API processes; until all can serve.  Raises StartError."""
+        """Start the engine and the API processes; returns when all can serve.  Raises StartError."""
         tasks = [asyncio.create_task(self.llm.start())]
         try:
-            await asyncio.sleep(0)  # the engine's process is there, or it has failed
+            await asyncio.sleep(0)  # starts the engine's process, or fails
             if tasks[0].done():
                 tasks[0].result()
             for index in range(self._count):
@@ -124,7 +124,7 @@ class Supervisor:
                 raise StartError(error)
 
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
-        """Until told to stop, or the engine dies; returns the exit code."""
+        """Serve until a signal or the engine's death; returns the exit code."""
         signals.act = self._stop
         keeping = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
         done, others = await asyncio.wait(keeping, return_when="FIRST_EXCEPTION")
@@ -140,16 +140,16 @@ class Supervisor:
             process.send_engine(engine)
 
     def _stop(self) -> None:
-        """The first time all processes drain, the second they abort what still runs."""
+        """Send SIGTERM to all processes: the first time they drain, the second time they abort requests."""
         logger.info("stopping: the API processes %s", "hang up" if self._stopping else "drain")
         self._stopping = True
-        for listener in self._sockets:  # a process that ends shall leave no connections waiting at its socket
+        for listener in self._sockets:  # so that no connection waits at the socket of a process that ends
             listener.close()
         for process in self._processes.values():
             process.signal(signal.SIGTERM)
 
     async def _keep(self, index: int) -> None:
-        """One API process after the other, until there need be none.  Raises StartError if one cannot be replaced."""
+        """Replace an API process whenever it ends, until the server stops.  Raises StartError if that fails."""
         while True:
             process = self._processes[index]
             code = await asyncio.shield(process.exited)
@@ -159,7 +159,7 @@ class Supervisor:
             aborted = 0
             error: str | None = ""
             joined, tries = self.llm.engine, 0
-            while error is not None:  # again if it, or the engine, went meanwhile
+            while error is not None:  # repeated if the new process or the engine dies meanwhile
                 aborted += await self._drop_requests(self._processes[index].name)
                 if self._stopping or self.llm.dead:
                     return
@@ -174,7 +174,7 @@ class Supervisor:
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
 
     async def _restart(self, index: int) -> str | None:
-        """Start an API process; why it cannot serve, if so."""
+        """Start an API process; returns the error if it cannot serve."""
         try:
             self._launch(index)
         except StartError as error:
@@ -182,7 +182,7 @@ class Supervisor:
         return await self._processes[index].ready
 
     async def _drop_requests(self, name: str) -> int:
-        """Have the engine drop the requests of a process that has ended, and say how many those were."""
+        """Have the engine drop the requests of a process that has ended; returns their number."""
         while self.llm.dead is None:
             try:
                 dropped: int = await self.llm.call("leave", front_end=name)
@@ -192,7 +192,7 @@ class Supervisor:
         return 0
 
     async def end(self) -> None:
-        """Nothing is left behind."""
+        """Stop the processes and the engine, and close the sockets and the shared memory."""
         await asyncio.gather(*(process.stop(0.0) for process in self._processes.values()))
         await self.llm.shutdown()
         for listener in self._sockets[1:]:
