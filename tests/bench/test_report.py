@@ -7,7 +7,7 @@ import pytest
 
 from tokserve.bench.clients import EventLines, ReceivedReply, RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
-from tokserve.bench.report import Outcome, is_good, parse_goodput, result, table
+from tokserve.bench.report import Outcome, meets_goodput, parse_goodput, result, table
 from tokserve.errors import StartError
 
 
@@ -25,9 +25,9 @@ def test_statistics_of_known_times() -> None:
 
 def test_goodput_needs_every_limit() -> None:
     limits = parse_goodput(["ttft:100", "tpot:10"])
-    assert is_good(Outcome(start=0.0, ttft=0.1, tpot=0.01), limits)
-    assert not is_good(Outcome(start=0.0, ttft=0.1, tpot=0.011), limits)
-    assert is_good(Outcome(start=0.0, ttft=0.05), limits)
+    assert meets_goodput(Outcome(start=0.0, ttft=0.1, tpot=0.01), limits)
+    assert not meets_goodput(Outcome(start=0.0, ttft=0.1, tpot=0.011), limits)
+    assert meets_goodput(Outcome(start=0.0, ttft=0.05), limits)
 
 
 def test_events_cut_at_every_byte() -> None:

@@ -1,7 +1,7 @@
-"""The three kinds of request, and what is read from their replies.  Must not know sockets, clocks or statistics.
+"""Makes the requests of the three backends, and parses their replies.
 
-Only the fields that are measured are declared, so that the decoder skips the rest of a chunk (logprobs, say): the
-client must cost little beside the server.
+Only the measured fields are declared, so that the decoder skips the rest of a chunk (logprobs, say): the client shares
+the machine with the server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReplyChoice(msgspec.Struct):
 
 
 class ReplyPromptDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """usage.prompt_tokens_details."""
 
     cached_tokens: int | None = None
 
@@ -69,12 +69,12 @@ class ReplyChunk(msgspec.Struct):
 
 
 class BadReply(Exception):
-    """The reply is not what was asked for; the message says why."""
+    """The reply cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """What all requests of a run have in common."""
+    """The common options of all requests of a run."""
 
     backend: Backend = "tokens"
     model: str = ""
@@ -121,10 +121,10 @@ class EventLines:
 
 @dataclass(slots=True)
 class ReceivedReply:
-    """One request's reply as it comes in.  Times are the caller's clock in seconds.
+    """One request's reply while it arrives.  Times are the caller's clock in seconds.
 
     A delivery is an event in which a choice received tokens: `first` is the first of all, `gaps` the times between
-    deliveries of the same choice.  Over chat only text is seen: tokens without any in front of the first delay it.
+    deliveries of the same choice.  Over chat, tokens without text are not seen, so they delay `first`.
     """
 
     shape: RequestShape
@@ -176,7 +176,7 @@ class ReceivedReply:
         self._begun.setdefault(index, now)
 
     def check(self) -> None:
-        """Raise BadReply unless every choice came to a proper end."""
+        """Raise BadReply unless every choice was served to its end."""
         if len(self.finished) != self.shape.n:
             raise BadReply(f"the reply ended early: {len(self.finished)} of {self.shape.n} choices finished")
         if bad := [reason for reason in self.finished.values() if reason in FAILED]:
@@ -203,7 +203,7 @@ _DECODER = msgspec.json.Decoder(ReplyChunk)
 
 
 class ConversationHistory:
-    """A conversation so far, in the form that the backend wants."""
+    """A conversation so far, in the form of the backend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -1,7 +1,7 @@
-"""The prompts of a benchmark: made from a seed, or read from a file.  Must not know servers or engines.
+"""The prompts of a benchmark: made from a seed, or read from a file.
 
-A `Conversation` is one conversation: what each turn adds to the prompt, and how much output it asks for.  Whoever runs it
-prepends the earlier turns, since only they know the outputs.
+A `Conversation` has what each turn adds to the prompt, and the number of output tokens of each turn.  The caller
+prepends the earlier turns with their outputs.
 """
 
 from __future__ import annotations

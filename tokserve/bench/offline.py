@@ -1,6 +1,6 @@
 """Measures the engine without HTTP: throughput with all prompts at once, and the latency of one batch.
 
-Uses the public `LLM`, so it measures what a script gets.
+Uses the public `LLM`, as scripts do.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _latencies(llm: LLM, run: Offline) -> list[float]:
 
 
 def _outcome(output: RequestOutput, duration: float) -> Outcome:
-    """An output in the form that `report` takes."""
+    """An output as an `Outcome`."""
     failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
     return Outcome(
         start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,
@@ -93,7 +93,7 @@ def _outcome(output: RequestOutput, duration: float) -> Outcome:
 
 
 def _facts(run: Offline, started: float) -> dict[str, Any]:
-    """What was run."""
+    """The options of the run, for the result."""
     spec = run.dataset
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),

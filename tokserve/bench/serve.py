@@ -1,9 +1,8 @@
-"""Load on a running server: when requests are sent, and how long each takes.
+"""Load on a running server: sends requests on schedule, and measures them.
 
-Open loop: with a request rate, requests are due at the times of a Poisson process whatever the server does, and
-TTFT counts from when a request was due, so that a slow server cannot hide its queue.  Closed loop: with only a
-concurrency, a request is due when the previous one in its lane is done.  With both, waiting for a free lane counts.
-Must not know the form of requests and replies (`wire`).
+Open loop: with a request rate, requests start at the times of a Poisson process, independent of the server, and TTFT
+counts from the scheduled time, so that a slow server cannot hide its queue.  Closed loop: with only a concurrency, a
+request starts when the previous one in its lane has ended.  With both, the wait for a free lane counts.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from tokserve.bench.datasets import Conversation, DatasetSpec, Turn
 from tokserve.bench.report import Outcome, cache_hits, details, result
 from tokserve.errors import StartError
 
-BUFFER = 1 << 20  # most bytes read from a socket at once
+BUFFER = 1 << 20  # limit of bytes of one read from a socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A whole run."""
+    """The options of a run."""
 
     base_url: str
     shape: RequestShape
@@ -72,7 +71,7 @@ class Load:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """When requests are due, in seconds from the first: a Poisson process, or all at once with an infinite rate."""
+    """Start times in seconds from the first: a Poisson process, or all 0 with an infinite rate."""
     if math.isinf(rate):
         return [0.0] * count
     gaps = np.random.default_rng([seed, 2]).exponential(1.0 / rate, count)
@@ -97,7 +96,7 @@ class LoadRunner:
     async def run(
         self, conversations: Sequence[Conversation], start_times: Sequence[float], lanes: int | None, bar: Any
     ) -> float:
-        """Run all conversations; returns the seconds from the first due time to the last answer."""
+        """Run all conversations; returns the seconds from the first start time to the last reply."""
         self._begun = time.perf_counter()
         self.outcomes = []
         gate = asyncio.Semaphore(lanes or len(conversations))
@@ -128,7 +127,7 @@ class LoadRunner:
             gate.release()
 
     async def _converse(self, conversation: Conversation, start: float, bar: Any) -> None:
-        """Run a conversation: each later turn is due when the previous one is done; a failure ends it."""
+        """Run a conversation: a later turn starts when the previous one has ended; a failure ends it."""
         history = ConversationHistory(self._load.shape.backend)
         for number, turn in enumerate(conversation.turns):
             outcome, reply = Outcome(start=start if number == 0 else self._now()), ReceivedReply(self._load.shape)
@@ -166,7 +165,7 @@ class LoadRunner:
 
 
 def _fill(outcome: Outcome, reply: ReceivedReply, prompt: Any) -> None:
-    """Copy what the reply says into the outcome."""
+    """Copy the figures of the reply into the outcome."""
     usage = reply.usage
     outcome.output_tokens = reply.output_tokens
     outcome.input_tokens = usage.prompt_tokens if usage else 0
@@ -229,7 +228,7 @@ async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
 
 
 async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
-    """Requests that are not counted, with prompts of their own; the first failure ends the benchmark."""
+    """Send requests that are not counted, with other prompts; the first failure ends the benchmark."""
     if load.warmup == 0:
         return
     conversations = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
@@ -241,7 +240,7 @@ async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
 
 
 async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcomes: Sequence[Outcome]) -> int:
-    """Cached prompt tokens that every chat has in common: those of one chat that was never sent before.
+    """Cached prompt tokens that all chats share, measured with one new chat.
 
     The request follows the run, so it affects no figure.  0 where no template is applied or nothing was cached.
     """
@@ -254,7 +253,7 @@ async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcom
 
 
 def _facts(load: Load) -> dict[str, Any]:
-    """What was run."""
+    """The options of the run, for the result."""
     shape, data = load.shape, load.dataset
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
