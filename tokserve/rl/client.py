@@ -1,8 +1,8 @@
 """A trainer's client: rollouts as numpy arrays, and weights pushed over HTTP or a process group.
 
 Everything is asynchronous; many rollouts are in flight at once.  A call is repeated only where that is safe: when no
-connection could be made, or the server answered 503 with Retry-After.  Knows the routes of docs/rl.md and
-docs/token-api.md; must not know the server's code.
+connection could be made, or the server answered 503 with Retry-After.  Uses the routes of docs/rl.md and
+docs/token-api.md, and none of the server's code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class Rollout:
-    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the mode asked for.
+    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the requested mode.
 
     `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
     """
@@ -67,7 +67,7 @@ class Rollout:
 class TokserveClient:
     """For one server and one event loop; use as an async context manager, or `await close()`.
 
-    `api_key`: an admin key where the server has one.  `connections`: most requests in flight.
+    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256) -> None:
@@ -126,9 +126,9 @@ class TokserveClient:
         try:
             results = await asyncio.gather(*tasks)
         finally:
-            for each in tasks:  # closes the connections, which aborts the requests
-                each.cancel()
-        return [rollout for each in results for rollout in each]
+            for task in tasks:  # closes the connections, which aborts the requests
+                task.cancel()
+        return [rollout for rollouts in results for rollout in rollouts]
 
     async def _generate(
         self, number: int, ids: NDArray[np.int32], params: dict[str, Any], options: dict[str, str | None]
@@ -152,7 +152,7 @@ class TokserveClient:
         await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue generating."""
         await self._control("/resume", again=True)
 
     @asynccontextmanager
@@ -171,7 +171,7 @@ class TokserveClient:
     # --- weights ---
 
     async def load_lora_adapter(self, name: str, path: str) -> int:
-        """Load a PEFT directory of the server's machine under a name, replacing what has it; returns its generation."""
+        """Load a PEFT directory of the server's machine, replacing an adapter of this name; returns its generation."""
         done = await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         return int(done["generation"])
 
@@ -223,7 +223,7 @@ class TokserveClient:
             closed = True
         finally:
             if not closed:
-                with suppress(ServerError, httpx.TransportError):  # rolled back already, or the server has gone
+                with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
                     await self._control("/abort_weight_update")
         return committed
 
@@ -258,7 +258,7 @@ class TokserveClient:
             await self._control("/update_weights", {"update_info": announced})
             received = True
         finally:
-            if not received:  # the server no longer receives, so the sending thread must not wait for it
+            if not received:  # the server does not receive any more: interrupt the sending thread
                 group.interrupt()
                 self._group = None
                 await asyncio.wait([sending])
@@ -289,7 +289,7 @@ class TokserveClient:
 
 
 async def _in_thread(form: Callable[[], Group]) -> Group:
-    """`form()` in a thread; if the caller gives up, the thread does not keep the program from ending."""
+    """`form()` in a daemon thread, which does not keep the program from ending if the caller gives up."""
     formed: Future[Group] = Future()
 
     def run() -> None:
@@ -315,7 +315,7 @@ def _error(answer: httpx.Response) -> ServerError:
 
 
 def _prompt(number: int, prompt: Sequence[int]) -> NDArray[np.int32]:
-    """Its ids.  Raises ValueError for a text, floats, ids that do not fit, and a single id where a prompt must be."""
+    """The ids of a prompt.  Raises ValueError for text, floats, ids beyond 32 bits, and a single id."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"prompts[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
@@ -335,7 +335,7 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
 
 
 async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
-    """A safetensors file of these tensors, made as it is read: without a second copy of the weights."""
+    """A safetensors file of these tensors, made while it is sent, without a copy of the weights."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in named:
