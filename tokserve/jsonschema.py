@@ -1,7 +1,7 @@
-"""JSON schemas as structured outputs use them: walking, closing objects, and the classes in their patterns.
+"""JSON schemas of structured outputs: walks them, closes objects, and replaces character classes in patterns.
 
-Only keywords whose values are schemas are followed, so a property that is called "pattern" is not taken for one.  Loops
-instead of recursion: a schema may be nested as deeply as it is large.
+Only keywords whose values are schemas are followed, so a property called "pattern" is not taken for a pattern.  Loops
+instead of recursion: a schema may be nested deeply.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def walk(root: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def close(root: Schema) -> None:
-    """Set additionalProperties to false in every object's schema that says nothing about it.
+    """Set additionalProperties to false in the schema of every object that does not define it.
 
-    Open stay objects that several schemas describe together (properties beside anyOf, an allOf of two): each would
-    forbid what the others name.
+    Objects that several schemas describe together (properties beside anyOf, an allOf of two) stay open: each schema
+    would forbid the properties of the others.
     """
     schemas = dict(walk(root))
     pending = [part for pointer, schema in schemas.items() for part in _parts(pointer, schema)]
@@ -93,7 +93,7 @@ def _members(pointer: str, schema: Schema) -> list[str]:
 
 
 def _parts(pointer: str, schema: Schema) -> list[str]:
-    """Those of the members that describe only a part of the object."""
+    """The members that describe only a part of the object."""
     conditions = {name: schema[name] for name in _CONDITIONS if name in schema}
     whole = [schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
     count = sum(len(inner) for inner in whole) + sum(name in schema for name in ("$ref", *_ALTERNATIVES))

@@ -2,7 +2,7 @@
 
 `setup` sets the process name once; library code uses `logging.getLogger(__name__)` with lazy arguments.  A line
 about a request carries its id: from `extra={"request_id": ...}`, or else that of the running task (`request_id`).
-`extra={"fields": {...}}` adds members to the JSON object, which the text should say as well.
+`extra={"fields": {...}}` adds members to the JSON object; the text should have the same values.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _escape(text: str) -> str:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """With lone surrogates escaped."""
+    """The value with lone surrogates escaped."""
     if isinstance(value, dict):
         return {name: _without_surrogates(item) for name, item in value.items()}
     return sendable(value) if isinstance(value, str) else value

@@ -1,6 +1,6 @@
-"""Resolves the options: "auto" and None become values, and combinations that cannot be served are refused.
+"""Resolves the options: replaces "auto" and None by values, and refuses combinations that cannot be served.
 
-The only place where that happens; no option changes afterwards.  Must not know how an option is used.
+No option changes afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
-LONGEST_CONTEXT = 1 << 25  # tokens: beyond all models; there are tables with a row per position
+LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 
@@ -68,7 +68,7 @@ def resolve(config: Config) -> Config:
 
 
 def _tokenizer(config: Config) -> str | None:
-    """The directory of a tokenizer that is not the model's own, where one is needed."""
+    """The directory of a tokenizer other than the model's, if it is needed."""
     name = config.model.tokenizer
     if name is None or config.server.tokens_only:
         return name
@@ -76,7 +76,7 @@ def _tokenizer(config: Config) -> str | None:
 
 
 def _cpu_threads(runtime: RuntimeConfig) -> int:
-    """The number of threads: as given, or one for each CPU they are bound to, or that this process may use."""
+    """The number of threads: as given, or one for each CPU that they are bound to or that this process may use."""
     allowed = os.sched_getaffinity(0)
     if runtime.cpu_bind in ("auto", "none"):
         return runtime.cpu_threads or len(allowed)
@@ -91,15 +91,15 @@ def _cpu_threads(runtime: RuntimeConfig) -> int:
 
 
 def _ui(server: ServerConfig) -> bool:
-    """Whether to serve the page: where only this machine can see it, if nothing else is said."""
+    """Whether to serve the status page; by default if only this machine can connect."""
     if server.ui is not None:
         return server.ui
     return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
 
 
 def _allowed_hosts(server: ServerConfig) -> list[str]:
-    """The names that the Host header may have.  A web page in a browser of this machine can reach an address that only
-    this machine can, under the page's own name (DNS rebinding)."""
+    """The allowed Host headers.  A web page in a browser of this machine can reach an address that only this machine
+    can reach, under the page's name (DNS rebinding)."""
     if server.allowed_hosts is not None:
         if not all(server.allowed_hosts):
             raise StartError("option allowed_hosts: must not be empty")
@@ -193,7 +193,8 @@ def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
     if max_model_len is not None and max_model_len > limit:
         raise StartError(
             f"max_model_len {max_model_len} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
-            f"give --hf-overrides '{{\"max_position_embeddings\": {max_model_len}}}' (and a rope_scaling, if it needs one)"
+            f"give --hf-overrides '{{\"max_position_embeddings\": {max_model_len}}}' "
+            "(and a rope_scaling, if it needs one)"
         )
     return max_model_len or limit
 
