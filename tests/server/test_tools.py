@@ -453,7 +453,9 @@ def special_tokenizer() -> Tokenizer:
 def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     tokenizer = special_tokenizer()
     for form in TOOL_FORMATS:
-        plan = tools.make_plan(TOOLS, None, parallel=True, response_format=None, form=form, thinking=None, tokenizer=tokenizer)
+        plan = tools.make_plan(
+            TOOLS, None, parallel=True, response_format=None, form=form, thinking=None, tokenizer=tokenizer
+        )
         assert ("skip_special_tokens" in plan.params(tokenizer)) == (form.name == "mistral")
     plan = tools.make_plan(
         TOOLS, "none", parallel=True, response_format=None, form=TOOL_FORMATS[2], thinking=None, tokenizer=tokenizer
