@@ -80,7 +80,7 @@ ENDPOINTS = (
     Endpoint(("GET",), "/version", introspection.version),
     Endpoint(("GET",), "/metrics", introspection.prometheus_metrics),
     Endpoint(("GET",), "/load", introspection.load),
-    Endpoint(("GET",), "/server_info", introspection.server_info),
+    Endpoint(("GET",), "/server_info", introspection.configuration),
     Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
     Endpoint(("GET",), "/liveness", control.liveness),
     Endpoint(("GET",), "/inference/v1/state", control.state),

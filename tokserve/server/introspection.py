@@ -128,7 +128,7 @@ async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
-async def server_info(serving: Serving, request: Request) -> Response:
+async def configuration(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
     config_format = request.query_params.get("config_format")
     if config_format not in (None, "json", "text"):
