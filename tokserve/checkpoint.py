@@ -65,7 +65,6 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def hf_config(directory: Path) -> dict[str, Any]:
-    """config.json of the checkpoint."""
     value = read_json(directory, "config.json")
     if value is None:
         raise StartError(f"{directory} holds no config.json; is it a Hugging Face checkpoint?")

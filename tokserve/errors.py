@@ -26,6 +26,11 @@ class RequestError(Exception):
         self.code = code
 
 
+def invalid(field: str, rule: str, *, code: str | None = None) -> RequestError:
+    """The error of a value: the path of its field, and the rule that it breaks ("must be ...")."""
+    return RequestError(f"{field} {rule}", field=field, code=code)
+
+
 class Unauthorized(RequestError):
     """401: the API key is missing or wrong."""
 

@@ -76,7 +76,6 @@ def _escape(text: str) -> str:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """The value with lone surrogates escaped."""
     if isinstance(value, dict):
         return {name: _without_surrogates(item) for name, item in value.items()}
     return sendable(value) if isinstance(value, str) else value

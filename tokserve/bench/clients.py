@@ -221,7 +221,6 @@ class ConversationHistory:
         return self._prompt
 
     def add_reply(self, reply: ReceivedReply) -> None:
-        """Append choice 0 of the reply."""
         text = "".join(reply.output_text)
         if self._backend == "openai-chat":
             self._messages.append({"role": "assistant", "content": text})

@@ -83,7 +83,6 @@ def _latencies(llm: LLM, run: Offline) -> list[float]:
 
 
 def _outcome(output: RequestOutput, duration: float) -> Outcome:
-    """An output as an `Outcome`."""
     failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
     return Outcome(
         start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,

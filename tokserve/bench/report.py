@@ -48,7 +48,6 @@ class Outcome:
 
     @property
     def e2el(self) -> float:
-        """Seconds from `start` to `end`."""
         return self.end - self.start
 
 

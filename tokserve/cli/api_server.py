@@ -57,7 +57,6 @@ class StartReport(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Entry point of the process."""
     with open(SUPERVISOR, "rb", closefd=False) as channel:
         line = channel.readline()
     if not line:

@@ -17,7 +17,6 @@ from tokserve.errors import StartError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
     root = argparse.ArgumentParser(
         prog="tokserve",
         description="LLM inference server: tokens in, tokens out, exactly.",

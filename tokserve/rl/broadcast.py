@@ -135,7 +135,6 @@ class Group:
         self._interrupted.set()
 
     def close(self) -> None:
-        """Close the connections."""
         self._broken = True
         self._group = None
 
@@ -168,7 +167,6 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 
 
 def num_bytes(declared: Declared) -> int:
-    """Bytes of a tensor."""
     _, dtype, shape = declared
     return math.prod(shape) * dtype.itemsize
 

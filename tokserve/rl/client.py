@@ -83,7 +83,6 @@ class TokserveClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._group is not None:
             self._group.close()
         await self._http.aclose()
@@ -152,7 +151,6 @@ class TokserveClient:
         await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
 
     async def resume(self) -> None:
-        """Continue generating."""
         await self._control("/resume", again=True)
 
     @asynccontextmanager

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import bare_id
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.server import body
 from tokserve.server.body_reader import BodyReader
 from tokserve.server.serving import Serving
@@ -35,14 +35,13 @@ class AbortReply(msgspec.Struct):
 
 
 async def read(request: Request, bodies: BodyReader) -> AbortBody:
-    """The body.  Raises `RequestError`."""
     value, _ = await bodies.load(request)
     target = body.convert(value, AbortBody)
     given = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
     if not given and target.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
     if len(target.request_ids or ()) > MAX_IDS:
-        raise RequestError(f"request_ids must have at most {MAX_IDS} entries", field="request_ids")
+        raise invalid("request_ids", f"must have at most {MAX_IDS} entries")
     if len(given) > 1:
         raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
     return target

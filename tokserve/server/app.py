@@ -130,7 +130,6 @@ class Api(FastAPI):
     """FastAPI with /openapi.json made from `ENDPOINTS`."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document."""
         if self.openapi_schema is None:
             serving = self.state.serving
             names = None if serving.config.lora.enable_lora else serving.names

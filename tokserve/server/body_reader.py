@@ -155,7 +155,6 @@ class _BodyBuffer:
         self._pages: mmap.mmap | None = None
 
     def add(self, piece: bytes) -> None:
-        """Append."""
         size = self.size + len(piece)
         if self._pages is None and size <= FREE:
             self._small += piece
@@ -174,11 +173,9 @@ class _BodyBuffer:
         self._small, self._pages = bytearray(), pages
 
     def content(self) -> Buffer:
-        """What has been received."""
         return self._small if self._pages is None else memoryview(self._pages)[: self.size]
 
     def clear(self) -> None:
-        """Free the memory."""
         self._small.clear()
         if self._pages is not None:
             self._pages.close()

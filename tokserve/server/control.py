@@ -17,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import Conflict, EngineDead, RequestError
+from tokserve.errors import Conflict, EngineDead, RequestError, invalid
 from tokserve.server import body
 from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.serving import Serving
@@ -188,7 +188,7 @@ async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
     params = await read(serving, request, SleepBody)
     if params.level not in range(len(LEVELS)):  # also a level that does not fit in a message
-        raise RequestError(f"level must be 0, 1 or 2, got {str(params.level)[:20]}", field="level")
+        raise invalid("level", f"must be 0, 1 or 2, got {str(params.level)[:20]}")
     await serving.llm.sleep(params.level, params.mode)
     return body.reply(request, {"status": "sleeping", "level": params.level})
 
@@ -341,11 +341,11 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
     """POST /weight_checker"""
     params = await read(serving, request, CheckerBody)
     if params.action not in ("checksum", "compare"):
-        raise RequestError(f"action must be checksum or compare, got {params.action[:200]!r}", field="action")
+        raise invalid("action", f"must be checksum or compare, got {params.action[:200]!r}")
     if params.action == "compare" and params.baseline is None:
         raise RequestError("compare needs a baseline", field="baseline")
     if params.names not in (None, "memory", "checkpoint"):
-        raise RequestError(f"names must be memory or checkpoint, got {params.names[:200]!r}", field="names")
+        raise invalid("names", f"must be memory or checkpoint, got {params.names[:200]!r}")
     if params.action == "checksum":
         return body.reply(request, await _checksums(serving, params.names))
     baseline, tied = params.baseline or {}, {}
@@ -388,7 +388,7 @@ async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc"""
     params = await read(serving, request, RpcBody)
     if params.timeout is not None and not 0 < params.timeout <= LONGEST_RPC:
-        raise RequestError(f"timeout must be above 0 and at most {LONGEST_RPC:g} seconds", field="timeout")
+        raise invalid("timeout", f"must be above 0 and at most {LONGEST_RPC:g} seconds")
     try:
         results = await serving.llm.collective_rpc(params.method, params.timeout, params.args, params.kwargs)
     except TimeoutError:

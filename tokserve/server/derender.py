@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from tokserve.client.inputs import bare_id, check_lists
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, Logprobs
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import MAX_CHOICES, SamplingParams
 from tokserve.server import body, chat, completions, logprobs_parser, schemas, tools
 from tokserve.server.generation import PromptTokensDetails, Usage
@@ -120,14 +120,12 @@ class ExternalReply:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
     def usage(self) -> Usage:
-        """Tokens read and written."""
         prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens
         return Usage(
             prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(self.cached_tokens)
         )
 
     def prompt_ids(self, index: int = 0) -> list[int]:
-        """The prompt of a choice."""
         return self.prompts[index // self.n]
 
 
@@ -156,7 +154,7 @@ class ReplyReader:
         reply = body.convert(value, ParsedReply, field)
         where = f"{field}.choices"
         if not reply.choices:
-            raise RequestError(f"{where} must not be empty", field=where)
+            raise invalid(where, "must not be empty")
         if self._external is None:
             n = self.params.n if self._known else len(reply.choices)
             self._external = ExternalReply(reply.request_id, n)
@@ -164,9 +162,9 @@ class ReplyReader:
                 self.params = msgspec.structs.replace(self.params, logprobs=0)
         external = self._external
         if external.n > MAX_CHOICES:
-            raise RequestError(f"{where} must have at most {MAX_CHOICES} entries, got {external.n}", field=where)
+            raise invalid(where, f"must have at most {MAX_CHOICES} entries, got {external.n}")
         if sorted(choice.index for choice in reply.choices) != list(range(external.n)):
-            raise RequestError(f"{where} must have each index from 0 to {external.n - 1} once", field=where)
+            raise invalid(where, f"must have each index from 0 to {external.n - 1} once")
         ids = self._prompt(reply, field, prompt, index)
         external.prompt_tokens += _prompt_length(reply, ids, count, index)
         if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
@@ -185,9 +183,7 @@ class ReplyReader:
         echoed_ids = None if echoed is None else self._ids(echoed, f"{field}.prompt_token_ids")
         given_ids = None if given is None else self._ids(list(given), f"prompt_token_ids{index}")
         if echoed_ids is not None and given_ids is not None and echoed_ids != given_ids:
-            raise RequestError(
-                f"prompt_token_ids{index} differs from {field}.prompt_token_ids", field=f"prompt_token_ids{index}"
-            )
+            raise invalid(f"prompt_token_ids{index}", f"differs from {field}.prompt_token_ids")
         ids = echoed_ids if given_ids is None else given_ids
         if self._needs_prompt and not ids:
             raise RequestError(
@@ -206,11 +202,11 @@ class ReplyReader:
         if self.params.prompt_logprobs is None:
             return None
         if reply.prompt_logprobs is None or ids is None:
-            raise RequestError(f"{field} is required: the request asks for them", field=field)
+            raise invalid(field, "is required: the request asks for them")
         start = max(1, self.params.prompt_logprobs_start)
         scores = logprobs_parser.parse_prompt(reply.prompt_logprobs, ids, self.params.prompt_logprobs, field)
         if scores is not None and num_rows(scores) != len(ids) - start:
-            raise RequestError(f"{field} must have an entry per prompt token", field=field)
+            raise invalid(field, "must have an entry per prompt token")
         return scores
 
     def _logprobs(self, choice: ParsedChoice, ids: list[int], field: str) -> Logprobs | None:
@@ -218,7 +214,7 @@ class ReplyReader:
         if params.logprobs is None and not params.logprob_token_ids:
             return None
         if choice.logprobs is None:
-            raise RequestError(f"{field} is required: the request asks for logprobs", field=field)
+            raise invalid(field, "is required: the request asks for logprobs")
         top = None if not self._known or params.logprobs == -1 else params.logprobs or 0
         return logprobs_parser.parse_output(choice.logprobs, ids, top, params.logprob_token_ids or (), field)
 
@@ -272,7 +268,7 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/derender: a generate reply as the chat's reply"""
     request_body, ignored, size = await _read(serving, request, DerenderChatBody)
     if request_body.generate_response is None:
-        raise RequestError("generate_response is required", field="generate_response")
+        raise invalid("generate_response", "is required")
     text_body = _request(serving, ChatBody, request_body.chat_request, "chat_request", ignored)
     plan, params = tools.PLAIN_TEXT, None
     if text_body is not None:
@@ -301,11 +297,11 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
     request_body, ignored, size = await _read(serving, request, DerenderCompletionBody)
     replies = request_body.generate_responses
     if not replies:
-        raise RequestError("generate_responses must have a reply per prompt", field="generate_responses")
+        raise invalid("generate_responses", "must have a reply per prompt")
     for name in ("prompt_tokens", "prompt_token_ids"):
         entries = getattr(request_body, name)
         if entries is not None and len(entries) != len(replies):
-            raise RequestError(f"{name} must have an entry per reply: {len(replies)}", field=name)
+            raise invalid(name, f"must have an entry per reply: {len(replies)}")
     text_body = _request(serving, CompletionBody, request_body.completion_request, "completion_request", ignored)
     params = None
     prompts: list[str | list[int]] = []
@@ -335,7 +331,7 @@ async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, l
     """`schemas.read`, and refuse streams."""
     request_body, ignored, size = await schemas.read(serving, request, kind)
     if request_body.stream:
-        raise RequestError("stream must be false: only whole replies are taken", field="stream")
+        raise invalid("stream", "must be false: only whole replies are taken")
     return request_body, ignored, size
 
 
@@ -372,9 +368,7 @@ def _prompts(text_body: CompletionBody, count: int) -> list[str | list[int]]:
         return []
     prompts = _with_prefix("completion_request", lambda: completions.parse_prompts(text_body.prompt))
     if len(prompts) != count:
-        raise RequestError(
-            f"generate_responses must have a reply per prompt: {len(prompts)}, got {count}", field="generate_responses"
-        )
+        raise invalid("generate_responses", f"must have a reply per prompt: {len(prompts)}, got {count}")
     return prompts
 
 
@@ -388,7 +382,7 @@ def _prompt_length(reply: ParsedReply, ids: list[int] | None, count: int | None,
             f"{field}, prompt_token_ids and the reply's usage differ in the prompt's length", field=field
         )
     if lengths and not 0 <= lengths[0] < 1 << 31:
-        raise RequestError(f"prompt_tokens{index} must be from 0 to {(1 << 31) - 1}", field=f"prompt_tokens{index}")
+        raise invalid(f"prompt_tokens{index}", f"must be from 0 to {(1 << 31) - 1}")
     return lengths[0] if lengths else 0
 
 

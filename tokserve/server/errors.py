@@ -15,7 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 
 SHOWN = 200  # limit of characters of a client's text that an error repeats
 
@@ -46,7 +46,6 @@ class ErrorBody(msgspec.Struct):
 
 
 def body(error: RequestError) -> bytes:
-    """The error as JSON."""
     return msgspec.json.encode(ErrorBody(Detail(error.message, error.type, error.field, error.code)))
 
 
@@ -94,10 +93,8 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
     `known`: names; dotted names are paths of fields elsewhere in the body.
     """
     known = list(known)
-    suggestions = [candidate for candidate in known if candidate.rpartition(".")[2] == name and candidate != path]
-    suggestions = suggestions or difflib.get_close_matches(
-        name[:SHOWN], [candidate for candidate in known if "." not in candidate], 1
-    )
+    suggestions = [entry for entry in known if entry.rpartition(".")[2] == name and entry != path]
+    suggestions = suggestions or difflib.get_close_matches(name[:SHOWN], [k for k in known if "." not in k], 1)
     hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
     return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
 
@@ -106,7 +103,7 @@ def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), re
     """Raise for a field that other servers know, unless its value has no effect: null, or one of `no_effect`."""
     if value is not None and (type(value), value) not in [(type(allowed), allowed) for allowed in no_effect]:
         because = f": {reason}" if reason else ""
-        raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
+        raise invalid(field, f"is not supported by this server{because}", code="unsupported")
 
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
@@ -118,15 +115,8 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    alternatives = [
-        complaint["msg"]
-        for complaint in complaints
-        if _depth(complaint) == _depth(first) and _path(complaint["loc"], value) == field
-    ]
-    messages = [
-        alternatives[0][0].lower() + alternatives[0][1:],
-        *(complaint.removeprefix("Input should be ") for complaint in alternatives[1:]),
-    ]
+    branches = [c["msg"] for c in complaints if _depth(c) == _depth(first) and _path(c["loc"], value) == field]
+    messages = [branches[0][0].lower() + branches[0][1:], *(m.removeprefix("Input should be ") for m in branches[1:])]
     what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
 

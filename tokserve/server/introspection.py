@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 import tokserve
-from tokserve.errors import EngineDead, NotFound, RequestError
+from tokserve.errors import EngineDead, NotFound, invalid
 from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
@@ -132,7 +132,7 @@ async def configuration(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
     config_format = request.query_params.get("config_format")
     if config_format not in (None, "json", "text"):
-        raise RequestError("config_format must be json or text", field="config_format")
+        raise invalid("config_format", "must be json or text")
     config, status = _without_secrets(serving.config), serving.llm.status
     vllm_config = {} if config_format is None else {"vllm_config": _as_vllm(serving, config, config_format)}
     return body.reply(

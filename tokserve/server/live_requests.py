@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import invalid
 from tokserve.server import body
 from tokserve.server.serving import Serving
 
@@ -42,6 +42,6 @@ async def list_requests(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`"""
     limit = request.query_params.get("limit", str(DEFAULT_LIMIT))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MAX_LIMIT):
-        raise RequestError(f"limit must be 0 to {MAX_LIMIT}", field="limit")
+        raise invalid("limit", f"must be 0 to {MAX_LIMIT}")
     reply = await serving.llm.call("requests", limit=int(limit))
     return body.reply(request, msgspec.convert(reply, LiveRequests))

@@ -56,7 +56,6 @@ class Spelling:
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
-        """The token's name."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
 
     def text_at(self, offset: TextOffset, token_id: int) -> str:
@@ -64,7 +63,6 @@ class Spelling:
         return f"token_id:{token_id}" if self._as_ids else offset.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
-        """The token's bytes."""
         return list(self._pieces[token_id])
 
 
@@ -187,14 +185,12 @@ def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float
 
 
 def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
-    """The columns, packed."""
     shape = (num_rows(columns), columns.width)
     c = columns
     return PackedLogprobs(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
 
 
 def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
-    """The columns as lists."""
     logprobs = _clamped(columns.token_logprobs)
     ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
     if not columns.width:
@@ -251,7 +247,6 @@ def prompt_objects(
 def _scores(
     columns: Logprobs, token_ids: Sequence[int], top: int, name: Named | None
 ) -> list[dict[str, PromptLogprob] | None]:  # fmt: skip
-    """An entry per token."""
     entries: list[dict[str, PromptLogprob] | None] = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
         entry = {str(token_id): PromptLogprob(row[0], row[1], name(token_id) if name else None)}
@@ -269,7 +264,6 @@ def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
 def prompt_objects_encoder(
     columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
 ) -> PartEncoder:
-    """Encodes `prompt_objects` in parts."""
     first = _first(columns, prompt_ids, start)
 
     def make(begin: int, end: int) -> list[dict[str, PromptLogprob] | None]:
@@ -283,8 +277,6 @@ def prompt_objects_encoder(
 def objects_encoder(
     columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
 ) -> PartEncoder:
-    """Encodes `objects` in parts."""
-
     def make(begin: int, end: int) -> list[TokenLogprob]:
         return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
 
@@ -292,8 +284,6 @@ def objects_encoder(
 
 
 def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
-    """Encodes `content` in parts."""
-
     def make(begin: int, end: int) -> list[ChatLogprob]:
         return content(columns.part(begin, end), token_ids[begin:end], spelling).content
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from tokserve.client.outputs import Logprobs
-from tokserve.errors import RequestError
+from tokserve.errors import invalid
 from tokserve.server import body, errors
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -86,11 +86,11 @@ def parse_output(value: Any, ids: Sequence[int], top: int | None, named: Sequenc
         entries = body.convert(value, ParsedObjects, field).content
         rows = [_row(entry, bool(named), f"{field}.content[{i}]") for i, entry in enumerate(entries)]
         if [row.token_id for row in rows] != list(ids):
-            raise RequestError(f"{field}.content must be of the tokens in token_ids", field=f"{field}.content")
+            raise invalid(f"{field}.content", "must be of the tokens in token_ids")
         return _columns(rows, top, named, f"{field}.content")
     columns = _table(value, field)
     if len(columns.ranks) != 4 * len(ids):
-        raise RequestError(f"{field} must have a row per token", field=field)
+        raise invalid(field, "must have a row per token")
     _check_width(columns, top, len(named), field)
     return columns
 
@@ -104,7 +104,7 @@ def parse_prompt(value: Any, ids: Sequence[int], top: int, field: str) -> Logpro
             _check_width(columns, width, 0, field)
         return columns if columns.ranks else None
     if len(value) != len(ids):
-        raise RequestError(f"{field} must have an entry per prompt token", field=field)
+        raise invalid(field, "must have an entry per prompt token")
     rows = []
     for index, entry in enumerate(value):
         if entry is not None:
@@ -119,7 +119,7 @@ def _prompt_row(entry: Any, token_id: int, field: str) -> ParsedRow:
         raise errors.from_msgspec(error, (), field) from None
     score = scores.pop(token_id, None)
     if score is None:
-        raise RequestError(f"{field} must have the prompt's own token {token_id}", field=field)
+        raise invalid(field, f"must have the prompt's own token {token_id}")
     return ParsedRow(token_id, score.logprob, score.rank, [(i, other.logprob) for i, other in scores.items()], {})
 
 
@@ -143,7 +143,7 @@ def _id(entry: ParsedAlternative, field: str) -> int:
         return entry.token_id
     digits = entry.token.removeprefix(NAME)
     if not entry.token.startswith(NAME) or not digits.isdecimal() or len(digits) > 9:
-        raise RequestError(f"{field}.token_id is required", field=f"{field}.token_id")
+        raise invalid(f"{field}.token_id", "is required")
     return int(digits)
 
 
@@ -156,12 +156,12 @@ def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field
             others = _insert_token(row)
         if len(others) != width:
             where = f"{field}[{index}]"
-            raise RequestError(f"{where} must have {width} alternatives, got {len(others)}", field=where)
+            raise invalid(where, f"must have {width} alternatives, got {len(others)}")
         known = {row.token_id: row.logprob, **dict(others), **row.named}
         for name in named:
             if name not in known:
                 where = f"{field}[{index}]"
-                raise RequestError(f"{where} lacks token {name} of logprob_token_ids", field=where)
+                raise invalid(where, f"lacks token {name} of logprob_token_ids")
         logprobs.append(row.logprob)
         ranks.append(row.rank or 0)
         ids.extend([*(token for token, _ in others), *named])
@@ -205,10 +205,10 @@ def _table(value: Any, field: str) -> Logprobs:
         )  # fmt: skip
     narrow = {len(columns.token_logprobs), len(columns.ranks)} != {4 * count}
     if narrow or {len(columns.top_ids), len(columns.top_logprobs)} != {4 * count * width}:
-        raise RequestError(f"{field} must have columns of equal length", field=field)
+        raise invalid(field, "must have columns of equal length")
     return columns
 
 
 def _check_width(columns: Logprobs, top: int | None, named: int, field: str) -> None:
     if top is not None and columns.width != top + named:
-        raise RequestError(f"{field} must have {top + named} alternatives per token, got {columns.width}", field=field)
+        raise invalid(field, f"must have {top + named} alternatives per token, got {columns.width}")

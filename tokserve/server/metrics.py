@@ -67,7 +67,6 @@ class Histogram:
 
     @property
     def total(self) -> float:
-        """The sum of all values."""
         return self._cells.total(len(self.bounds) + 1)
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -89,7 +88,6 @@ class LabelledCounter:
         self._cells = counters.allocate(len(self._indices))
 
     def add(self, value: str, count: int = 1) -> None:
-        """Count."""
         self._cells.add(self._indices.get(value, self._indices["other"]), count)
 
     def totals(self) -> dict[str, float]:
@@ -139,7 +137,6 @@ class Metrics(Collector):
 
     @property
     def inflight(self) -> int:
-        """HTTP requests that are being served."""
         return int(self._inflight.total(0))
 
     def started(self) -> None:
@@ -147,7 +144,6 @@ class Metrics(Collector):
         self._inflight.add(0)
 
     def closed(self) -> None:
-        """End a request in flight."""
         self._inflight.add(0, -1)
 
     def refused(self, error: RequestError) -> None:
@@ -213,7 +209,6 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called at each scrape."""
         for family in self._families():
             yield family
             if self._vllm and family.name.removeprefix(PREFIX) in VLLM_NAMES:

@@ -154,7 +154,6 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
 
 
 def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
-    """Add the checks beyond types."""
     for name, field in component["properties"].items():
         if name == "model" and models is not None:
             component["properties"][name] = {"enum": [*models, None], "default": None}

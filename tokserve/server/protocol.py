@@ -59,7 +59,6 @@ class Protocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
         self._give()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -126,7 +125,6 @@ class Protocol(HttpToolsProtocol):
             super().on_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def on_message_complete(self) -> None:
-        """End the request's body."""
         self._give()
         self._head = 0
         if not self.parser.should_upgrade():

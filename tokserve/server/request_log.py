@@ -26,7 +26,6 @@ class RequestLog:
         self._queued = self._first = self._total = 0.0
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """Log that the request was accepted."""
         self._generation = generation
         usage = generation.usage()
         _log_event(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokserve.errors import RequestError
+from tokserve.errors import invalid
 from tokserve.server import errors, tools
 from tokserve.server.logprobs import ChatLogprob, TextOffset
 from tokserve.text.chat import part_text
@@ -35,7 +35,6 @@ class InputMessages:
         self._turn: dict[str, Any] | None = None  # the assistant's message, while items may be added to it
 
     def append(self, field: str, message: dict[str, Any]) -> None:
-        """Append a message."""
         self.messages.append(message)
         self.fields.append(field)
         self._turn = None
@@ -43,7 +42,7 @@ class InputMessages:
     def add(self, field: str, item: Any) -> None:
         """Add the next item.  Raises RequestError naming `field` or a path in it."""
         if not isinstance(item, dict):
-            raise RequestError(f"{field} must be an object", field=field)
+            raise invalid(field, "must be an object")
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             self._message(field, item)
@@ -57,7 +56,7 @@ class InputMessages:
             content = _content(f"{field}.output", item.get("output"))
             self.append(field, {"role": "tool", "tool_call_id": _string(field, item, "call_id"), "content": content})
         elif kind is None:
-            raise RequestError(f"{field}.type is required", field=f"{field}.type")
+            raise invalid(f"{field}.type", "is required")
         else:
             reason = "nothing is stored" if kind == "item_reference" else f"it takes {', '.join(KINDS)}"
             errors.refuse_unsupported(f"{field}.type", kind, reason=reason)
@@ -65,7 +64,7 @@ class InputMessages:
     def _message(self, field: str, item: dict[str, Any]) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise RequestError(f"{field}.role must be one of {', '.join(ROLES)}", field=f"{field}.role")
+            raise invalid(f"{field}.role", f"must be one of {', '.join(ROLES)}")
         content = _content(f"{field}.content", item.get("content"))
         if role != "assistant":
             self.append(field, {"role": role, "content": content})
@@ -78,7 +77,7 @@ class InputMessages:
         name = "content" if item.get("content") else "summary"
         parts = item.get(name) or []
         if not isinstance(parts, list):
-            raise RequestError(f"{field}.{name} must be a list of parts", field=f"{field}.{name}")
+            raise invalid(f"{field}.{name}", "must be a list of parts")
         texts = [_string(f"{field}.{name}[{i}]", part, "text") for i, part in enumerate(parts)]
         if any(texts):
             turn = self._assistant(field)
@@ -97,7 +96,7 @@ class InputMessages:
 def _string(field: str, item: Any, name: str) -> str:
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
-        raise RequestError(f"{field}.{name} must be a string", field=f"{field}.{name}")
+        raise invalid(f"{field}.{name}", "must be a string")
     return value
 
 
@@ -106,7 +105,7 @@ def _content(field: str, content: Any) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{field} must be a string or a list of parts", field=field)
+        raise invalid(field, "must be a string or a list of parts")
     texts = [part_text(f"{field}[{i}]", part) for i, part in enumerate(content)]
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 

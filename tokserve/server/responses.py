@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import NotFound, RequestError
+from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.generation import Generation
@@ -172,9 +172,9 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
 def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None:
     """Add the body's input to the conversation."""
     if request_body.input is None:
-        raise RequestError("input is required", field="input")
+        raise invalid("input", "is required")
     if not request_body.input and isinstance(request_body.input, list):
-        raise RequestError("input must not be empty", field="input")
+        raise invalid("input", "must not be empty")
     if request_body.instructions is not None:
         conversation.append("instructions", {"role": "system", "content": request_body.instructions})
     if isinstance(request_body.input, str):
@@ -193,7 +193,7 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBo
             errors.refuse_unsupported(f"include[{i}]", name)
     with_logprobs = LOGPROBS in included
     if request_body.top_logprobs and not with_logprobs:
-        raise RequestError(f'top_logprobs needs "{LOGPROBS}" in include', field="top_logprobs")
+        raise invalid("top_logprobs", f'needs "{LOGPROBS}" in include')
     text_format = text.format
     if request_body.structured_outputs is not None and text_format not in (None, {"type": "text"}):
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
@@ -228,7 +228,7 @@ def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
     if flat.get("type") != "function":
         reason = "it has functions only, and no built-in tools"
         errors.refuse_unsupported(f"{field}.type", flat.get("type"), reason=reason)
-        raise RequestError(f"{field}.type must be 'function'", field=f"{field}.type")
+        raise invalid(f"{field}.type", "must be 'function'")
     return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
 
 
@@ -286,13 +286,11 @@ class ResponsesRenderer:
         return self._final_reply()
 
     def opening(self) -> bytes:
-        """The events before the first delta."""
         for name in ("created", "in_progress"):
             self._emit(name, {"response": self._reply()})
         return self._take_events()
 
     def delta(self, delta: ChoiceOutput) -> bytes:
-        """The events of a delta."""
         self._push(delta)
         return self._take_events()
 
@@ -321,7 +319,6 @@ class ResponsesRenderer:
             self._output.end(complete=c.finish_reason == "stop")
 
     def _final_reply(self) -> ResponsesReply:
-        """The complete response."""
         c = self._last
         assert c is not None
         reply = self._reply()

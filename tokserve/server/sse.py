@@ -36,7 +36,6 @@ Write = Callable[[bytes], bool]  # sends part of a body without waiting; False: 
 
 
 def event(json: bytes) -> bytes:
-    """One event."""
     return b"data: " + json + b"\n\n"
 
 
@@ -77,7 +76,6 @@ async def answer(
 
 
 def _columns_size(completion: ChoiceOutput) -> int:
-    """Bytes of the logprobs."""
     both = (completion.logprobs, completion.prompt_logprobs)
     return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
 
@@ -190,7 +188,6 @@ class _Pump:
         await self._writer.end(await self._last_events())
 
     def stop(self) -> None:
-        """Write nothing more."""
         self._ended.cancel()
         self._writer.stop()
 

@@ -23,7 +23,6 @@ FILE = Path(__file__).with_name("status_page.html")
 
 @cache
 def _load() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers."""
     text = FILE.read_text(encoding="utf-8")
     style, script = (_digest(text, tag) for tag in ("style", "script"))
     policy = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server import body, errors
 
@@ -88,13 +88,11 @@ def requested_format(
     response = body.convert(response_format, _ResponseFormatField, "response_format")
     if response.type == "json_schema":
         if response.json_schema is None:
-            raise RequestError("response_format.json_schema is required", field="response_format.json_schema")
+            raise invalid("response_format.json_schema", "is required")
         strict = response.json_schema.strict
         close_objects = strict if strict is not None else (True if closed else None)
         return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
     if response.type not in ("text", "json_object"):
-        raise RequestError(
-            f"response_format.type must be text, json_object or json_schema, got {response.type[:errors.SHOWN]!r}",
-            field="response_format.type",
-        )  # fmt: skip
+        kind = response.type[: errors.SHOWN]
+        raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
     return StructuredOutputs(json_object=True) if response.type == "json_object" else None

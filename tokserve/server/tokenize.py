@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.server import body, schemas
 from tokserve.server.chat import rendered
 from tokserve.server.schemas import DetokenizeBody, TokenizeBody
@@ -50,7 +50,7 @@ def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
             raise RequestError("give prompt or messages, not both", field="prompt")
         return rendered(serving, request_body)
     if request_body.prompt is None:
-        raise RequestError("prompt (or messages) is required", field="prompt")
+        raise invalid("prompt", "(or messages) is required")
     serving.check_text(request_body.prompt, "prompt", MIN_BYTES)
     return serving.tokenizer.encode(
         request_body.prompt, add_special_tokens=request_body.add_special_tokens is not False

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from tokserve import jsonschema
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
 from tokserve.text import tool_grammars
@@ -115,19 +115,19 @@ def check_functions(tools: list[dict[str, Any]]) -> None:
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
-            raise RequestError(f"tools[{i}].type must be 'function'", field=f"tools[{i}].type")
+            raise invalid(f"tools[{i}].type", "must be 'function'")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RequestError(f"tools[{i}].function.name must be a string", field=f"tools[{i}].function.name")
+            raise invalid(f"tools[{i}].function.name", "must be a string")
         if function["name"] in names:
             field = f"tools[{i}].function.name"
             raise RequestError(f"{field}: there are two tools {function['name']!r}", field=field)
         names.add(function["name"])
         parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
         if not isinstance(parameters, dict | None):
-            raise RequestError(f"{field} must be a JSON schema, an object", field=field)
+            raise invalid(field, "must be a JSON schema, an object")
         if parameters is not None and parameters.get("type", "object") != "object":
-            raise RequestError(f"{field}.type must be 'object': arguments have names", field=f"{field}.type")
+            raise invalid(f"{field}.type", "must be 'object': arguments have names")
 
 
 def _parse_choice(choice: Any) -> tuple[str, str | None]:
@@ -136,15 +136,15 @@ def _parse_choice(choice: Any) -> tuple[str, str | None]:
         return "auto", None
     if isinstance(choice, str):
         if choice not in MODES:
-            raise RequestError(f"tool_choice must be one of {', '.join(MODES)} or name a function", field="tool_choice")
+            raise invalid("tool_choice", f"must be one of {', '.join(MODES)} or name a function")
         return choice, None
     if not isinstance(choice, dict):
-        raise RequestError("tool_choice must be a string or an object", field="tool_choice")
+        raise invalid("tool_choice", "must be a string or an object")
     if choice.get("type") != "function":
         errors.refuse_unsupported("tool_choice", choice, ())
     function = choice.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("tool_choice.function.name must be a string", field="tool_choice.function.name")
+        raise invalid("tool_choice.function.name", "must be a string")
     return "named", function["name"]
 
 
@@ -165,7 +165,7 @@ def make_plan(
     server's tool format, `no_form`: the message if it has none.  Raises RequestError.
     """
     if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
-        raise RequestError(f"max_tool_calls must be from 1 to {MAX_CALLS}, got {max_calls}", field="max_tool_calls")
+        raise invalid("max_tool_calls", f"must be from 1 to {MAX_CALLS}, got {max_calls}")
     max_calls = max_calls if parallel else 1
     mode, name = _parse_choice(choice)
     if not tools or mode == "none":
@@ -192,7 +192,7 @@ def make_plan(
         structured = _constraint(response_format, form, functions, strict, tokenizer, max_calls)
         return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
-        raise RequestError("tools are nested too deeply", field="tools") from None
+        raise invalid("tools", "are nested too deeply") from None
 
 
 def _constraint(

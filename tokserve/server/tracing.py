@@ -63,7 +63,6 @@ class Trace:
         self._generation: Generation | None = None
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """Keep the parameters."""
         self._generation = generation
         self._attributes["gen_ai.request.id"] = generation.key
         for name in PARAMS:
@@ -72,7 +71,6 @@ class Trace:
                 self._attributes[f"gen_ai.request.{name}"] = value
 
     def refused(self, error: RequestError) -> None:
-        """Keep the error."""
         self._error = error
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:

@@ -43,7 +43,6 @@ class WorkLog:
         self._count = 0
 
     def run(self, route: str, work: Callable[[], T]) -> T:
-        """Do the work and log it."""
         self._count = key = self._count + 1
         start = time.monotonic()
         self._running[key] = route, start

@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import RequestError, StartError, invalid
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -175,12 +175,10 @@ class ChatTemplate:
         differently.
         """
         if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
-            )
+            raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
         chat = [_plain_message(i, message) for i, message in enumerate(messages)]
         if not chat:
-            raise RequestError("messages must not be empty", field="messages")
+            raise invalid("messages", "must not be empty")
         variables = self._tokenizer.special_tokens | _checked_kwargs(kwargs)
         variables["tools"] = _objects("tools", tools)
         variables["documents"] = _objects("documents", documents)
@@ -212,7 +210,6 @@ class ChatTemplate:
         return _cut_at(rendered, mark, content) if mark else rendered
 
     def knows(self, template: str) -> bool:
-        """Whether a template has this name."""
         return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
@@ -309,16 +306,16 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     objects, reasoning under the names that templates read."""
     field = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{field} must be an object", field=field)
+        raise invalid(field, "must be an object")
     if not isinstance(message.get("role"), str):
-        raise RequestError(f"{field}.role must be a string", field=f"{field}.role")
+        raise invalid(f"{field}.role", "must be a string")
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
         texts = [part_text(f"{field}.content[{j}]", part) for j, part in enumerate(content)]
         plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
     elif not isinstance(content, str):
-        raise RequestError(f"{field}.content must be a string or a list of parts", field=f"{field}.content")
+        raise invalid(f"{field}.content", "must be a string or a list of parts")
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -340,15 +337,15 @@ def part_text(field: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"{field} must be an object", field=field)
+        raise invalid(field, "must be an object")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         code = "unsupported" if isinstance(kind, str) else None
         known = ", ".join(TEXT_PARTS)
-        raise RequestError(f"{field}.type must be text ({known}), got {kind!r}", field=f"{field}.type", code=code)
+        raise invalid(f"{field}.type", f"must be text ({known}), got {kind!r}", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError(f"{field}.{TEXT_PARTS[kind]} must be a string", field=f"{field}.{TEXT_PARTS[kind]}")
+        raise invalid(f"{field}.{TEXT_PARTS[kind]}", "must be a string")
     return text
 
 
@@ -377,7 +374,7 @@ def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 def _objects(field: str, values: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for i, value in enumerate(values or ()):
         if not isinstance(value, dict):
-            raise RequestError(f"{field}[{i}] must be an object", field=f"{field}[{i}]")
+            raise invalid(f"{field}[{i}]", "must be an object")
     return list(values) if values else None
 
 

@@ -51,7 +51,6 @@ class ToolFormat:
     frames: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
-        """All markers of the format."""
         return tuple(mark for mark in (*self.opens, self.closes, self.separator, *self.frames) if mark)
 
 

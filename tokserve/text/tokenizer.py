@@ -99,12 +99,10 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """Text of the beginning-of-sequence token."""
         return self.special_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token."""
         return self.special_tokens.get("eos_token")
 
     @cached_property

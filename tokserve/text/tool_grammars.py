@@ -112,7 +112,6 @@ def _ranges(ids: Iterable[int]) -> str:
 
 
 def _literal(text: str) -> str:
-    """A literal in Lark's quotes."""
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
@@ -253,7 +252,6 @@ def _parse_schema(schema: Any, name: str) -> _Schema:
 
 
 def _resolve_ref(ref: str, root: dict[str, Any], name: str) -> Any:
-    """The definition that a reference names."""
     path = ref.split("/")
     if len(path) == 3 and path[0] == "#" and path[1] in DEFINITIONS:
         definitions = root.get(path[1])
