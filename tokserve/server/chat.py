@@ -47,7 +47,7 @@ class Choice(msgspec.Struct):
 
     index: int
     message: Message
-    logprobs: logprobs.Content | Raw | None
+    logprobs: logprobs.ChatLogprobs | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
@@ -84,7 +84,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    logprobs: logprobs.Content | Raw | None = None
+    logprobs: logprobs.ChatLogprobs | Raw | None = None
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -125,7 +125,7 @@ class Call(NamedTuple):
     generate: GenerateRequest
     prompt: list[int]
     fields: FieldPaths
-    plan: Plan
+    plan: ToolPlan
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
@@ -233,11 +233,11 @@ def _shape(serving: Serving, body: ChatBody) -> Shape | None:
     return shape
 
 
-def reader_of(serving: Serving, plan: Plan, key: str, prompt: Sequence[int]) -> Reader | None:
+def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
     """Who reads the answers, if they are more than content."""
-    if plan.reading is None:
+    if plan.output_format is None:
         return None
-    return Reader(plan.reading, key, inside=plan.inside(serving.tokenizer, prompt))
+    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
 
 
 def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingParams:
@@ -251,7 +251,7 @@ def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingPar
     return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
-def _delta(read: Read) -> Delta:
+def _delta(read: ParsedDelta) -> Delta:
     return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
 
 
@@ -275,7 +275,7 @@ class Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
@@ -312,13 +312,13 @@ class Render:
         if not self._has_logprobs:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
-        return logprobs.content(*args) if holes is None else holes.put(logprobs.content_later(*args))
+        return logprobs.content(*args) if holes is None else holes.defer(logprobs.content_encoder(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
         args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
-        return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
+        return logprobs.prompt_objects(*args) if holes is None else holes.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""

@@ -24,7 +24,6 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, schemas, sse, structured
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.schemas import CompletionBody
@@ -216,7 +215,7 @@ class Render:
         self._usage, self._continuous = schemas.usage_options(body)
         self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
@@ -237,7 +236,7 @@ class Render:
             self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
         if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
-            choice.logprobs = made() if holes is None else holes.put(whole(made))
+            choice.logprobs = made() if holes is None else holes.defer(single_part(made))
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -277,8 +276,8 @@ class Render:
             first = max(1, self._start)
             top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
             args = (columns, ids, first, top, self._tokenizer.token)
-            later = logprobs.prompt_objects_later
-            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.put(later(*args))
+            later = logprobs.prompt_objects_encoder
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.defer(later(*args))
         if not self._echo:
             return ""
         text = self._prompt_text(choice.index)
