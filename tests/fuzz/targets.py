@@ -20,7 +20,8 @@ from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
 from tokserve.engine.socket import UNREADABLE
 from tokserve.errors import RequestError
-from tokserve.params import SamplingParams
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt
 from tokserve.server import aborts, body, chat, completions, derender, render, responses, tokenize, tokens
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
@@ -195,12 +196,13 @@ def seeds(name: str) -> list[bytes]:
             for route in range(len(ROUTES)) for packed in (0, 1) for value in values
         ]  # fmt: skip
     if name == "wire":
-        add = messages.Add("r#0", b"\5\0\0\0", SamplingParams(stop=["a"], logit_bias={5: 1.0}), 3)
-        extra = messages.Extra(0, messages.Finish("stop", "eos", 2), messages.Logprobs(b"1234", b"1234"))
-        step = messages.Step(messages.StepStats(1, 2), ["r#0"], b"\5\0\0\0", b"", [], [extra])
+        sampling, options = SamplingParams(stop=["a"], logit_bias={5: 1.0}), RequestOptions(group_id="g")
+        request = messages.EngineRequest("r#0", TokenPrompt(b"\5\0\0\0"), sampling, options, 3)
+        rare = messages.RareFields(0, messages.Finish("stop", "eos", 2), messages.Logprobs(b"1234", b"1234"))
+        step = messages.StepOutput(messages.StepStats(1, 2), ["r#0"], b"\5\0\0\0", b"", [], [rare])
         said: list[Any] = [
-            step, messages.Submit(1, "r", [add], "g"), messages.Abort(["r#0"]), messages.Reply(2, {"a": [1]}),
-            messages.Call(2, "abort", {"keys": ["r"]}), messages.Verdict(1), messages.Dead("x"),
+            step, messages.Submit(1, "r", [request], "c"), messages.Abort(["r#0"]), messages.Reply(2, {"a": [1]}),
+            messages.Call(2, "abort", {"keys": ["r"]}), messages.SubmitReply(1), messages.Dead("x"),
             messages.Ready(9, 9, 9, 9, [2], "0"),
         ]  # fmt: skip
         return [messages.encode(each) for each in said]

@@ -134,16 +134,23 @@ class FakeStream(Stream):
 
     async def _serve(self) -> None:
         """Turn after turn, a token of each choice; a consumer that does not take them gets them merged later."""
-        while going := [choice for choice in self._choices if choice.finish is None]:
-            await self._turn()
-            if self.llm.dead:
-                return self.state.fail(self.llm.dead)
-            stopped = self.llm.requests.receive(pack([choice.row(self.abort_reason) for choice in going], StepStats()))
-            ends = [choice.row("abort_stop_string") for choice in going if choice.request.request_id in stopped]
-            self.llm.requests.receive(pack(ends, StepStats()))
-            if self.state.num_open == 0:
-                self.llm.forget(self, self.llm.ended)
-            self.llm.requests.notify()
+        try:
+            while going := [choice for choice in self._choices if choice.finish is None]:
+                await self._turn()
+                if self.llm.dead:
+                    raise self.llm.dead
+                self._step(going)
+        except Exception as error:
+            self.state.fail(error)  # type: ignore[arg-type]
+
+    def _step(self, going: list[_Choice]) -> None:
+        client = self.llm.requests
+        stopped = client.receive(pack([choice.row(self.abort_reason) for choice in going], StepStats()))
+        ends = [choice.row("abort_stop_string") for choice in going if choice.request.request_id in stopped]
+        client.receive(pack(ends, StepStats()))
+        if self.state.num_open == 0:
+            self.llm.forget(self, self.llm.ended)
+        client.notify()
 
     async def _turn(self) -> None:
         """One engine step, or the wait for one."""
@@ -298,9 +305,8 @@ class FakeLLM:
         """Dropped streams make no more tokens once the loop has ended."""
 
     def stall(self, state: RequestState, stalled: bool) -> None:
-        stream = self._stream(state)
-        if stream is not None:
-            stream.stalls.append(stalled)
+        [stream] = [stream for stream in self.made if stream.state is state]
+        stream.stalls.append(stalled)
 
     def _of(self, bare: str) -> list[FakeStream]:
         return [stream for stream in self.streams.values() if bare_id(stream.request_id) == bare]
@@ -406,12 +412,14 @@ def parse_events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def site(script: Script = endless, *, keep_alive: float = 15.0, place: Place | None = None, **options: Any) -> Site:
+def site(
+    script: Script = endless, *, keep_alive: float = 15.0, api_process: ApiProcess | None = None, **options: Any
+) -> Site:
     """A fake server; `options` are config fields."""
     values = {"served_model_name": ["tiny", "alias"], "generation_config": "none", "max_model_len": 512} | options
     config = Config.make(**values)
     llm = FakeLLM(config, script)
-    return Site(llm, build_app(llm, config, keep_alive=keep_alive, place=place))  # type: ignore[arg-type]
+    return Site(llm, build_app(llm, config, keep_alive=keep_alive, api_process=api_process))  # type: ignore[arg-type]
 
 
 class Caller:

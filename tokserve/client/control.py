@@ -1,4 +1,4 @@
-"""The control verbs: pausing, weights, adapters, sleep, worker calls.
+"""The control commands: pausing, weights, adapters, sleep, worker calls.
 
 Functions of anything that can call the engine; `AsyncLLM` has them as methods.  Names and meanings are vLLM's; the
 semantics (docs/rl.md) are the engine's: nothing here keeps state between two calls.
@@ -16,14 +16,14 @@ from tokserve.messages import Status
 
 
 class Engine(Protocol):
-    """What a verb needs of the engine's client."""
+    """What a command needs of the engine's client."""
 
     @property
     def status(self) -> Status:
         """The engine's state, as last reported."""
 
     async def call(self, method: str, /, **args: Any) -> Any:
-        """Call a verb of the engine by name."""
+        """Call a command of the engine by name."""
 
 
 def _part(request: Any, name: str) -> Any:
@@ -140,8 +140,8 @@ async def get_weight_version(engine: Engine) -> str:
 
 async def weight_checksums(engine: Engine) -> dict[str, str]:
     """SHA-256 of the weights as stored in memory, by parameter."""
-    found: dict[str, str] = await engine.call("weight_checksums")
-    return found
+    checksums: dict[str, str] = await engine.call("weight_checksums")
+    return checksums
 
 
 async def checkpoint_checksums(engine: Engine) -> dict[str, dict[str, str]]:

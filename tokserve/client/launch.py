@@ -2,7 +2,7 @@
 
 The engine gets its address and configuration as one line on stdin, and stdin stays open: when this process
 goes, however it goes, the engine reads the end of it and goes too.  The socket lies in a directory that
-only this user can enter.  What is said over the socket is not this file's business.
+only this user can enter.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EngineProcess(ChildProcess):
 
 
 def watch(pid: int, then: Callable[[], object]) -> None:
-    """Call `then` in the running loop when the process has ended; it may be somebody else's."""
+    """Call `then` in the running loop when a process has ended, which need not be a child of this one."""
     loop = asyncio.get_running_loop()
     descriptor = os.pidfd_open(pid)
 

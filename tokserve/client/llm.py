@@ -22,7 +22,7 @@ from tokserve.client import control
 from tokserve.client.async_llm import AsyncLLM, Stream
 from tokserve.client.inputs import LoRARequest, adapter_name, generation_defaults, typed
 from tokserve.client.outputs import ChoiceOutput, merge
-from tokserve.client.prompts import Asked, Prompt, as_list, read
+from tokserve.client.prompts import ParsedPrompt, Prompt, as_list, read
 from tokserve.client.results import RequestOutput, request_output
 from tokserve.errors import EngineDead, RequestError
 from tokserve.messages import Ready, StepStats
@@ -39,13 +39,13 @@ Started = tuple[Stream, str | None, SamplingParams]  # with the prompt, if it wa
 
 
 def _blocking(
-    verb: Callable[Concatenate[control.Engine, P], Coroutine[Any, Any, T]],
+    command: Callable[Concatenate[control.Engine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[LLM, P], T]:
-    """A control verb as a method of `LLM`."""
+    """A control command as a method of `LLM`."""
 
-    @wraps(verb)
+    @wraps(command)
     def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(verb(self._llm, *args, **kwargs))
+        return self._wait(command(self._llm, *args, **kwargs))
 
     return call
 
@@ -85,17 +85,17 @@ class LLM:
         `lora_request`: the adapter for all prompts, or one (or None) each; a `LoRARequest` with a path is loaded if
         necessary, a name must be that of a loaded adapter.
         """
-        asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._generate(asked, sampling_params, use_tqdm, lora_request)
+        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
 
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, lora_request: Adapters = None
     ) -> list[str]:
         """Start requests and return their ids at once; `wait_for_completion` returns their outputs."""
-        asked = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        chosen, adapters = self._params(sampling_params, len(asked)), self._adapters(lora_request, len(asked))
-        streams = self._wait(self._open(asked, chosen, adapters))
-        self._queued += zip(streams, [each.text for each in asked], chosen, strict=True)
+        parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        chosen, adapters = self._params(sampling_params, len(parsed)), self._adapters(lora_request, len(parsed))
+        streams = self._wait(self._open(parsed, chosen, adapters))
+        self._queued += zip(streams, [each.text for each in parsed], chosen, strict=True)
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -126,8 +126,10 @@ class LLM:
             )
             for talk in talks
         ]  # fmt: skip
-        asked = [Asked(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts]
-        return self._generate(asked, sampling_params, use_tqdm, lora_request)
+        parsed = [
+            ParsedPrompt(ids, None if self.tokenizer is None else self.tokenizer.decode(ids, False)) for ids in prompts
+        ]
+        return self._generate(parsed, sampling_params, use_tqdm, lora_request)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -150,7 +152,7 @@ class LLM:
         return self._llm.stats
 
     def call(self, method: str, **args: Any) -> Any:
-        """An admin verb of the engine by name; `check` raises if the KV accounting is broken."""
+        """An admin command of the engine by name; `check` raises if the KV accounting is broken."""
         return self._wait(self._llm.call(method, **args))
 
     # --- control: AsyncLLM's methods of these names, blocking ---
@@ -191,22 +193,22 @@ class LLM:
         return ChatTemplate(self.tokenizer, self._llm.config.server.chat_template)
 
     def _generate(
-        self, asked: Sequence[Asked], params: Params, use_tqdm: bool, lora_request: Adapters
+        self, parsed: Sequence[ParsedPrompt], params: Params, use_tqdm: bool, lora_request: Adapters
     ) -> list[RequestOutput]:
-        chosen, adapters = self._params(params, len(asked)), self._adapters(lora_request, len(asked))
-        with tqdm(total=len(asked), disable=not use_tqdm, desc="requests", unit="req") as bar:
-            return self._wait(self._serve(asked, chosen, adapters, bar))
+        chosen, adapters = self._params(params, len(parsed)), self._adapters(lora_request, len(parsed))
+        with tqdm(total=len(parsed), disable=not use_tqdm, desc="requests", unit="req") as bar:
+            return self._wait(self._serve(parsed, chosen, adapters, bar))
 
     def _adapters(self, lora_request: Adapters, count: int) -> list[str]:
         """The adapters' names, "" for none; loads those with a path."""
         one = lora_request is None or isinstance(lora_request, LoRARequest | str)
-        asked: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
-        if len(asked) != count:
-            raise RequestError(f"there are {count} prompts and {len(asked)} lora requests", field="lora_request")
-        for each in dict.fromkeys(asked):
-            if isinstance(each, LoRARequest) and each.lora_path:
-                self._wait(self._llm.add_lora(each))
-        return [adapter_name(each) for each in asked]
+        requests: list[LoRARequest | str | None] = [lora_request] * count if one else list(lora_request)  # type: ignore
+        if len(requests) != count:
+            raise RequestError(f"there are {count} prompts and {len(requests)} lora requests", field="lora_request")
+        for request in dict.fromkeys(requests):
+            if isinstance(request, LoRARequest) and request.lora_path:
+                self._wait(self._llm.add_lora(request))
+        return [adapter_name(request) for request in requests]
 
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -221,19 +223,19 @@ class LLM:
         return [typed(SamplingParams, each) for each in params]
 
     async def _serve(
-        self, asked: Sequence[Asked], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any
+        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any
     ) -> list[RequestOutput]:
-        streams = await self._open(asked, params, adapters)
-        return await _gather(list(zip(streams, [each.text for each in asked], params, strict=True)), bar)
+        streams = await self._open(parsed, params, adapters)
+        return await _gather(list(zip(streams, [each.text for each in parsed], params, strict=True)), bar)
 
     async def _open(
-        self, asked: Sequence[Asked], params: Sequence[SamplingParams], adapters: Sequence[str]
+        self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str]
     ) -> list[Stream]:
         """Start them all, or none."""
         text = self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
-            for prompt, each, adapter in zip(asked, params, adapters, strict=True):
+            for prompt, each, adapter in zip(parsed, params, adapters, strict=True):
                 stream = self._llm.stream(
                     prompt.ids, each, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter
                 )
@@ -250,12 +252,12 @@ class LLM:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except EngineDead as error:  # who made it may know why, unlike a server's clients
+        except EngineDead as error:  # its owner may know why, unlike a server's clients
             if not error.private:
                 raise
-            told = error.again()
-            told.args = (f"{error.message}: {error.private}",)
-            raise told from None
+            shown = error.again()
+            shown.args = (f"{error.message}: {error.private}",)
+            raise shown from None
         finally:
             future.cancel()  # does nothing to one that is done
 

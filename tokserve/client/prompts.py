@@ -1,7 +1,7 @@
 """The forms of a prompt in the Python API: text, token ids, or vLLM's mappings of either; all else is refused.
 
-A mapping must be recognised first: iterated over, it is a sequence of its keys.  Not for HTTP, which has schemas of
-its own.
+A mapping must be recognised first: iterated over, it is a sequence of its keys.  HTTP has its
+own schemas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': i
 NOT_BYTES = "bytes are no prompt: decode them to a text, or give a list of token ids"
 
 
-class Asked(NamedTuple):
+class ParsedPrompt(NamedTuple):
     """A prompt as ids, the text if it was given as text, and its cache_salt ("": none)."""
 
     ids: Sequence[int]
@@ -40,7 +40,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if is_one else several
 
 
-def read(prompt: Prompt, tokenizer: Tokenizer | None) -> Asked:
+def read(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
     """The prompt's ids.  Raises RequestError for an unknown form or key, and for text without a tokenizer.
 
     A mapping may hold both, as in vLLM: the ids are then used, and the text is only returned with the output.
@@ -49,17 +49,17 @@ def read(prompt: Prompt, tokenizer: Tokenizer | None) -> Asked:
         return _from_mapping(prompt, tokenizer)
     if isinstance(prompt, bytes | bytearray):
         raise RequestError(NOT_BYTES, field="prompts")
-    return Asked(_encode(prompt, tokenizer), prompt) if isinstance(prompt, str) else Asked(prompt)
+    return ParsedPrompt(_encode(prompt, tokenizer), prompt) if isinstance(prompt, str) else ParsedPrompt(prompt)
 
 
-def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> Asked:
+def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> ParsedPrompt:
     given = {key: value for key, value in prompt.items() if value is not None and value != {}}
     text, ids, salt = given.pop("prompt", None), given.pop("prompt_token_ids", None), given.pop("cache_salt", "")
     if given:
         raise RequestError(f"unknown key {next(iter(given))!r} in a prompt, which is {FORMS}", field="prompts")
     if not isinstance(text, str | None) or (text is None and ids is None) or not isinstance(salt, str):
         raise RequestError(f"a prompt must be {FORMS}", field="prompts")
-    return Asked(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt)
+    return ParsedPrompt(_encode(text, tokenizer) if ids is None and text is not None else ids, text, salt)
 
 
 def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tokserve.client.outputs import ChoiceOutput, join_logprobs
+from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs
 from tokserve.errors import RequestError
 from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
-
-TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
 
 class DeliveryRules(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The requests in flight: which request an output of the engine belongs to, and which consumers to notify.
 
-Sends nothing: what the engine must be told is returned to the caller.
+Sends nothing: what to abort in the engine is returned to the caller.
 """
 
 from __future__ import annotations

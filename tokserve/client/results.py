@@ -1,6 +1,6 @@
 """What the Python API returns: `RequestOutput` and its parts, under vLLM's names where they mean the same.
 
-Logprobs stay columns, and become dictionaries only when indexed.  Must not know the engine.
+Logprobs stay columns, and become dictionaries only when indexed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class TokenLogprobs:
     def __getitem__(self, position: int) -> dict[int, Logprob]:
         ids, values = self.top_ids[position].tolist(), self.top_logprobs[position].tolist()
         named = zip(ids[self._ranked :], values[self._ranked :], strict=True)
-        found = {token: Logprob(value, 0) for token, value in named}
-        found |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
-        own = Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))
-        return {self.token_ids[position]: own} | found | {self.token_ids[position]: own}
+        top = {token: Logprob(value, 0) for token, value in named}
+        top |= {ids[i]: Logprob(values[i], i + 1) for i in range(self._ranked)}
+        token = {self.token_ids[position]: Logprob(float(self.token_logprobs[position]), int(self.ranks[position]))}
+        return token | top | token
 
 
 @dataclass(slots=True)
@@ -99,8 +99,9 @@ def request_output(
         total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
         outputs.append(
             CompletionOutput(
-                c.index, c.text or "", c.token_ids, logprobs, total, c.finish_reason, c.stop_reason, c.stop_detail,
-                c.message, c.weight_versions,
+                index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
+                finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
+                message=c.message, weight_versions=c.weight_versions,
             )
         )  # fmt: skip
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt

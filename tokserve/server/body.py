@@ -1,7 +1,4 @@
-"""Request bodies in, reply bodies out: content types, JSON or msgpack.
-
-How a body arrives is `bodies`' business.  Must not know what the values mean.
-"""
+"""Request bodies in, reply bodies out: content types, JSON or msgpack.  `bodies` receives and bounds them."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def reply(request: Request, value: Any, headers: dict[str, str] | None = None) -
     return Response(encode_json(value), headers=headers, media_type=JSON)
 
 
-def request_id(request: Request, given: str | None) -> str | None:
+def given_request_id(request: Request, given: str | None) -> str | None:
     """The client's own id, from the X-Request-Id header or the body (`given`).  Raises if they differ, or are no id."""
     header = request.headers.get("x-request-id")
     if header and given and header != given:

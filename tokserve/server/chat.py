@@ -18,12 +18,13 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import body, logprobs, schemas, sse, structured, tools
+from tokserve.server import logprobs, schemas, sse, structured, tools
+from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
 from tokserve.server.workers import off_loop
 
@@ -42,11 +43,11 @@ class Message(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """A choice of a whole answer.  Here and in the answer, ids and scores that nobody asked for are null."""
+    """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
 
     index: int
     message: Message
-    logprobs: logprobs.Content | Raw | None
+    logprobs: logprobs.ChatLogprobs | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
@@ -83,7 +84,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    logprobs: logprobs.Content | Raw | None = None
+    logprobs: logprobs.ChatLogprobs | Raw | None = None
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -118,20 +119,20 @@ async def chat_tokens(serving: Serving, request: Request) -> Response:
 class Call(NamedTuple):
     """A chat body, read: what is to be generated."""
 
-    asked: ChatBody
+    body: ChatBody
     ignored: list[str]
     params: SamplingParams
     generate: GenerateRequest
     prompt: list[int]
     fields: FieldPaths
-    plan: Plan
+    plan: ToolPlan
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = Render(
-        serving, generation, call.asked, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
+        serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
     )
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
@@ -141,38 +142,38 @@ async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Res
 
 async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:
     """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
-    asked, ignored, size = await schemas.read(serving, request, ChatBody)
-    schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    return await call_of(serving, request, asked, ignored, size, with_tokens=with_tokens)
+    body, ignored, size = await schemas.read(serving, request, ChatBody)
+    schemas.check_stream(body, replies and wants_msgpack(request))
+    return await call_of(serving, request, body, ignored, size, with_tokens=with_tokens)
 
 
 async def call_of(
-    serving: Serving, request: Request, asked: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
+    serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
 
     def plan_and_params() -> tuple[Plan, SamplingParams]:
-        plan = planned(serving, asked)
-        return plan, sampling_params(serving, asked, plan)
+        plan = planned(serving, body)
+        return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
-    generate = serving.request_of(request, asked, params)
+    generate = serving.request_of(request, body, params)
     if with_tokens:
-        if asked.tokens is None:
+        if body.tokens is None:
             raise RequestError("tokens is required", field="tokens")
-        prompt = asked.tokens
+        prompt = body.tokens
     else:
-        if asked.tokens is not None:
+        if body.tokens is not None:
             raise RequestError("tokens belongs to /v1/chat/completions/tokens", field="tokens")
-        prompt = await off_loop(request, size, lambda: rendered(serving, asked, asked.reasoning_effort))
-    if asked.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, asked)):
+        prompt = await off_loop(request, size, lambda: rendered(serving, body, body.reasoning_effort))
+    if body.reasoning_effort not in (None, "none") and (with_tokens or not _thinks(serving, body)):
         if serving.config.server.strict:
             raise RequestError("reasoning_effort: nothing of this prompt depends on it", field="reasoning_effort")
         ignored.append("reasoning_effort")
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
-    others["max_tokens"] = schemas.output_limit(asked)[1]
+    others["max_tokens"] = schemas.output_limit(body)[1]
     fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
-    return Call(asked, ignored, params, generate, prompt, fields, plan)
+    return Call(body, ignored, params, generate, prompt, fields, plan)
 
 
 def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:
@@ -181,17 +182,17 @@ def _fields(source: str | None, prompt: str = "messages", **others: str) -> Fiel
     return FieldPaths(prompt, others=others | form)
 
 
-def _thinks(serving: Serving, asked: ChatBody) -> bool:
-    return any(serving.template.reads(name, asked.chat_template) for name in THINKING)
+def _thinks(serving: Serving, body: ChatBody) -> bool:
+    return any(serving.template.reads(name, body.chat_template) for name in THINKING)
 
 
-def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | None = None) -> list[int]:
+def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None = None) -> list[int]:
     """The conversation as token ids.  `effort`: the body's reasoning_effort; variables that it sends itself win."""
-    if asked.messages is None:
+    if body.messages is None:
         raise RequestError("messages is required", field="messages")
-    serving.check_messages(asked.messages, "messages")
-    own = asked.chat_template is None or serving.template.knows(asked.chat_template)
-    if not own and not serving.config.server.trust_request_chat_template:
+    serving.check_messages(body.messages, "messages")
+    is_trusted = body.chat_template is None or serving.template.knows(body.chat_template)
+    if not is_trusted and not serving.config.server.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server runs no templates from requests (--trust-request-chat-template)",
             field="chat_template", code="untrusted_template",
@@ -199,32 +200,32 @@ def rendered(serving: Serving, asked: ChatBody | TokenizeBody, effort: str | Non
     thinking = {} if effort is None else dict(zip(THINKING, (effort != "none", effort), strict=True))
     try:
         return serving.template.render(
-            asked.messages, add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=bool(asked.continue_final_message), tools=asked.tools, documents=asked.documents,
-            template=asked.chat_template, kwargs=thinking | (asked.chat_template_kwargs or {}),
-            add_special_tokens=bool(asked.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not (isinstance(asked, ChatBody) and tools.forced(asked.tool_choice)),
+            body.messages, add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
+            template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
+            add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
+            must_show_tools=not (isinstance(body, ChatBody) and tools.forced(body.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
 
-def planned(serving: Serving, asked: ChatBody) -> Plan:
+def planned(serving: Serving, body: ChatBody) -> Plan:
     """What becomes of the body's tools."""
     off = serving.config.server.enable_auto_tool_choice is False
     return tools.plan(
-        asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls is not False,
-        most=asked.max_tool_calls, shape=_shape(serving, asked),
+        body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
+        most=body.max_tool_calls, shape=_shape(serving, body),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
         thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
 
 
-def _shape(serving: Serving, asked: ChatBody) -> Shape | None:
-    form = structured.asked(asked.structured_outputs, asked.response_format, closed=serving.closed_schemas)
+def _shape(serving: Serving, body: ChatBody) -> Shape | None:
+    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     if form is None:
         return None
-    shape = Shape(form, "response_format" if asked.structured_outputs is None else "structured_outputs")
+    shape = Shape(form, "response_format" if body.structured_outputs is None else "structured_outputs")
     try:
         form.validate()
     except RequestError as error:
@@ -232,25 +233,25 @@ def _shape(serving: Serving, asked: ChatBody) -> Shape | None:
     return shape
 
 
-def reader_of(serving: Serving, plan: Plan, key: str, prompt: Sequence[int]) -> Reader | None:
+def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
     """Who reads the answers, if they are more than content."""
-    if plan.reading is None:
+    if plan.output_format is None:
         return None
-    return Reader(plan.reading, key, inside=plan.inside(serving.tokenizer, prompt))
+    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
 
 
-def sampling_params(serving: Serving, asked: ChatBody, plan: Plan) -> SamplingParams:
+def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingParams:
     """What the body asks for, with the model's recommended defaults."""
-    top = asked.top_logprobs
-    if top is not None and not asked.logprobs and top != 0:
+    top = body.top_logprobs
+    if top is not None and not body.logprobs and top != 0:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
-    limit, _ = schemas.output_limit(asked)
-    wanted = (top or 0) if asked.logprobs else None
+    limit, _ = schemas.output_limit(body)
+    num_logprobs = (top or 0) if body.logprobs else None
     more = plan.params(serving.tokenizer)
-    return schemas.sampling(asked, serving.defaults, max_tokens=limit, logprobs=wanted, **more)
+    return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
-def _delta(read: Read) -> Delta:
+def _delta(read: ParsedDelta) -> Delta:
     return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
 
 
@@ -258,28 +259,28 @@ class Render:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, asked: ChatBody, params: SamplingParams, reader: Reader | None
+        self, serving: Serving, generation: ReplyContext, body: ChatBody, params: SamplingParams, reader: Reader | None
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
-        self._model = serving.answers_as(asked.model)
+        self._model = serving.answers_as(body.model)
         self._generation = generation
         self._reader = reader
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
         self._names = serving.tokenizer.token
-        self._ids = bool(asked.return_token_ids)
+        self._ids = bool(body.return_token_ids)
         self._params = params
-        self._usage, self._continuous = schemas.usage_options(asked)
+        self._usage, self._continuous = schemas.usage_options(body)
         self._begun: set[int] = set()
-        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
-            found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(found, holes)
+            columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(columns, holes)
         choices = [
             Choice(
                 c.index, self._message(c), self._logprobs(c, holes), self._finish_reason(c), c.stop_reason,
@@ -308,16 +309,16 @@ class Render:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
     def _logprobs(self, c: ChoiceOutput, holes: Holes | None = None) -> logprobs.Content | Raw | None:
-        if not self._wanted:
+        if not self._has_logprobs:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
-        return logprobs.content(*args) if holes is None else holes.put(logprobs.content_later(*args))
+        return logprobs.content(*args) if holes is None else holes.defer(logprobs.content_encoder(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
         args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
-        return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
+        return logprobs.prompt_objects(*args) if holes is None else holes.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""
@@ -338,7 +339,7 @@ class Render:
                 choice.weight_versions = versions(delta)
             chunk = self._chunk(choice)
             chunk.system_fingerprint = self._generation.fingerprint
-            events += sse.event(body.encode_json(chunk))
+            events += sse.event(encode_json(chunk))
         return events
 
     def _role(self, delta: ChoiceOutput) -> bytes:
@@ -349,7 +350,7 @@ class Render:
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
         self._begun.add(delta.index)
-        return sse.event(body.encode_json(chunk))
+        return sse.event(encode_json(chunk))
 
     def _chunk(self, choice: ChunkChoice) -> Chunk:
         chunk = Chunk(self._id, self._created, self._model, [choice])
@@ -358,12 +359,12 @@ class Render:
         return chunk
 
     def _event(self, choice: ChunkChoice) -> bytes:
-        return sse.event(body.encode_json(self._chunk(choice)))
+        return sse.event(encode_json(self._chunk(choice)))
 
     def tail(self) -> bytes:
-        """The usage event, if asked for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
         chunk = Chunk(self._id, self._created, self._model, [])
         chunk.usage = self._generation.usage()
-        return sse.event(body.encode_json(chunk))
+        return sse.event(encode_json(chunk))

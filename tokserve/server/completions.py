@@ -1,7 +1,7 @@
 """Completions: text or ids in, text out, in OpenAI's older shape; evaluation harnesses use it to score texts.
 
 Several prompts are several requests in the engine under one id; choices are numbered prompt-major.
-`echo` puts the prompt before the output, with its logprobs if any are asked for; `max_tokens` 0 then only
+`echo` puts the prompt before the output, with its logprobs if any are requested; `max_tokens` 0 then only
 scores: the engine generates one token, which is dropped.
 """
 
@@ -21,13 +21,13 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import body, logprobs, schemas, sse, structured
+from tokserve.server import logprobs, schemas, sse, structured
+from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "cmpl-"
@@ -37,7 +37,7 @@ MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engin
 
 
 class Choice(msgspec.Struct):
-    """A choice, or a delta of one.  In a whole answer, ids and scores that nobody asked for are null."""
+    """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
 
     index: int
     text: str
@@ -67,7 +67,7 @@ class Reply(msgspec.Struct):
 class Call(NamedTuple):
     """A completions body, read and checked."""
 
-    asked: CompletionBody
+    body: CompletionBody
     ignored: list[str]
     params: SamplingParams
     generate: GenerateRequest
@@ -79,10 +79,10 @@ class Call(NamedTuple):
 async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions"""
     call = await read(serving, request)
-    asked = call.asked
+    body = call.body
     generation = await serving.start(request, call.generate, call.ids, call.fields)
-    render = Render(serving, generation, asked, call.params, call.prompts)
-    if schemas.output_limit(asked)[0] == 0:
+    render = Render(serving, generation, body, call.params, call.prompts)
+    if schemas.output_limit(body)[0] == 0:
         generation.adjust = drop_output
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
@@ -92,22 +92,22 @@ async def completions(serving: Serving, request: Request) -> Response:
 
 async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
-    asked, ignored, size = await schemas.read(serving, request, CompletionBody)
-    schemas.check_stream(asked, replies and body.wants_msgpack(request))
-    params = await off_loop(request, size, lambda: sampling_params(serving, asked))
-    generate = serving.request_of(request, asked, params, score_each=True)
-    prompts = await off_loop(request, size, lambda: parse_prompts(asked.prompt))
+    body, ignored, size = await schemas.read(serving, request, CompletionBody)
+    schemas.check_stream(body, replies and wants_msgpack(request))
+    params = await off_loop(request, size, lambda: sampling_params(serving, body))
+    generate = serving.request_of(request, body, params, score_each=True)
+    prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise RequestError(f"n: a request may have at most {MAX_CHOICES} choices, and this has {asks}", field="n")
-    listed = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
-    special = asked.add_special_tokens is not False
+    listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    special = body.add_special_tokens is not False
     ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
-    others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(asked)[1]}
-    if asked.structured_outputs is None:
+    others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
+    if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return Call(asked, ignored, params, generate, prompts, ids, fields)
+    return Call(body, ignored, params, generate, prompts, ids, fields)
 
 
 def drop_output(c: ChoiceOutput) -> ChoiceOutput:
@@ -119,24 +119,30 @@ def drop_output(c: ChoiceOutput) -> ChoiceOutput:
     )  # fmt: skip
 
 
-def sampling_params(serving: Serving, asked: CompletionBody) -> SamplingParams:
+def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
     """The body's sampling parameters, with the model's recommended defaults."""
-    wanted = schemas.count(asked.logprobs)
-    if wanted is not None and wanted < -1:
+    num_logprobs = schemas.count(body.logprobs)
+    if num_logprobs is not None and num_logprobs < -1:
         raise RequestError("logprobs must be at least -1", field="logprobs")
-    limit, name = schemas.output_limit(asked, DEFAULT_MAX_TOKENS)
+    limit, name = schemas.output_limit(body, DEFAULT_MAX_TOKENS)
     if limit == 0:
-        if not asked.echo and schemas.count(asked.prompt_logprobs) is None:
+        if not body.echo and schemas.count(body.prompt_logprobs) is None:
             raise RequestError(f"{name} must be at least 1 (0 scores a prompt, with echo)", field=name)
         limit = 1
-    prompt = schemas.count(asked.prompt_logprobs)
-    if asked.echo and wanted is not None:
-        if asked.prompt_logprobs_start:
+    num_prompt_logprobs = schemas.count(body.prompt_logprobs)
+    if body.echo and num_logprobs is not None:
+        if body.prompt_logprobs_start:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
-        prompt = -1 if -1 in (wanted, prompt) else max(wanted, prompt or 0)
-    form = structured.asked(asked.structured_outputs, asked.response_format, closed=serving.closed_schemas)
+        both = (num_logprobs, num_prompt_logprobs or 0)
+        num_prompt_logprobs = -1 if -1 in both else max(both)
+    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     return schemas.sampling(
-        asked, serving.defaults, max_tokens=limit, logprobs=wanted, prompt_logprobs=prompt, structured_outputs=form
+        body,
+        serving.defaults,
+        max_tokens=limit,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
+        structured_outputs=form,
     )
 
 
@@ -155,11 +161,11 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(f"prompt must have at most {MAX_PROMPTS} entries, got {len(prompt)}", field="prompt")
-    for place, one in enumerate(prompt):
+    for index, one in enumerate(prompt):
         if isinstance(one, list):
-            _check_ids(one, f"prompt[{place}]")
+            _check_ids(one, f"prompt[{index}]")
         elif not isinstance(one, str):
-            raise RequestError(f"prompt[{place}] must be a string or token ids", field=f"prompt[{place}]")
+            raise RequestError(f"prompt[{index}] must be a string or token ids", field=f"prompt[{index}]")
     return prompt
 
 
@@ -167,15 +173,15 @@ def _check_ids(ids: list[Any], field: str) -> None:
     if not ids:
         raise RequestError(f"{field} must not be empty", field=field)
     if set(map(type, ids)) != {int}:
-        place = next(i for i, token in enumerate(ids) if type(token) is not int)
-        raise RequestError(f"{field}[{place}] must be a token id", field=f"{field}[{place}]")
+        index = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise RequestError(f"{field}[{index}] must be a token id", field=f"{field}[{index}]")
 
 
 def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, listed: bool) -> list[list[int]]:
     """The prompts as token ids."""
     made = []
-    for place, prompt in enumerate(prompts):
-        field = f"prompt[{place}]" if listed else "prompt"
+    for index, prompt in enumerate(prompts):
+        field = f"prompt[{index}]" if listed else "prompt"
         if isinstance(prompt, str):
             serving.check_text(prompt, field)
             prompt = serving.tokenizer.encode(prompt, add_special_tokens=special)
@@ -189,27 +195,27 @@ class Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, asked: CompletionBody, params: SamplingParams,
+        self, serving: Serving, generation: ReplyContext, body: CompletionBody, params: SamplingParams,
         prompts: list[str | list[int]],
     ) -> None:  # fmt: skip
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
-        self._model = serving.answers_as(asked.model)
+        self._model = serving.answers_as(body.model)
         self._generation = generation
         self._prompts = prompts
         self._tokenizer = serving.tokenizer
         self._skip_special = params.skip_special_tokens
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
-        self._ids = bool(asked.return_token_ids)
-        self._echo = bool(asked.echo)
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._ids = bool(body.return_token_ids)
+        self._echo = bool(body.echo)
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
-        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
-        self._scores_asked = schemas.count(asked.prompt_logprobs)
-        self._usage, self._continuous = schemas.usage_options(asked)
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
+        self._usage, self._continuous = schemas.usage_options(body)
         self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
@@ -222,15 +228,15 @@ class Render:
         return reply
 
     def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
-        """A choice from a delta; a choice's first delta also carries what was asked for about the prompt."""
+        """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
         if begins:
             prompt = self._begin(choice, c.prompt_logprobs, holes)
             self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
-        if self._wanted:
+        if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
-            choice.logprobs = made() if holes is None else holes.put(whole(made))
+            choice.logprobs = made() if holes is None else holes.defer(single_part(made))
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -244,7 +250,7 @@ class Render:
         shown = TextLogprobs()
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
-            exact = self._tokenizer.decode(ids, False) == self._own(c.index)
+            exact = self._tokenizer.decode(ids, False) == self._prompt_text(c.index)
             place = logprobs.Place(self._tokenizer.pieces(not exact))
             shown.add(None, ids[:1], self._spelling, place, 0)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
@@ -253,30 +259,30 @@ class Render:
             shown.add(c.logprobs, c.token_ids, self._spelling, self._places[c.index], c.logprobs.width)
         return shown
 
-    def _own(self, index: int) -> str:
-        """The prompt's text, of a choice."""
+    def _prompt_text(self, index: int) -> str:
+        """The text of a choice's prompt."""
         prompt = self._prompts[index // self._generation.n]
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
     def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
-        """Add what was asked for about the prompt; returns the part of the prompt that the text begins with."""
+        """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
         if self._ids:
             choice.prompt_token_ids = ids
-        if self._scores_asked is not None:
+        if self._num_prompt_logprobs is not None:
             first = max(1, self._start)
-            top = columns.width if self._scores_asked == -1 else self._scores_asked
+            top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
             args = (columns, ids, first, top, self._tokenizer.token)
-            later = logprobs.prompt_objects_later
-            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.put(later(*args))
+            later = logprobs.prompt_objects_encoder
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.defer(later(*args))
         if not self._echo:
             return ""
-        own = self._own(choice.index)
-        choice.text = own + choice.text
-        return own
+        text = self._prompt_text(choice.index)
+        choice.text = text + choice.text
+        return text
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         """One event, or nothing if the delta is empty."""
@@ -289,10 +295,10 @@ class Render:
             reply.usage = self._generation.usage() if self._continuous else None
         if delta.finish_reason is not None:
             reply.system_fingerprint = self._generation.fingerprint
-        return sse.event(body.encode_json(reply))
+        return sse.event(encode_json(reply))
 
     def tail(self) -> bytes:
-        """The usage event, if asked for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(body.encode_json(Reply(self._id, self._created, self._model, [], self._generation.usage())))
+        return sse.event(encode_json(Reply(self._id, self._created, self._model, [], self._generation.usage())))

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from tokserve.client.inputs import GenerateRequest
 from tokserve.params import SamplingParams
-from tokserve.server import body, chat, completions, declared, schemas
+from tokserve.server import chat, completions, declared, schemas
+from tokserve.server.body import given_request_id, reply
 from tokserve.server.serving import Serving
 from tokserve.server.tokens import OptionFields, StreamOptions
 
@@ -49,29 +50,29 @@ async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the token request that this chat is"""
     call = await chat.read(serving, request, with_tokens=False, replies=False)
     forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
-    echo = bool(call.asked.return_token_ids) or call.params.prompt_logprobs is not None
-    given = body.request_id(request, call.asked.request_id)
+    echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
+    given = given_request_id(request, call.body.request_id)
     params = _portable(call.params, forbidden)
-    made = _rendered(serving, call.asked, params, call.generate, call.prompt, echo=echo, request_id=given)
-    return body.reply(request, made, _headers(given, call.ignored))
+    made = _rendered(serving, call.body, params, call.generate, call.prompt, echo=echo, request_id=given)
+    return reply(request, made, _headers(given, call.ignored))
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the token requests that these prompts are, one for each"""
     call = await completions.read(serving, request, replies=False)
     forbidden = await serving.check(request, call.generate, call.ids, call.fields)
-    asked = call.asked
+    body = call.body
     params = _portable(call.params, forbidden)
-    echo = bool(asked.return_token_ids or asked.echo) or call.params.prompt_logprobs is not None
-    given = body.request_id(request, asked.request_id)
+    echo = bool(body.return_token_ids or body.echo) or call.params.prompt_logprobs is not None
+    given = given_request_id(request, body.request_id)
     several = given is not None and len(call.ids) > 1
     made = [
         _rendered(
-            serving, asked, params, call.generate, ids, echo=echo, request_id=f"{given}-{index}" if several else given
+            serving, body, params, call.generate, ids, echo=echo, request_id=f"{given}-{index}" if several else given
         )
         for index, ids in enumerate(call.ids)
     ]
-    return body.reply(request, made, _headers(given, call.ignored))
+    return reply(request, made, _headers(given, call.ignored))
 
 
 def _headers(given: str | None, ignored: list[str]) -> dict[str, str]:
@@ -84,15 +85,15 @@ def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingPar
 
 
 def _rendered(
-    serving: Serving, asked: schemas.TextBody, params: SamplingParams, generate: GenerateRequest, ids: list[int], *,
+    serving: Serving, body: schemas.TextBody, params: SamplingParams, generate: GenerateRequest, ids: list[int], *,
     echo: bool, request_id: str | None,
 ) -> Rendered:  # fmt: skip
     """`echo`: the reply must repeat the prompt, which `derender` needs."""
     options = None
-    if asked.stream_options is not None:
-        options = StreamOptions(*schemas.usage_options(asked))
+    if body.stream_options is not None:
+        options = StreamOptions(*schemas.usage_options(body))
     return Rendered(
-        token_ids=ids, sampling_params=params, model=asked.model or serving.name, request_id=request_id,
+        token_ids=ids, sampling_params=params, model=body.model or serving.name, request_id=request_id,
         stream_options=options, return_token_ids=echo,
         **{field.name: getattr(generate.options, field.name) for field in declared.OPTIONS},
     )  # fmt: skip
@@ -103,8 +104,11 @@ async def describe(serving: Serving, request: Request) -> Response:
     tokenizer, ready = serving.tokenizer, serving.llm.ready
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     described = TokenizerDescription(
-        tokenizer.class_name, tokenizer.vocab_size, tokenizer.special_tokens, sorted(tokenizer.special_ids),
-        bos, None if bos is None else tokenizer.id_of(bos), eos, None if eos is None else tokenizer.id_of(eos),
-        list(ready.eos_token_ids), ready.max_model_len, serving.template.sources,
+        tokenizer_class=tokenizer.class_name, vocab_size=tokenizer.vocab_size,
+        special_tokens=tokenizer.special_tokens, special_token_ids=sorted(tokenizer.special_ids),
+        bos_token=bos, bos_token_id=None if bos is None else tokenizer.id_of(bos),
+        eos_token=eos, eos_token_id=None if eos is None else tokenizer.id_of(eos),
+        eos_token_ids=list(ready.eos_token_ids), model_max_length=ready.max_model_len,
+        chat_template=serving.template.sources,
     )  # fmt: skip
-    return body.reply(request, described)
+    return reply(request, described)

@@ -64,7 +64,7 @@ class RequestBody(BaseModel):
     """What all text routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    others: ClassVar[fields.FieldTable] = fields.TEXT  # that have no effect
+    others: ClassVar[compat.FieldTable] = compat.TEXT  # that have no effect
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -150,7 +150,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesBody(GeneratingBody):
     """The body of /v1/responses.  The items of `input` are checked by the route."""
 
-    others: ClassVar[fields.FieldTable] = fields.RESPONSES
+    others: ClassVar[compat.FieldTable] = compat.RESPONSES
 
     input: str | list[Any] | None = None
     instructions: str | None = None
@@ -201,9 +201,9 @@ async def read(serving: Serving, request: Request, kind: type[Body]) -> tuple[Bo
                 raise errors.malformed(error, "msgpack") from None
         return parse(kind, value, strict=serving.config.server.strict)
 
-    asked, ignored = await off_loop(request, size, work)
-    await serving.find_model(asked.model)
-    return asked, ignored, size
+    body, ignored = await off_loop(request, size, work)
+    await serving.find_model(body.model)
+    return body, ignored, size
 
 
 def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str]]:
@@ -218,7 +218,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     if isinstance(body, ChatBody):
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
-        tools.check_shape(body.tools or [])
+        tools.check_functions(body.tools or [])
     known = [*kind.model_fields]
     for name in kind.model_fields:
         options = getattr(body, name)
@@ -235,19 +235,19 @@ def _without_effect(body: RequestBody | BaseModel, n: Any, prefix: str = "") -> 
     """The fields that are ignored, and those of them that --strict refuses.  Raises `RequestError` for one that is
     refused always.  `n`: the number of choices; `prefix`: where the body is."""
     ignored, refusable = [], []
-    others = body.others if isinstance(body, RequestBody) else fields.INNER
+    others = body.others if isinstance(body, RequestBody) else compat.INNER
     for name, value in (body.model_extra or {}).items():
         if not prefix:
             structured.refuse_other_names(name, value)
         field = others.get(prefix + name)
-        if field is None and not prefix and name in structured.OTHER_NAMES:
+        if field is None and not prefix and name in compat.OTHER_NAMES:
             continue
-        if field is None or (field.treatment == "ignored" and not fields.idle(field, value)):
+        if field is None or (field.treatment == "ignored" and not compat.has_no_effect(field, value)):
             ignored.append(prefix + name)
             if field is None or field.strict:
                 refusable.append(prefix + name)
         elif field.treatment == "refused":
-            idle = (*field.idle, n) if name == "best_of" else field.idle  # the best n of n
+            idle = (*field.no_effect, n) if name == "best_of" else field.no_effect  # the best n of n
             errors.refuse_unsupported(prefix + name, value, idle, field.note)
     return ignored, refusable
 
@@ -257,14 +257,14 @@ def _check_json(value: Any, field: str) -> None:
     if WITHIN.sub("", field) in PACKED:
         return
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, inner in value.items():
             if not isinstance(key, str | int):
                 raise RequestError(f"{field or 'the body'}: keys must be strings", field=field or None)
-            _check_json(each, f"{field}.{key}" if field else str(key))
+            _check_json(inner, f"{field}.{key}" if field else str(key))
     elif isinstance(value, list):
-        for i, each in enumerate(value):
-            if type(each) is not int:
-                _check_json(each, f"{field}[{i}]")
+        for i, inner in enumerate(value):
+            if type(inner) is not int:
+                _check_json(inner, f"{field}[{i}]")
     elif not isinstance(value, str | int | float | None):
         field = field[: errors.SHOWN]
         raise RequestError(f"{field or 'the body'} must be a value that JSON has", field=field or None)
@@ -272,14 +272,14 @@ def _check_json(value: Any, field: str) -> None:
 
 def _check_names(value: Any) -> None:
     """Refuse objects with more names than any use of them: each wrong entry would make an error."""
-    for name, each in value.items() if isinstance(value, dict) else ():
-        most = MAX_NAMES.get(name, OTHER_MAX_NAMES)
-        if isinstance(each, dict) and len(each) > most:
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        limit = MAX_NAMES.get(name, OTHER_MAX_NAMES)
+        if isinstance(inner, dict) and len(inner) > limit:
             field = name[: errors.SHOWN]
-            raise RequestError(f"{field} must have at most {most} names, got {len(each)}", field=field)
+            raise RequestError(f"{field} must have at most {limit} names, got {len(inner)}", field=field)
     bias = value.get("logit_bias") if isinstance(value, dict) else None
     if isinstance(bias, dict):
-        wrong = next((key for key, each in bias.items() if type(each) not in (int, float)), None)
+        wrong = next((key for key, number in bias.items() if type(number) not in (int, float)), None)
         if wrong is not None:
             field = f"logit_bias.{wrong}"[: errors.SHOWN]
             raise RequestError(f"{field}: input should be a valid number", field=field)
@@ -296,7 +296,7 @@ def _as_in_json(value: Any) -> Any:
             changed[name] = unpack_ids(packed, name)
     bias = value.get("logit_bias")
     if isinstance(bias, dict):
-        changed["logit_bias"] = {str(key) if type(key) is int else key: each for key, each in bias.items()}
+        changed["logit_bias"] = {str(key) if type(key) is int else key: number for key, number in bias.items()}
     return value | changed
 
 
@@ -330,7 +330,7 @@ def output_limit(body: TextBody, default: int | None = None) -> tuple[int | None
 
 
 def _repetition(value: dict[str, Any]) -> RepetitionDetection:
-    given = {name: each for name, each in value.items() if each is not None}
+    given = {name: inner for name, inner in value.items() if inner is not None}
     return convert(given, RepetitionDetection, "repetition_detection")
 
 

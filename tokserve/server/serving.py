@@ -28,16 +28,16 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import body, declared, estimate
+from tokserve.server import declared, estimate
 from tokserve.server.bodies import Bodies
+from tokserve.server.body import encode_json, given_request_id
 from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
 from tokserve.server.generation import Generation, Observer
-from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
-from tokserve.server.watch import Watch
+from tokserve.server.request_log import RequestLog
 from tokserve.server.workers import off_loop
-from tokserve.text import formats
+from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
@@ -84,8 +84,8 @@ class Serving:
     """The state shared by the routes of one app."""
 
     def __init__(
-        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, place: Place | None = None,
-        trace: Trace | None = None,
+        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0,
+        api_process: ApiProcess | None = None, trace: Trace | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
         self.config = config
@@ -94,16 +94,16 @@ class Serving:
         self._trace = trace
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
-        self.bodies = Bodies(config.limits, config.server.max_body_mb << 20)
+        self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
         self.closed_schemas = config.server.structured_outputs_closed
         self.defaults: dict[str, Any] = {}
         if self.text:
             recommended = generation_defaults(config.model)
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
-        self.place = place or Place(0, int(time.time()), None)
-        counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
-        self._clients = Clients(config.server)
+        self.api_process = api_process or ApiProcess(0, int(time.time()), None)
+        counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
+        self._clients = ClientNames(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
 
     @property
@@ -113,21 +113,21 @@ class Serving:
             raise RequestError("this server has no tokenizer", code="tokens_only")
         return self.llm.tokenizer
 
-    def check_text(self, text: str, field: str, least: int = 0) -> None:
-        """Raise `RequestError` for a text that is too long for the context, without tokenizing it; `least`: bytes that
-        are never too long."""
-        self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, least)
+    def check_text(self, text: str, field: str, min_bytes: int = 0) -> None:
+        """Raise `RequestError` for a text that is too long for the context, without tokenizing it.  Texts of up to
+        `min_bytes` bytes pass always."""
+        self.tokenizer.check_fits(text, self.llm.ready.max_model_len, field, min_bytes)
 
     def check_messages(self, messages: Sequence[Any], field: str) -> None:
         """Raise `RequestError` for more messages, parts of contents and tool calls than a chat may have."""
-        most = self.config.limits.max_messages
+        limit = self.config.limits.max_messages
         count = len(messages)
-        if count <= most:
+        if count <= limit:
             inner = (message.get(name) for message in messages if isinstance(message, dict) for name in INNER)
-            count += sum(len(each) for each in inner if isinstance(each, list))
-        if count > most:
+            count += sum(len(parts) for parts in inner if isinstance(parts, list))
+        if count > limit:
             raise RequestError(
-                f"{field} must have at most {most} messages, parts and tool calls (--max-messages), got {count}",
+                f"{field} must have at most {limit} messages, parts and tool calls (--max-messages), got {count}",
                 field=field,
             )
 
@@ -135,8 +135,8 @@ class Serving:
         """Raise `RequestError` for an id that is in neither the model's vocabulary nor the tokenizer's."""
         limit = max(self.llm.ready.vocab_size, self.tokenizer.vocab_size)
         if ids and not (min(ids) >= 0 and max(ids) < limit):
-            place = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
-            raise RequestError(f"{field}[{place}] must be a token id from 0 to {limit - 1}", field=f"{field}[{place}]")
+            index = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
+            raise RequestError(f"{field}[{index}] must be a token id from 0 to {limit - 1}", field=f"{field}[{index}]")
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -151,21 +151,21 @@ class Serving:
             return None
         if server.tool_call_parser != "auto":
             return formats.named(formats.TOOL_FORMATS, server.tool_call_parser)
-        found = formats.recognise(self.template)
-        if found is not None:
-            logger.info("tool calls: %s, as the chat template writes them", found.name)
+        recognised = formats.recognise(self.template)
+        if recognised is not None:
+            logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:
             raise StartError(
                 "enable_auto_tool_choice: this model's chat template does not show how it writes tool calls; "
                 "give --tool-call-parser"
             )
-        return found
+        return recognised
 
     @cached_property
     def thinking(self) -> Thinking | None:
         """How the model writes reasoning, if that is returned separately."""
         name = self.config.server.reasoning_parser
-        return None if name is None else formats.named(formats.THINKING, name)
+        return None if name is None else tool_formats.named(tool_formats.THINKING, name)
 
     @property
     def fingerprint(self) -> str:
@@ -173,18 +173,18 @@ class Serving:
         their arithmetic, and the weights that serve now."""
         status = self.llm.status
         parts = [self._options, status.weight_version, status.epoch]
-        return f"tokserve-{__version__}-{hashlib.sha256(body.encode_json(parts)).hexdigest()[:8]}"
+        return f"tokserve-{__version__}-{hashlib.sha256(encode_json(parts)).hexdigest()[:8]}"
 
     @cached_property
     def _options(self) -> str:
         facts = self.llm.ready.facts
         options = [self.config.model, self.config.cache.kv_cache_dtype, facts.get("ops"), facts.get("arithmetic")]
-        return body.encode_json(options).decode()
+        return encode_json(options).decode()
 
-    async def probe(self, verb: str, seconds: float) -> None:
-        """Call a verb of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
+    async def probe(self, command: str, seconds: float) -> None:
+        """Call a command of the engine that takes no arguments.  Raises EngineDead if it does not answer in time."""
         try:
-            await asyncio.wait_for(self.llm.call(verb), seconds)
+            await asyncio.wait_for(self.llm.call(command), seconds)
         except TimeoutError:
             raise EngineDead(f"the engine has not answered for {seconds:g} s", code="engine_hung") from None
 
@@ -216,15 +216,15 @@ class Serving:
         return self.adapter(model) or self.name
 
     def request_of(
-        self, request: Request, asked: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
+        self, request: Request, body: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
     ) -> GenerateRequest:
         """What the body of any generating route asks for, without the prompts: `start` puts them in."""
-        given = request.scope[GIVEN_ID] = body.request_id(request, asked.request_id)
+        given = request.scope[GIVEN_ID] = given_request_id(request, body.request_id)
         request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
         return GenerateRequest(
             request_id=request_id, prompt=TokenPrompt(b""), task=params,
-            options=declared.options(asked, self.adapter(asked.model)), text=text, score_each=score_each,
+            options=declared.options(body, self.adapter(body.model)), text=text, score_each=score_each,
         )  # fmt: skip
 
     async def start(
@@ -242,7 +242,7 @@ class Serving:
         generation.rename = fields.rename
         if generate.text:
             generation.fingerprint = self.fingerprint
-        self.metrics.came()
+        self.metrics.started()
         accepted = False
         try:
             if self.state.draining:
@@ -251,7 +251,7 @@ class Serving:
             self._check_reply(generate, params, states, fields, entry_bytes)
             generation.streams = self.llm.submit(states, self._clients.name(request.scope))
             self.bodies.release(request)
-            async with Watch(request.receive):
+            async with CancelOnDisconnect(request.receive):
                 try:
                     await generation.streams[0].accepted()
                 except RequestError as error:
@@ -276,7 +276,7 @@ class Serving:
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
         )  # fmt: skip
         try:
-            estimate.check(size, self.config.limits.max_reply_bytes, params)
+            reply_size.check(size, self.config.limits.max_reply_bytes, params)
         except RequestError as error:
             raise fields.rename(error) from None
 
@@ -284,7 +284,7 @@ class Serving:
         """The observers of a new request."""
         observers: list[Observer] = [self.metrics]
         if self.config.server.log_requests:
-            observers.append(Journal())
+            observers.append(RequestLog())
         if self._trace is not None:
             observers.append(self._trace(request.headers))
         return observers

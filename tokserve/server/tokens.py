@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,20 +21,22 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.server import body, declared, errors, estimate, logprobs, sse, structured
+from tokserve.server import declared, errors, estimate, logprobs, sse, structured
+from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.holes import Holes, whole
+from tokserve.server.replies import StopDetail, WeightVersion, versions
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "generate-tokens-"
 SAMPLING = "sampling_params."
-NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who asked for logprobs gets empty lists
+NO_ROWS = Logprobs()  # a delta without tokens has no columns, and a client who requested logprobs gets empty lists
 HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON contains
 Format = Literal["objects", "arrays", "base64"]
 
 # sampling parameters of other servers that have no effect on the result, whatever their value
-HARMLESS = frozenset({
+IGNORED = frozenset({
     "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
     "_eos_token_id", "_watermarking_skipped",
@@ -106,31 +108,6 @@ class PackedGenerateBody(_Generate, kw_only=True):
 AnyBody = GenerateBody | PackedGenerateBody
 
 
-class WeightVersion(msgspec.Struct):
-    """Output tokens start..end-1 were made by this version of the weights."""
-
-    version: str
-    start: int
-    end: int
-
-
-def versions(c: ChoiceOutput) -> list[WeightVersion]:
-    """Which version of the weights made which of a choice's tokens."""
-    return [WeightVersion(*span) for span in c.weight_versions]
-
-
-def last_version(ends: Sequence[ChoiceOutput]) -> str | None:
-    """The version of the weights that made the last token of the last choice that has tokens."""
-    return next((c.weight_versions[-1][0] for c in reversed(ends) if c.weight_versions), None)
-
-
-class StopDetail(msgspec.Struct, omit_defaults=True):
-    """Exactly why a choice ended; `message` comes with errors only."""
-
-    kind: str | None
-    message: str | None = None
-
-
 class Choice(msgspec.Struct):
     """A choice, or a delta of one."""
 
@@ -188,16 +165,16 @@ _msgpack_params = msgspec.msgpack.Decoder(SamplingParams).decode
 def decode_body(raw: bytes | bytearray | memoryview, packed: bool) -> AnyBody:
     """The body; raises `RequestError` naming the field."""
     try:
-        asked: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
+        body: AnyBody = _msgpack_body(raw) if packed else _json_body(raw)
     except msgspec.ValidationError as error:
         raise errors.from_msgspec(error, _KNOWN) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise errors.malformed(error, "msgpack" if packed else "JSON") from None
     for name in ("kv_transfer_params", "ec_transfer_params", "features", "content_parts"):
-        errors.refuse_unsupported(name, getattr(asked, name))
-    if asked.stream_options is not None and not asked.stream:
+        errors.refuse_unsupported(name, getattr(body, name))
+    if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
-    return asked
+    return body
 
 
 def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
@@ -209,7 +186,7 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     except msgspec.ValidationError as error:
         if "out of range" in str(error):  # a number beyond all floats
             raise errors.from_msgspec(error, (), "sampling_params") from None
-        values = body.decode(bytes(raw), packed)
+        values = decode(bytes(raw), packed)
         if values is None:
             return SamplingParams()
         if not isinstance(values, dict):
@@ -233,28 +210,25 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
         if name in UNSUPPORTED:
             errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
         if name == "structured_outputs" and isinstance(value, dict):
-            value = structured.without_habits(value, "sampling_params.structured_outputs")
+            value = structured.drop_ignored_fields(value, "sampling_params.structured_outputs")
         structured.refuse_other_names(name, value, "sampling_params.")
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if not (
-            name in HARMLESS
-            or name in UNSUPPORTED
-            or name in structured.OTHER_NAMES
-            or (value is None and name in NULLABLE)
+            name in IGNORED or name in UNSUPPORTED or name in compat.OTHER_NAMES or (value is None and name in NULLABLE)
         ):
             kept[name] = value
     return kept
 
 
-def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
+def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
     """The prompt, as a list or packed, and the names of its fields for errors."""
-    in_base64 = asked.token_ids_b64
+    in_base64 = body.token_ids_b64
     if in_base64 is None:
-        if asked.token_ids is None:
+        if body.token_ids is None:
             raise RequestError("token_ids is required", field="token_ids")
-        return asked.token_ids, FieldPaths("token_ids", SAMPLING)
-    if asked.token_ids is not None:
+        return body.token_ids, FieldPaths("token_ids", SAMPLING)
+    if body.token_ids is not None:
         raise RequestError("give token_ids or token_ids_b64, not both", field="token_ids_b64")
     if isinstance(in_base64, str):
         try:
@@ -266,27 +240,27 @@ def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
 
 async def generate_tokens(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate"""
-    packed = body.is_msgpack(request)
+    packed = is_msgpack(request)
     raw = await serving.bodies.read(request)
 
     def decode() -> tuple[AnyBody, SamplingParams]:
         serving.bodies.check_values(request, raw, packed)
-        asked = decode_body(raw, packed)
-        params = decode_params(asked.sampling_params, packed)
-        return asked, structured.with_default(params, serving.closed_schemas)
+        body = decode_body(raw, packed)
+        params = decode_params(body.sampling_params, packed)
+        return body, structured.with_default(params, serving.closed_schemas)
 
-    asked, params = await off_loop(request, len(raw), decode)
-    if asked.stream and body.wants_msgpack(request):
+    body, params = await off_loop(request, len(raw), decode)
+    if body.stream and wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
-    await serving.find_model(asked.model)
-    generate = serving.request_of(request, asked, params, text=asked.output_mode == "text")
-    prompt, fields = prompt_of(asked)
-    entry_bytes = estimate.OBJECT_BYTES if asked.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
+    await serving.find_model(body.model)
+    generate = serving.request_of(request, body, params, text=body.output_mode == "text")
+    prompt, fields = prompt_of(body)
+    entry_bytes = estimate.OBJECT_BYTES if body.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
     generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
-    asked.token_ids, asked.token_ids_b64, asked.sampling_params = None, None, UNSET  # what would keep the body
-    render = _Render(serving, generation, asked, params, packed=body.wants_msgpack(request))
+    body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
+    render = _Render(serving, generation, body, params, packed=wants_msgpack(request))
     headers = {"X-Request-Id": generate.request_id}
-    if asked.stream:
+    if body.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
     return await sse.answer(generation, request, render.reply, headers)
 
@@ -295,30 +269,30 @@ class _Render:
     """Completions as this route's JSON."""
 
     def __init__(
-        self, serving: Serving, generation: Generation, asked: AnyBody, params: SamplingParams, *, packed: bool
+        self, serving: Serving, generation: Generation, body: AnyBody, params: SamplingParams, *, packed: bool
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._serving = serving
-        self._model = serving.answers_as(asked.model)
+        self._model = serving.answers_as(body.model)
         self._generation = generation
         self._params = params
         self._packed = packed
-        self._text = asked.output_mode == "text"
+        self._text = body.output_mode == "text"
         self._spelling = logprobs.Spelling(serving.tokenizer, as_ids=False) if self._text else None
-        self._echo = bool(asked.return_token_ids)
-        self._format = asked.logprobs_format or "objects"
-        options = asked.stream_options or StreamOptions()
+        self._echo = bool(body.return_token_ids)
+        self._format = body.logprobs_format or "objects"
+        options = body.stream_options or StreamOptions()
         self._usage = bool(options.include_usage)
         self._continuous = self._usage and bool(options.continuous_usage_stats)
         self._first = True
         self._frames: dict[int, list[bytes]] = {}  # by choice
-        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
         return Choice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
-            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._wanted else None,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
@@ -327,17 +301,17 @@ class _Render:
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int], holes: Holes | None = None) -> Any:
+    def _logprobs(self, columns: Logprobs, ids: list[int], holes: DeferredParts | None = None) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
             if holes is not None:
-                return holes.put(logprobs.objects_later(columns, ids, top, self._spelling))
+                return holes.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns) if holes is None else holes.put(whole(lambda: make(columns)))
+        return make(columns) if holes is None else holes.defer(single_part(lambda: make(columns)))
 
     def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
-        """The prompt's logprobs in the format asked for.  There are no columns for a prompt of one token, nor for one
+        """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or NO_ROWS
@@ -345,21 +319,22 @@ class _Render:
             name = self._serving.tokenizer.token if self._text else None
             args = (columns, self._generation.prompt_ids(), first, columns.width, name)
             if holes is not None:
-                return holes.put(logprobs.prompt_objects_later(*args))
+                return holes.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns, first) if holes is None else holes.put(whole(lambda: make(columns, first)))
+        return make(columns, first) if holes is None else holes.defer(single_part(lambda: make(columns, first)))
 
-    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
-            found = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(found, holes)
+            columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
+            scores = self._prompt_logprobs(columns, holes)
         return Reply(
-            self._id, self._id, int(time.time()), self._model, [self._choice(c, holes) for c in completions],
-            generation.usage(), scores, generation.seed, self._ids(generation.prompt_ids()) if self._echo else UNSET,
+            request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
+            choices=[self._choice(c, holes) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
+            seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip
 
@@ -374,19 +349,19 @@ class _Render:
         frame = self._frames.get(delta.index)
         if frame is None:
             frame = self._frames[delta.index] = self._frame(delta.index)
-        made = frame[0] + body.encode_json(delta.token_ids)
-        if self._wanted:
-            made += frame[1] + body.encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+        made = frame[0] + encode_json(delta.token_ids)
+        if self._has_logprobs:
+            made += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
         if self._text:
-            made += frame[-2] + body.encode_json(delta.text or "")
+            made += frame[-2] + encode_json(delta.text or "")
         return made + frame[-1]
 
     def _frame(self, index: int) -> list[bytes]:
         """The constant parts of an event: around the token ids, the logprobs and the text, if these are wanted."""
-        logprobs, text = HOLE if self._wanted else None, HOLE if self._text else UNSET
+        logprobs, text = HOLE if self._has_logprobs else None, HOLE if self._text else UNSET
         choice = Choice(index, HOLE, None, None, logprobs, text=text)
         chunk = Chunk(self._id, [choice], None if self._usage else UNSET)
-        return sse.event(body.encode_json(chunk)).split(HOLE)
+        return sse.event(encode_json(chunk)).split(HOLE)
 
     def _event(self, delta: ChoiceOutput) -> bytes:
         chunk = Chunk(self._id, [self._choice(delta)])
@@ -400,10 +375,10 @@ class _Render:
         if self._scores_due and (delta.prompt_logprobs or self._generation.ended):
             self._scores_due = False
             chunk.prompt_logprobs = self._prompt_logprobs(delta.prompt_logprobs)
-        return sse.event(body.encode_json(chunk))
+        return sse.event(encode_json(chunk))
 
     def tail(self) -> bytes:
-        """The usage event, if asked for."""
+        """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(body.encode_json(Chunk(self._id, [], self._generation.usage())))
+        return sse.event(encode_json(Chunk(self._id, [], self._generation.usage())))
