@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tokserve.config import Config
 from tokserve.models.decoder import Decoder
-from tokserve.plan import DeviceFacts, GrammarBitmask, LogprobRows, StepPlan, StepResult
+from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.features import FeatureTable
@@ -31,14 +31,12 @@ class Runner:
     """`forward` and `sample` alternate for every plan, in order, in one thread, which also makes the calls;
     `background` runs in another one."""
 
-    facts: DeviceFacts
-
     def __init__(self, model: Decoder, backend: Backend, config: Config, lora: LoraTables | None) -> None:
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
         self._sampler = Sampler(backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device)
-        self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.home)
+        self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * model.spec.vocab)))  # tokens
         self._admin = Admin(self, config.weights, lora)
