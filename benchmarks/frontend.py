@@ -107,7 +107,7 @@ class Row:
         step.add(self.rid, IDS[first : self.sent], None if self.width is None else self.scored(first))
         if self.sent == self.limit:
             times = {"queued": 0.001, "first_token": 0.002, "total": 0.5}
-            step.describe(Finish("length", "max_tokens", **times), spans=[("0", 0, self.sent)])
+            step.set_rare(Finish("length", "max_tokens", **times), weight_versions=[("0", 0, self.sent)])
 
     def scored(self, first: int) -> LogprobColumns:
         """The logprobs of the tokens from `first` to the last."""

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 # tests of real processes and sockets get a second try, shown in the summary as RERUN; tests of exactness never do
 LIVE = (
-    "bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_wire.py", "hostile",
+    "bench", "cli", "client", "conformance", "e2e", "engine/test_process.py", "engine/test_socket.py", "hostile",
     "fuzz/test_sizes.py",
 )  # fmt: skip
 EXACT = ("e2e/test_exact.py", "e2e/test_parallel.py")

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokserve.messages import Extra, Finish, Logprobs, RowLogprobs, Step, StepStats, pack_ids
+from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats, pack_ids
 
 
 @dataclass
@@ -20,25 +20,28 @@ class Output:
     cached: int = 0
     finish: Finish | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+    pooled: bytes = b""
 
 
-def pack(outputs: Sequence[Output], stats: StepStats) -> Step:
+def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
     """The message with these rows; every row's logprobs are a part of their own."""
-    parts, extras = [], []
+    parts, rare = [], []
     for row, o in enumerate(outputs):
         if o.logprobs is not None:
             parts.append(RowLogprobs(o.logprobs, pack_ids([row])))
-        if o.finish or o.prompt_logprobs is not None or o.cached or o.spans:
-            extras.append(Extra(row, o.finish, o.prompt_logprobs, o.cached, o.spans))
+        if o.finish or o.prompt_logprobs is not None or o.cached or o.spans or o.pooled:
+            rare.append(RareFields(row, o.finish, o.prompt_logprobs, o.cached, o.spans, o.pooled))
     ids = array("i", (token for o in outputs for token in o.token_ids)).tobytes()
     counts = pack_ids([len(o.token_ids) for o in outputs])
-    return Step(stats, [o.rid for o in outputs], ids, counts, parts, extras)
+    return StepOutput(stats, [o.rid for o in outputs], ids, counts, parts, rare)
 
 
-def unpack(step: Step) -> list[Output]:
+def unpack(step: StepOutput) -> list[Output]:
     """The rows of a message."""
     outputs = []
-    for rid, ids, logprobs, extra in step.rows():
-        e = extra or Extra(0)
-        outputs.append(Output(rid, ids, logprobs, e.prompt_logprobs, e.cached, e.finish, e.spans))
+    for rid, ids, logprobs, fields in step.rows():
+        e = fields or RareFields(0)
+        outputs.append(
+            Output(rid, ids, logprobs, e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled)
+        )
     return outputs

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "tokserve"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 MAX_FILE, MAX_FUNCTION, MAX_FIELDS, MAX_ENV, MAX_OPS = 700, 60, 100, 5, 30
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
-BROAD_EXCEPT = {  # process entry, I/O thread, per-request admission and masks, HTTP edge
-    "engine/process.py", "engine/admission.py", "engine/following.py", "engine/core.py", "server/app.py",
+BROAD_EXCEPT = {  # process entry, I/O thread, admission, masks, admin commands, HTTP edge
+    "engine/process.py", "engine/admission.py", "engine/mask_worker.py", "engine/command.py", "server/app.py",
     "server/sse.py", "client/llm.py",
 }  # fmt: skip
 

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+ITEM_BYTES = {"float32": 4, "float8_e4m3fn": 1}  # 2 for other dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """What one attention layer stores per token: K and V of `heads` x `dim` elements of `dtype`.
 
-    `window` > 0: attention reads only the last `window` tokens.
+    `window` > 0: attention reads only the last `window` tokens.  `kind` says how `shapes` grow: "kv" is pages of keys
+    and values.
     """
 
     heads: int
     dim: int
     dtype: str
     window: int = 0
+    kind: Literal["kv"] = "kv"
+
+    def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """The shape that one block has in each of the layer's tensors, keys first."""
+        return ((self.heads, block_size, self.dim),) * 2
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of one layer."""
+        return ITEM_BYTES.get(self.dtype, 2) * sum(prod(shape) for shape in self.shapes(block_size))
 
     def bytes_per_token(self) -> int:
-        """Bytes of K plus V for one token of one layer."""
-        return 2 * self.heads * self.dim * {"float32": 4, "float8_e4m3fn": 1}.get(self.dtype, 2)
+        """Bytes of one token of one layer."""
+        return self.block_bytes(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +46,4 @@ class KVLayout:
 
     def bytes(self) -> int:
         """Bytes of the whole cache."""
-        return self.num_blocks * self.block_size * sum(spec.bytes_per_token() for spec in self.specs)
+        return self.num_blocks * sum(spec.block_bytes(self.block_size) for spec in self.specs)

@@ -115,7 +115,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
     reason: stop | length | repetition | abort | deadline | error.  detail: eos | stop_token | stop_sequence | grammar |
-    max_tokens | context | repetition | abort_user | abort_disconnect | abort_stop_string | abort_pause |
+    pooled | max_tokens | context | repetition | abort_user | abort_disconnect | abort_stop_string | abort_pause |
     abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
     grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to

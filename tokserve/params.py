@@ -1,17 +1,20 @@
-"""The sampling parameters of a request: names, defaults and ranges.
+"""The parameters and options of a request: names, types, defaults and ranges, declared once.
 
-One frozen struct from HTTP to the sampler, so a name means the same everywhere.  The last group of
-fields is for the front end only (text and choices); the engine receives a copy without them.
-Must not know a model: checks that need its vocabulary or limits are made in `client/inputs`.
+`SamplingParams` and `RequestOptions` are the same structs from HTTP to the engine; the bodies of HTTP routes and the
+OpenAPI document take fields and ranges from these annotations.  Checks that need a model are made in `client/inputs`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from collections.abc import Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from tokserve import jsonschema
 from tokserve.errors import RequestError
@@ -27,7 +30,13 @@ MAX_WHITESPACE = 256  # bytes
 WHITE = r"[\x20\x0A\x0D\x09]{1,20}"  # between the parts of JSON; without an end, a weak model finds none either
 # largest size of each form of structured outputs, in bytes: what compiles within about a second, even in the worst case
 GRAMMAR_BYTES = {"json": 1 << 16, "regex": 1 << 14, "choice": 1 << 16, "grammar": 1 << 16, "json_object": 1}
-_INT64 = 1 << 63
+INT32_MAX, INT64_MAX = (1 << 31) - 1, (1 << 63) - 1
+
+Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+PositiveCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=-1, le=INT32_MAX)]  # -1: the whole vocabulary
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -158,35 +167,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprob_token_ids` the logprobs of given ids at every generated position.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
-    min_tokens: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Int64 | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY)] = 1.0
+    max_tokens: PositiveCount | None = None
+    min_tokens: Count = 0
     stop_token_ids: list[int] = []
     stop_token_sequences: list[list[int]] = []
     repetition_detection: RepetitionDetection | None = None
     ignore_eos: bool = False
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     bad_token_ids: list[int] = []
     bad_token_sequences: list[list[int]] = []
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0
-    logprob_token_ids: list[int] | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs_start: Count = 0
+    logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
 
     # for the front end
-    n: int = 1
-    stop: list[str] | str = []
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    stop: str | list[str] = []
     bad_words: list[str] = []
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -208,25 +217,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self) -> None:
         """Raise `RequestError` with the field's name for a value out of its range."""
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, math.inf)
-        _at_least("top_k", self.top_k, -1)
-        _at_least("n", self.n, 1)
-        if self.n > MAX_CHOICES:
-            _refuse("n", f"must be at most {MAX_CHOICES}, got {self.n}")
-        _at_least("min_tokens", self.min_tokens, 0)
-        _at_least("prompt_logprobs_start", self.prompt_logprobs_start, 0)
-        for name in ("logprobs", "prompt_logprobs"):
-            _at_least(name, getattr(self, name), -1)
-        _at_least("max_tokens", self.max_tokens, 1)
+        check_ranges(type(self), msgspec.structs.asdict(self))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"must not be above max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if self.seed is not None and not -_INT64 <= self.seed < _INT64:
-            _refuse("seed", "must fit in 64 signed bits")
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
         if self.structured_outputs is not None:
@@ -238,12 +231,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("stop_token_sequences", "bad_token_sequences"):
             if any(not sequence for sequence in getattr(self, name)):
                 _refuse(name, "must not contain an empty sequence")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids", "must not be empty")
-        if self.logprob_token_ids is not None:
-            count = len(self.logprob_token_ids)
-            if not 1 <= count <= MAX_LOGPROB_TOKEN_IDS:
-                _refuse("logprob_token_ids", f"must have 1 to {MAX_LOGPROB_TOKEN_IDS} ids, got {count}")
         for token, bias in (self.logit_bias or {}).items():
             if not math.isfinite(bias):
                 _refuse("logit_bias", f"must be finite, got {bias} for token {token}")
@@ -265,10 +252,6 @@ class PoolingParams(NamedTuple):  # not a Struct: a union of these would have to
     normalize: bool = True
 
 
-Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=_INT64 - 1)]
-Priority = Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)]
-
-
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request says besides its prompt and its task; the one declaration, from HTTP bodies to the engine.
 
@@ -279,12 +262,61 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     stream: bool = False
-    priority: Priority = 0
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    group_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    group_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     adapter: str = ""
-    deadline_ms: Milliseconds | None = None
-    queue_timeout_ms: Milliseconds | None = None
+    deadline_ms: PositiveCount | None = None
+    queue_timeout_ms: PositiveCount | None = None
+
+    def validate(self) -> None:
+        """Raise `RequestError` with the field's name for a value out of its range."""
+        check_ranges(type(self), msgspec.structs.asdict(self))
+
+
+class Field(NamedTuple):
+    """A declared field.  `type`: without the range and None.  `range`: None if every value of the type is valid."""
+
+    name: str
+    type: Any
+    default: Any
+    range: Meta | None
+
+
+@cache
+def declared(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
+    """The fields of a struct, from its annotations."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = []
+    for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        if get_origin(hint) in (Union, UnionType):
+            members = [member for member in get_args(hint) if member is not type(None)]
+            hint = Union[tuple(members)] if len(members) > 1 else members[0]  # noqa: UP007
+        meta = None
+        if get_origin(hint) is Annotated:
+            hint, meta = get_args(hint)[:2]
+        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        fields.append(Field(field.name, hint, default, meta))
+    return tuple(fields)
+
+
+def check_ranges(kind: type[msgspec.Struct], values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise `RequestError` for the first of the `values`, by field of `kind`, that is out of its declared range.
+
+    None, and what is not of the field's type, is left to the caller.  `prefix`: the path of the values in a body.
+    """
+    for name, form, _, meta in declared(kind):
+        value = values.get(name)
+        if meta is None or value is None:
+            continue
+        field = prefix + name
+        if form is float and isinstance(value, int | float):
+            _check_number(field, value, meta)
+        elif form is int and type(value) is int:
+            _check_integer(field, value, meta)
+        elif isinstance(value, str | list):
+            _check_length(field, len(value), meta, "characters" if isinstance(value, str) else "ids")
 
 
 def _refuse(field: str, rule: str) -> NoReturn:
@@ -299,16 +331,36 @@ def _size(value: Any) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if math.isfinite(value) and (low < value if open_low else low <= value) and value <= high:
+def _check_number(field: str, value: float, meta: Meta) -> None:
+    is_open = meta.gt is not None
+    low, high = meta.gt if is_open else meta.ge, math.inf if meta.le is None else meta.le
+    assert low is not None  # of every declared number
+    if math.isfinite(value) and (low < value if is_open else low <= value) and value <= high:
         return
     if high == math.inf:
-        rule = f"must be a finite number {'above' if open_low else 'of at least'} {low:g}"
+        rule = f"must be a finite number {'above' if is_open else 'of at least'} {low:g}"
     else:
-        rule = f"must be {'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
+        rule = f"must be {'above' if is_open else 'from'} {low:g} {'and at most' if is_open else 'to'} {high:g}"
     _refuse(field, f"{rule}, got {value}")
 
 
-def _at_least(field: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
+def _check_integer(field: str, value: int, meta: Meta) -> None:
+    if meta.ge is not None and value < meta.ge and meta.ge != -INT64_MAX - 1:
+        _refuse(field, f"must be at least {meta.ge}, got {value}")
+    if meta.le is not None and not -meta.le - 1 <= value <= meta.le:
+        if meta.le in (INT32_MAX, INT64_MAX):
+            _refuse(field, f"must fit in {int(meta.le).bit_length() + 1} bits")
+        _refuse(field, f"must be at most {meta.le}, got {value}")
+
+
+def _check_length(field: str, length: int, meta: Meta, units: str) -> None:
+    low, high = meta.min_length or 0, meta.max_length
+    if length < low and high is None:
+        _refuse(field, "must not be empty")
+    if high is not None and not low <= length <= high:
+        _refuse(field, f"must have {low} to {high} {units}, got {length}")
+
+
+def _at_least(field: str, value: int, low: int) -> None:
+    if value < low:
         _refuse(field, f"must be at least {low}, got {value}")

@@ -17,27 +17,29 @@ from tests.outputs import Output, pack
 from tokserve.config import CacheConfig, Config, ModelConfig, RuntimeConfig, SchedulerConfig, ServerConfig
 from tokserve.messages import (
     Abort,
-    Add,
     Call,
+    EngineRequest,
     Finish,
     FromEngine,
     Logprobs,
     Ready,
     Reply,
     Stall,
-    Step,
+    StepOutput,
     StepStats,
     Submit,
+    SubmitReply,
     ToEngine,
-    Verdict,
     decode_to_engine,
     encode,
+    unpack_ids,
 )
+from tokserve.params import SamplingParams
 
 T = TypeVar("T")
 VOCAB = 450
 READY = Ready(64, VOCAB, 40, 4, [2], "v1", {"fake": True})
-Script = Callable[[Add], list[Output]]
+Script = Callable[[EngineRequest], list[Output]]
 
 
 def config(model: str | Path = "none", **options: Any) -> Config:
@@ -72,17 +74,18 @@ def stop(detail: str = "max_tokens", reason: str = "length", **fields: Any) -> F
     return Finish(reason, detail, queued=0.25, first_token=0.5, total=1.5, **fields)
 
 
-def echo(add: Add) -> list[Output]:
+def echo(request: EngineRequest) -> list[Output]:
     """Streams the prompt back, one token per output."""
-    ids = np.frombuffer(add.prompt, "<i4").tolist()[: add.sampling.max_tokens]
-    logprobs = [logprobs_for([token]) if add.sampling.logprobs is not None else None for token in ids]
+    assert isinstance(request.task, SamplingParams)
+    ids = unpack_ids(request.prompt.ids)[: request.task.max_tokens]
+    logprobs = [logprobs_for([token]) if request.task.logprobs is not None else None for token in ids]
     spans = [("v1", 0, len(ids))]
-    if add.hold:
-        joined = logprobs_for(ids) if add.sampling.logprobs is not None else None
-        return [tokens(add.rid, ids, stop(), logprobs=joined, spans=spans)]
+    if not request.options.stream:
+        joined = logprobs_for(ids) if request.task.logprobs is not None else None
+        return [tokens(request.request_id, ids, stop(), logprobs=joined, spans=spans)]
     ends = [None] * (len(ids) - 1) + [stop()]
     return [
-        tokens(add.rid, [token], end, logprobs=row, spans=spans if end else [])
+        tokens(request.request_id, [token], end, logprobs=row, spans=spans if end else [])
         for token, row, end in zip(ids, logprobs, ends, strict=True)
     ]
 
@@ -90,17 +93,18 @@ def echo(add: Add) -> list[Output]:
 class FakeEngine:
     """`with FakeEngine(address) as engine:`; `engine.received` grows, `engine.send` speaks to the last front end.
 
-    Answers hello, ping, shutdown and aborts by itself; adds by `script`, if there is one.  Submissions are accepted
-    unless `verdict` says otherwise (None: no word yet); their adds are in `received` as well.
+    Answers hello, ping, shutdown and aborts by itself; engine requests by `script`, if there is one.
+    Submissions are accepted unless `admission` says otherwise (None: no reply yet); their engine requests are in
+    `received` as well.
     """
 
     def __init__(self, address: str, ready: FromEngine | None = READY, script: Script | None = None) -> None:
         self.address = address
         self.received: list[ToEngine] = []
-        self.live: dict[str, Add] = {}
+        self.live: dict[str, EngineRequest] = {}
         self.ended: set[str] = set()
         self.closed = threading.Event()
-        self.verdict: Callable[[Submit], Verdict | None] = lambda submit: Verdict(submit.call_id)
+        self.admission: Callable[[Submit], SubmitReply | None] = lambda submit: SubmitReply(submit.call_id)
         self.deaf = False  # to pings
         self.heritage: Callable[[Call], list[FromEngine]] = lambda call: [Reply(call.call_id, {})]
         self._ready = ready
@@ -159,14 +163,14 @@ class FakeEngine:
                 message = decode_to_engine(packed)
                 with self._news:
                     self.received.append(message)
-                    self.received.extend(message.adds if isinstance(message, Submit) else ())  # type: ignore[arg-type]
+                    self.received.extend(message.requests if isinstance(message, Submit) else ())  # type: ignore[arg-type]
                     self._news.notify_all()
                 self._outbox.extend(self._answers(message))
             while self._outbox:
                 message_out = self._outbox.popleft()
-                if isinstance(message_out, Step):
-                    for rid, _, _, extra in message_out.rows():
-                        if extra and extra.finish:
+                if isinstance(message_out, StepOutput):
+                    for rid, _, _, rare in message_out.rows():
+                        if rare and rare.finish:
                             self.live.pop(rid, None)
                             self.ended.add(rid)
                 socket.send_multipart((identity, encode(message_out)))
@@ -175,16 +179,17 @@ class FakeEngine:
 
     def _answers(self, message: ToEngine) -> list[FromEngine]:
         if isinstance(message, Submit):
-            verdict = self.verdict(message)
-            answers: list[FromEngine] = [] if verdict is None else [verdict]
-            if verdict is not None and verdict.refusal:
+            reply = self.admission(message)
+            answers: list[FromEngine] = [] if reply is None else [reply]
+            if reply is not None and reply.refusal:
                 return answers
-            for add in message.adds:
-                self.live[add.rid] = add
-                answers += [pack([output], StepStats(steps=1)) for output in self._script(add)] if self._script else []
+            for request in message.requests:
+                self.live[request.request_id] = request
+                outputs = self._script(request) if self._script else []
+                answers += [pack([output], StepStats(steps=1)) for output in outputs]
             return answers
         if isinstance(message, Abort):
-            return self._abort(message.rids, message.reason)
+            return self._abort(message.request_ids, message.reason)
         if isinstance(message, Stall):
             return []
         return self._call(message)
@@ -203,7 +208,7 @@ class FakeEngine:
         if call.method == "hello":
             return [self._ready] if self._ready else []
         if call.method == "stats":
-            return [Step(StepStats(steps=77)), Reply(call.call_id, {})]
+            return [StepOutput(StepStats(steps=77)), Reply(call.call_id, {})]
         if call.method == "take_over":
             return self.heritage(call)
         if call.method == "ping":

@@ -16,7 +16,7 @@ from tests.client.fake_engine import FakeEngine, Script, config, echo, logprobs_
 from tests.text.checkpoints import write_chatml
 from tokserve.client import requests
 from tokserve.client.async_llm import AsyncLLM, Stream, collect
-from tokserve.client.inputs import Order
+from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, merge
 from tokserve.errors import (
     REFUSALS,
@@ -29,8 +29,21 @@ from tokserve.errors import (
     StartError,
     Unavailable,
 )
-from tokserve.messages import Abort, Add, Call, Dead, Finish, Stall, StepStats, Submit, Verdict, pack_ids, unpack_ids
-from tokserve.params import SamplingParams
+from tokserve.messages import (
+    Abort,
+    Call,
+    Dead,
+    EngineRequest,
+    Finish,
+    Stall,
+    StepStats,
+    Submit,
+    SubmitReply,
+    pack_ids,
+    unpack_ids,
+)
+from tokserve.params import RequestOptions, SamplingParams
+from tokserve.prompt import TokenPrompt
 from tokserve.text.tokenizer import Tokenizer
 
 PLAIN = SamplingParams()
@@ -83,8 +96,8 @@ def test_deltas_stream_and_add_up(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([5, 6, 7], SamplingParams(logprobs=2, seed=9), request_id="r")
         assert stream.request_id == "r" and stream.seed == 9 and stream.prompt_ids == [5, 6, 7]
-        [add] = await waited(engine, Add)
-        assert add.rid == "r#0" and add.seed == 9 and not add.hold and add.sampling.logprobs == 2
+        [sent] = await waited(engine, EngineRequest)
+        assert sent.request_id == "r#0" and sent.seed == 9 and sent.options.stream and sent.task.logprobs == 2
         engine.step(tokens("r#0", [11], logprobs=logprobs_for([11]), prompt_logprobs=logprobs_for([6, 7]), cached=3))
         first = await anext(stream)
         assert first == ChoiceOutput(
@@ -112,7 +125,7 @@ def test_deltas_can_be_taken_by_who_must_not_wait(play: Callable[..., None]) -> 
         stream, news = llm.stream([5], PLAIN, request_id="r"), asyncio.Event()
         stream.listen(news.set)
         assert stream.num_choices == 1 and not list(stream.take()) and not stream.ended
-        await waited(engine, Add)
+        await waited(engine, EngineRequest)
         engine.step(tokens("r#0", [11]))
         await news.wait()
         assert [delta.token_ids for delta in stream.take()] == [[11]] and not stream.ended
@@ -128,7 +141,7 @@ def test_not_streamed_is_one_delta_per_choice_held_back_by_the_engine(play: Call
         stream = llm.stream([5, 6, 7], SamplingParams(logprobs=2), stream=False)
         deltas = [delta async for delta in stream]
         assert len(deltas) == 1 and deltas[0].token_ids == [5, 6, 7] and deltas[0].logprobs == logprobs_for([5, 6, 7])
-        assert all(add.hold for add in engine.wait(Add))
+        assert not any(sent.options.stream for sent in engine.wait(EngineRequest))
         streamed = await collect(llm.stream([5, 6, 7], SamplingParams(logprobs=2)))
         assert streamed == deltas
 
@@ -153,10 +166,10 @@ def test_deltas_merge_while_nobody_fetches(play: Callable[..., None]) -> None:
 def test_choices_interleave_and_have_their_own_seeds(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         stream = llm.stream([1], SamplingParams(n=3, seed=(1 << 63) - 2), request_id="r")
-        adds = await waited(engine, Add, 3)
-        assert [add.rid for add in adds] == ["r#0", "r#1", "r#2"]
-        assert [add.seed for add in adds] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
-        assert stream.num_choices == 3 and adds[0].sampling.n == 1
+        all_sent = await waited(engine, EngineRequest, 3)
+        assert [sent.request_id for sent in all_sent] == ["r#0", "r#1", "r#2"]
+        assert [sent.seed for sent in all_sent] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
+        assert stream.num_choices == 3 and all_sent[0].task.n == 1
         engine.step(tokens("r#2", [7]), tokens("r#0", [8]))
         engine.step(tokens("r#2", [9], stop()))
         await settled(llm)
@@ -172,8 +185,8 @@ def test_choices_interleave_and_have_their_own_seeds(play: Callable[..., None]) 
 def test_a_seed_is_drawn_when_none_is_given(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         streams = [llm.stream([1], PLAIN) for _ in range(4)]
-        adds = await waited(engine, Add, 4)
-        assert [add.seed for add in adds] == [stream.seed for stream in streams]
+        all_sent = await waited(engine, EngineRequest, 4)
+        assert [sent.seed for sent in all_sent] == [stream.seed for stream in streams]
         assert len({stream.seed for stream in streams}) == 4 and all(0 <= s.seed < 1 << 63 for s in streams)
         assert len({stream.request_id for stream in streams}) == 4
 
@@ -192,14 +205,14 @@ def test_a_stop_string_cuts_and_aborts(play: Callable[..., None], streamed: bool
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(stop=["##"], logprobs=2, include_stop_str_in_output=include)
         stream = llm.stream([1], params, request_id="r", stream=streamed, text=text)
-        [add] = await waited(engine, Add)
-        assert not add.hold, "the front end must see the text to find the stop"
-        assert add.sampling.stop == [] and not add.sampling.include_stop_str_in_output
+        [sent] = await waited(engine, EngineRequest)
+        assert sent.options.stream, "the front end must see the text to find the stop"
+        assert sent.task.stop == [] and not sent.task.include_stop_str_in_output
         ids = ids_of(llm, "ab#c##tail")
         for part in (ids[:5], ids[5:8], ids[8:]):
             engine.step(tokens("r#0", part, logprobs=logprobs_for(part)))
         [abort] = await waited(engine, Abort)
-        assert abort.rids == ["r#0"] and abort.reason == "abort_stop_string"
+        assert abort.request_ids == ["r#0"] and abort.reason == "abort_stop_string"
         deltas = [delta async for delta in stream]
         assert streamed or len(deltas) == 1
         [done] = merge(deltas)
@@ -319,13 +332,13 @@ def test_dropping_a_stream_aborts(play: Callable[..., None]) -> None:
 
         llm.stream([1], PLAIN, request_id="never read")
         task = asyncio.create_task(reader())
-        await waited(engine, Add, 2)
+        await waited(engine, EngineRequest, 2)
         task.cancel()
         await asyncio.wait([task])
         del task
         gc.collect()
         aborts = await waited(engine, Abort, 2)
-        assert {abort.rids[0] for abort in aborts} == {"never read#0", "cancelled#0"}
+        assert {abort.request_ids[0] for abort in aborts} == {"never read#0", "cancelled#0"}
         assert {abort.reason for abort in aborts} == {"abort_disconnect"} and llm.num_inflight == 0
 
     play(scene)
@@ -368,11 +381,11 @@ def test_an_id_in_flight_is_a_conflict(play: Callable[..., None]) -> None:
                 llm.stream([1], PLAIN, request_id=same)
             assert caught.value.status == 409 and caught.value.field == "request_id"
         assert stream.request_id == "chatcmpl-x"
-        await waited(engine, Add)
+        await waited(engine, EngineRequest)
         engine.step(tokens("x#0", [5], stop()))
         await collect(stream)
         llm.stream([1], PLAIN, request_id="x").close()
-        assert len(await waited(engine, Add, 2)) == 2
+        assert len(await waited(engine, EngineRequest, 2)) == 2
 
     play(scene)
 
@@ -392,15 +405,15 @@ def test_what_the_engine_refuses_is_told_before_any_output(
     play: Callable[..., None], refusal: str, status: int, kind: type[RequestError]
 ) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        engine.verdict = lambda submit: Verdict(submit.call_id, refusal, "no, because", 7)
+        engine.admission = lambda submit: SubmitReply(submit.call_id, refusal, "no, because", 7)
         stream = llm.stream([1], SamplingParams(n=2), request_id="r")
         for refused in (stream.accepted(), stream.accepted(), anext(stream)):
             with pytest.raises(kind, match="no, because") as caught:
                 await refused
             assert caught.value.status == status
             assert not isinstance(caught.value, Overloaded) or caught.value.retry_after == 7
-        assert llm.num_inflight == 0 and llm._requests.settled
-        engine.verdict = lambda submit: Verdict(submit.call_id)
+        assert llm.num_inflight == 0 and llm._engine.requests.idle
+        engine.admission = lambda submit: SubmitReply(submit.call_id)
         again = llm.stream([1], PLAIN, request_id="r")
         await again.accepted()
         stream.close()
@@ -416,20 +429,20 @@ def test_what_the_engine_refuses_is_told_before_any_output(
 
 def test_giving_up_before_the_engine_has_answered(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
-        engine.verdict = lambda submit: None
+        engine.admission = lambda submit: None
         stream = llm.stream([1], PLAIN, request_id="r")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.accepted(), 0.01)
         stream.close()
         [abort] = await waited(engine, Abort)
-        assert abort.rids == ["r#0"] and llm.num_inflight == 0
-        engine.verdict = lambda submit: Verdict(submit.call_id)
+        assert abort.request_ids == ["r#0"] and llm.num_inflight == 0
+        engine.admission = lambda submit: SubmitReply(submit.call_id)
         again = llm.stream([1], PLAIN, request_id="r")
         await again.accepted()
         [first, _] = engine.wait(Submit, 2)
-        engine.send(Verdict(first.call_id, "queue_full", "no"))
+        engine.send(SubmitReply(first.call_id, "queue_full", "no"))
         engine.step(tokens("r#0", [5], stop()))
-        assert (await collect(again))[0].token_ids == [5], "the late word is of the other one"
+        assert (await collect(again))[0].token_ids == [5], "the late reply is about the other one"
 
     play(scene)
 
@@ -443,7 +456,7 @@ def test_the_late_end_of_a_request_that_was_given_up_is_not_its_successors(play:
         await again.accepted()  # the engine has ended the others before
         engine.step(tokens("r#0", [5], stop()))
         assert (await collect(again))[0].token_ids == [5]
-        assert llm._requests.settled
+        assert llm._engine.requests.idle
 
     play(scene)
 
@@ -468,14 +481,21 @@ def test_a_consumer_that_cannot_take_more_says_so(play: Callable[..., None]) -> 
 def test_several_prompts_are_one_submission(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         params = SamplingParams(n=2, max_tokens=1)
-        orders = [Order(prompt, params, "cmpl-r", first_choice=2 * i) for i, prompt in enumerate(([5], [6, 7], [8]))]
-        streams = llm.submit([llm.prepare(order) for order in orders], "g", "10.0.0.1")
+        requests = [
+            GenerateRequest(
+                request_id="cmpl-r", prompt=TokenPrompt(pack_ids(ids)), task=params, first_choice=2 * i,
+                options=RequestOptions(stream=True, group_id="g"),
+            )
+            for i, ids in enumerate(([5], [6, 7], [8]))
+        ]  # fmt: skip
+        streams = llm.submit([llm.prepare(request) for request in requests], "10.0.0.1")
         for same in ("r", "chatcmpl-r"):
             with pytest.raises(Conflict):
                 llm.stream([1], PLAIN, request_id=same)
         [submit] = await waited(engine, Submit)
-        assert (submit.key, submit.group, submit.client) == ("r", "g", "10.0.0.1")
-        assert [add.rid for add in submit.adds] == [f"r#{i}" for i in range(6)]
+        assert (submit.request_id, submit.client) == ("r", "10.0.0.1")
+        assert {sent.options.group_id for sent in submit.requests} == {"g"}
+        assert [sent.request_id for sent in submit.requests] == [f"r#{i}" for i in range(6)]
         results = await asyncio.gather(*(collect(stream) for stream in streams))
         assert [[c.token_ids for c in result] for result in results] == [[[5]] * 2, [[6]] * 2, [[8]] * 2]
         assert [[c.index for c in result] for result in results] == [[0, 1]] * 3
@@ -512,7 +532,7 @@ def test_abort_says_what_became_of_each_id(play: Callable[..., None]) -> None:
         one = llm.stream([1], PLAIN, request_id="generate-tokens-one", stream=False)
         two = llm.stream([1], SamplingParams(n=2), request_id="two")
         done = llm.stream([1], PLAIN, request_id="done")
-        await waited(engine, Add, 4)
+        await waited(engine, EngineRequest, 4)
         engine.step(tokens("two#0", [5]), tokens("two#1", [6], stop()), tokens("done#0", [7], stop()))
         await collect(done)
         results = await llm.abort(["one", "chatcmpl-two", "done", "cmpl-nobody", "two"], "abort_user")
@@ -545,8 +565,8 @@ def test_generate_is_a_growing_output(play: Callable[..., None]) -> None:
         ids = llm.tokenizer.encode("so far", False)
         outputs = llm.generate({"prompt_token_ids": [7, 8], "cache_salt": "s"}, SamplingParams(n=2, logprobs=1), "r")
         first = asyncio.ensure_future(anext(outputs))
-        adds = await waited(engine, Add, 2)
-        assert [add.rid for add in adds] == ["r#0", "r#1"]
+        all_sent = await waited(engine, EngineRequest, 2)
+        assert [sent.request_id for sent in all_sent] == ["r#0", "r#1"]
         engine.step(tokens("r#0", ids, logprobs=logprobs_for(ids), cached=2))
         one = await first
         assert (one.request_id, one.prompt, one.prompt_token_ids, one.finished) == ("r", None, [7, 8], False)
@@ -572,12 +592,12 @@ def test_who_leaves_generate_aborts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         outputs = llm.generate([1], PLAIN, "left")
         asked = asyncio.ensure_future(anext(outputs))
-        await waited(engine, Add)
+        await waited(engine, EngineRequest)
         engine.step(tokens("left#0", [5]))
         await asked
         await outputs.aclose()
         [abort] = await waited(engine, Abort)
-        assert abort.rids == ["left#0"]
+        assert abort.request_ids == ["left#0"]
         with pytest.raises(RequestError, match="'ids'"):
             await anext(llm.generate({"ids": [1]}, PLAIN))
 
@@ -655,7 +675,7 @@ def test_death_reaches_all_who_wait(play: Callable[..., None]) -> None:
         waiting = [llm.stream([1], PLAIN, request_id=f"{i}") for i in range(3)]
         tasks = [asyncio.create_task(collect(stream)) for stream in waiting[:2]]
         call = asyncio.create_task(llm.call("silence"))
-        engine.verdict = lambda submit: None
+        engine.admission = lambda submit: None
         unanswered = llm.stream([1], PLAIN)
         accepting = asyncio.create_task(unanswered.accepted())
         engine.step(tokens("2#0", [5]))
@@ -701,20 +721,23 @@ def test_refused_requests_send_nothing(play: Callable[..., None]) -> None:
         with pytest.raises(RequestError):
             llm.stream([], PLAIN, request_id="r")
         await settled(llm)
-        assert not [m for m in engine.received if isinstance(m, Add)] and llm.num_inflight == 0
+        assert not [m for m in engine.received if isinstance(m, EngineRequest)] and llm.num_inflight == 0
 
     play(scene)
 
 
-def test_terms_reach_the_engine(play: Callable[..., None]) -> None:
+def test_options_reach_the_engine(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         packed = pack_ids([3, 4])
         params = SamplingParams(temperature=1e-9, max_tokens=7)
         stream = llm.stream(packed, params, priority=-2, cache_salt="s", deadline_ms=5, queue_timeout_ms=6)
         assert stream.prompt_ids == [3, 4]
-        [add] = await waited(engine, Add)
-        assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-2, "s", 5, 6)
-        assert unpack_ids(add.prompt) == [3, 4] and add.sampling.temperature == 1e-9 and add.sampling.max_tokens == 7
+        [sent] = await waited(engine, EngineRequest)
+        assert sent.options == RequestOptions(
+            stream=True, priority=-2, cache_salt="s", deadline_ms=5, queue_timeout_ms=6
+        )
+        assert unpack_ids(sent.prompt.ids) == [3, 4]
+        assert sent.task.temperature == 1e-9 and sent.task.max_tokens == 7
 
     play(scene)
 
@@ -744,7 +767,7 @@ def test_the_loop_gets_its_turn_among_consumers_that_take_long(
         streams = [llm.stream([5], PLAIN, request_id=f"r{i}") for i in range(8)]
         for stream in streams:
             stream.listen(lambda: (calls.append(turns[0]), time.sleep(0.001)))
-        await waited(engine, Add, 8)
+        await waited(engine, EngineRequest, 8)
         asyncio.get_running_loop().call_soon(turn)
         engine.step(*[tokens(f"r{i}#0", [11], stop()) for i in range(8)])
         while len(calls) < 8:

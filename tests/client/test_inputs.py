@@ -7,16 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 
 from tests.client.fake_engine import READY, VOCAB, config
 from tests.text.checkpoints import byte_level_json
-from tokserve.client.inputs import Inputs, Order, bare_id, generation_defaults, pack_prompt, typed
+from tokserve.client.inputs import GenerateRequest, Inputs, bare_id, generation_defaults, token_prompt, typed
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import pack_ids, unpack_ids
-from tokserve.params import SamplingParams
+from tokserve.messages import EngineRequest, pack_ids, unpack_ids
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.prompt import Feature, TokenPrompt
 from tokserve.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Backend.from_str(byte_level_json()))
@@ -26,15 +28,28 @@ def inputs(tokenizer: Tokenizer | None = TOKENIZER, **options: Any) -> Inputs:
     return Inputs(config(**options), READY, lambda: tokenizer)
 
 
-def refusal(order: Order, checks: Inputs | None = None) -> RequestError:
+def ask(prompt: Any, task: Any = None, request_id: str = "r", **fields: Any) -> GenerateRequest:
+    """A request; `fields` are of `GenerateRequest` or of its options."""
+    own = {name: fields.pop(name) for name in GenerateRequest.__struct_fields__ if name in fields}
+    return GenerateRequest(
+        request_id=request_id, prompt=token_prompt(prompt, VOCAB), task=task or SamplingParams(),
+        options=RequestOptions(**fields), **own,
+    )  # fmt: skip
+
+
+def sent(request: GenerateRequest, checks: Inputs | None = None) -> list[EngineRequest]:
+    return list((checks or inputs()).prepare(request).engine_requests)
+
+
+def refusal(request: GenerateRequest, checks: Inputs | None = None) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        (checks or inputs()).prepare(order)
+        (checks or inputs()).prepare(request)
     assert caught.value.status == 400
     return caught.value
 
 
-def asked(**params: Any) -> Order:
-    return Order([1, 2, 3], SamplingParams(**params))
+def asked(**params: Any) -> GenerateRequest:
+    return ask([1, 2, 3], SamplingParams(**params))
 
 
 @pytest.mark.parametrize(
@@ -56,14 +71,14 @@ def asked(**params: Any) -> Order:
 )
 def test_prompts_that_cannot_be_served(prompt: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
-        inputs().prepare(Order(prompt, SamplingParams()))
+        inputs().prepare(ask(prompt))
     assert caught.value.field == "token_ids"
 
 
 def test_a_prompt_the_kv_cache_cannot_hold() -> None:
     small = Inputs(config(), type(READY)(64, VOCAB, 3, 4, [2], "v1"), lambda: None)
-    assert "KV cache holds 12" in refusal(Order([1] * 13, SamplingParams()), small).message
-    small.prepare(Order([1] * 12, SamplingParams()))
+    assert "KV cache holds 12" in refusal(ask([1] * 13, SamplingParams()), small).message
+    small.prepare(ask([1] * 12, SamplingParams()))
 
 
 PACKED = pack_ids([1, 2, 3])
@@ -71,13 +86,13 @@ PACKED = pack_ids([1, 2, 3])
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), PACKED, bytearray(PACKED)])
 def test_prompts_of_any_kind_travel_packed(prompt: Any) -> None:
-    [add] = inputs().prepare(Order(prompt, SamplingParams())).adds
-    assert add.prompt == pack_ids([1, 2, 3])
+    [request] = sent(ask(prompt))
+    assert request.prompt == TokenPrompt(pack_ids([1, 2, 3]))
 
 
 def test_the_longest_prompt_and_any_max_tokens_pass() -> None:
-    [add] = inputs().prepare(Order([1] * 63, SamplingParams(max_tokens=10_000))).adds
-    assert add.sampling.max_tokens == 10_000
+    [request] = sent(ask([1] * 63, SamplingParams(max_tokens=10_000)))
+    assert request.task.max_tokens == 10_000
 
 
 @pytest.mark.parametrize(
@@ -131,21 +146,22 @@ def test_logprobs_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "field"),
+    ("fields", "field"),
     [
-        (Order([1], SamplingParams(stop="a")), "stop"),
-        (Order([1], SamplingParams(bad_words=["a"])), "bad_words"),
-        (Order([1], SamplingParams(), text=True), "output_mode"),
+        ({"task": SamplingParams(stop="a")}, "stop"),
+        ({"task": SamplingParams(bad_words=["a"])}, "bad_words"),
+        ({"text": True}, "output_mode"),
     ],
 )
-def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
-    error = refusal(order, inputs(None))
+def test_text_needs_a_tokenizer(fields: dict[str, Any], field: str) -> None:
+    request = ask([1], **fields)
+    error = refusal(request, inputs(None))
     assert error.field == field and "--tokens-only" in error.message
-    inputs().prepare(order)
+    inputs().prepare(request)
 
 
 @pytest.mark.parametrize(
-    ("terms", "field"),
+    ("options", "field"),
     [
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"deadline_ms": 0}, "deadline_ms"),
@@ -157,41 +173,41 @@ def test_text_needs_a_tokenizer(order: Order, field: str) -> None:
         ({"request_id": "x" * 1025}, "request_id"),
     ],
 )
-def test_terms_that_cannot_be_kept(terms: dict[str, Any], field: str) -> None:
-    assert refusal(Order([1], SamplingParams(), **terms)).field == field
+def test_options_out_of_range(options: dict[str, Any], field: str) -> None:
+    assert refusal(ask([1], **options)).field == field
 
 
 def test_priority_is_refused_by_the_policy_that_ignores_it() -> None:
     fcfs = inputs(policy="fcfs")
-    assert "--scheduling-policy fcfs" in refusal(Order([1], SamplingParams(), priority=1), fcfs).message
-    fcfs.prepare(Order([1], SamplingParams(), priority=0))
+    assert "--scheduling-policy fcfs" in refusal(ask([1], SamplingParams(), priority=1), fcfs).message
+    fcfs.prepare(ask([1], SamplingParams(), priority=0))
 
 
 @pytest.mark.parametrize(
     "params", [{"max_tokens": 1 << 31}, {"extra_args": {"a": 10**30}}, {"extra_args": {"a": object()}}]
 )
 def test_what_is_too_large_for_a_message(params: dict[str, Any]) -> None:
-    assert refusal(Order([1], SamplingParams(**params))).field == next(iter(params))
+    assert refusal(ask([1], SamplingParams(**params))).field == next(iter(params))
 
 
-def test_terms_that_can() -> None:
-    order = Order([1], SamplingParams(), priority=-3, cache_salt="x" * 128, deadline_ms=1, queue_timeout_ms=1)
-    [add] = inputs().prepare(order).adds
-    assert (add.priority, add.salt, add.deadline_ms, add.queue_timeout_ms) == (-3, "x" * 128, 1, 1)
+def test_options_travel_as_they_are() -> None:
+    options = RequestOptions(priority=-3, cache_salt="x" * 128, deadline_ms=1, queue_timeout_ms=1)
+    request = msgspec.structs.replace(ask([1]), options=options)
+    assert sent(request)[0].options is options
 
 
 @pytest.mark.parametrize("each", [False, True])
 def test_the_prompt_is_scored_once(each: bool) -> None:
     params = SamplingParams(n=3, prompt_logprobs=2, prompt_logprobs_start=1, seed=5)
-    prepared = inputs().prepare(Order([1, 2, 3], params, score_each=each))
-    assert [add.sampling.prompt_logprobs for add in prepared.adds] == [2, None, None]
-    assert [add.sampling.prompt_logprobs_start for add in prepared.adds] == [1, 0, 0]
+    prepared = inputs().prepare(ask([1, 2, 3], params, score_each=each))
+    assert [request.task.prompt_logprobs for request in prepared.engine_requests] == [2, None, None]
+    assert [request.task.prompt_logprobs_start for request in prepared.engine_requests] == [1, 0, 0]
     assert [choice.awaits_scores for choice in prepared.choices] == [False, each, each]
 
 
 def test_a_prompt_of_one_token_has_no_scores_to_wait_for() -> None:
     params = SamplingParams(n=2, prompt_logprobs=2)
-    assert not inputs().prepare(Order([1], params, score_each=True)).choices[1].awaits_scores
+    assert not inputs().prepare(ask([1], params, score_each=True)).choices[1].awaits_scores
 
 
 @pytest.mark.parametrize(
@@ -218,9 +234,9 @@ def test_the_engine_gets_no_text_fields() -> None:
         n=2, stop=["a"], bad_words=["the"], include_stop_str_in_output=True, skip_special_tokens=False, seed=5,
         temperature=1e-12, top_k=3,
     )  # fmt: skip
-    prepared = inputs().prepare(Order([1], params, "id", stream=False))
-    assert prepared.seed == 5 and [add.seed for add in prepared.adds] == [5, 6]
-    sampling = prepared.adds[0].sampling
+    prepared = inputs().prepare(ask([1], params, "id", stream=False))
+    assert prepared.seed == 5 and [request.seed for request in prepared.engine_requests] == [5, 6]
+    sampling = prepared.engine_requests[0].task
     assert sampling == SamplingParams(temperature=1e-12, top_k=3, bad_token_sequences=sampling.bad_token_sequences)
     spelled = {TOKENIZER.decode(ids) for ids in sampling.bad_token_sequences}
     assert spelled == {"the", " the"}
@@ -229,21 +245,21 @@ def test_the_engine_gets_no_text_fields() -> None:
 def test_bad_words_join_the_sequences_given_as_ids() -> None:
     the = TOKENIZER.encode(" the", False)
     params = SamplingParams(bad_words=[" the"], bad_token_sequences=[[9], the])
-    [add] = inputs().prepare(Order([1], params)).adds
-    assert add.sampling.bad_token_sequences == [[9], the]
+    [request] = sent(ask([1], params))
+    assert request.task.bad_token_sequences == [[9], the]
 
 
 def test_ids_lose_their_prefix() -> None:
     assert [bare_id(i) for i in ("a", "cmpl-a", "chatcmpl-a", "generate-tokens-a", "resp_a", "cmpl-")] == ["a"] * 5 + [
         "cmpl-"
     ]
-    prepared = inputs().prepare(Order([1], SamplingParams(), "chatcmpl-a"))
-    assert (prepared.request_id, prepared.key, prepared.adds[0].rid) == ("chatcmpl-a", "a", "a#0")
+    prepared = inputs().prepare(ask([1], request_id="chatcmpl-a"))
+    assert (prepared.request_id, prepared.engine_requests[0].request_id) == ("chatcmpl-a", "a#0")
 
 
 def test_packing_agrees_with_the_wire() -> None:
     ids = list(range(0, VOCAB, 7))
-    assert unpack_ids(pack_prompt(ids, VOCAB)) == ids
+    assert unpack_ids(token_prompt(ids, VOCAB).ids) == ids
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
@@ -265,8 +281,49 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 
 def test_untyped_params_are_refused_by_field() -> None:
-    assert typed(SamplingParams(top_k=3)) == SamplingParams(top_k=3)
+    assert typed(SamplingParams, SamplingParams(top_k=3)) == SamplingParams(top_k=3)
     for params, field in (({"top_k": "x"}, "top_k"), ({"stop_token_ids": [1, "a"]}, "stop_token_ids[1]")):
         with pytest.raises(RequestError) as caught:
-            typed(SamplingParams(**params))  # type: ignore[arg-type]
+            typed(SamplingParams, SamplingParams(**params))  # type: ignore[arg-type]
         assert caught.value.field == field
+
+
+def test_features_travel_untouched() -> None:
+    feature = Feature("embeddings", b"hash", 0, 2, np.zeros((2, 4), "<f4").tobytes())
+    prompt = TokenPrompt(pack_ids([5, 5, 6]), (feature,))
+    request = msgspec.structs.replace(ask([1], SamplingParams(n=2)), prompt=prompt)
+    assert [each.prompt for each in sent(request)] == [prompt] * 2
+    assert sent(request)[0].prompt.features[0] is feature
+
+
+def test_stop_strings_make_the_engine_stream() -> None:
+    [request] = sent(ask([1], SamplingParams(stop="x"), priority=2))
+    assert request.options == RequestOptions(stream=True, priority=2)
+    assert not sent(ask([1]))[0].options.stream
+
+
+def test_a_pooling_request_needs_no_room_for_output() -> None:
+    [request] = sent(ask([1] * 64, PoolingParams("mean")))
+    assert request.task == PoolingParams("mean") and request.seed == 0
+    assert "the prompt has 65" in refusal(ask([1] * 65, PoolingParams())).message
+
+
+def test_ranges_have_one_declaration() -> None:
+    for request, words in (
+        (asked(temperature=2.5), "temperature must be from 0 to 2, got 2.5"),
+        (asked(temperature=float("nan")), "temperature must be from 0 to 2, got nan"),
+        (asked(top_p=0.0), "top_p must be above 0 and at most 1, got 0.0"),
+        (
+            asked(repetition_penalty=float("inf")),
+            "repetition_penalty must be a finite number of at least 1e-30, got inf",
+        ),
+        (asked(top_k=-2), "top_k must be at least -1, got -2"),
+        (asked(n=1025), "n must be at most 1024, got 1025"),
+        (asked(seed=1 << 63), "seed must fit in 64 bits"),
+        (asked(logprob_token_ids=[]), "logprob_token_ids must have 1 to 128 ids, got 0"),
+        (asked(allowed_token_ids=[]), "allowed_token_ids must not be empty"),
+        (ask([1], cache_salt="x" * 129), "cache_salt must have 1 to 128 characters, got 129"),
+        (ask([1], group_id=""), "group_id must have 1 to 256 characters, got 0"),
+        (ask([1], deadline_ms=1 << 31), "deadline_ms must fit in 32 bits"),
+    ):
+        assert refusal(request).message == words

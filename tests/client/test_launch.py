@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.client.fake_engine import READY, config
-from tokserve.client import connection, launch
+from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.client.launch import EngineProcess, describe_exit
 from tokserve.errors import EngineDead, StartError
@@ -67,7 +67,7 @@ def test_start_serve_and_shut_down(mode: Any, tmp_path: Path) -> None:
         assert (await collect(llm.stream([4, 5], PLAIN)))[0].token_ids == [4, 5]
         pid = pid_of(llm)
         await llm.shutdown()
-        assert gone(pid) and llm._connection.engine.exited.result() == 0
+        assert gone(pid) and llm._engine.engine.exited.result() == 0
         return pid
 
     asyncio.run(scene())
@@ -171,14 +171,14 @@ def test_requests_in_flight_end_with_what_they_have(mode: Any) -> None:
 
 def test_a_stubborn_engine_is_killed(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("stubborn")
-    monkeypatch.setattr(connection, "SHUTDOWN_PATIENCE", 0.3)
+    monkeypatch.setattr(engine_client, "SHUTDOWN_PATIENCE", 0.3)
     monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
 
     async def scene() -> None:
         llm = AsyncLLM.from_config(config(tokens_only=True))
         await llm.start()
         await llm.shutdown()
-        assert gone(pid_of(llm)) and llm._connection.engine.exited.result() == -signal.SIGKILL
+        assert gone(pid_of(llm)) and llm._engine.engine.exited.result() == -signal.SIGKILL
 
     asyncio.run(scene())
 

@@ -20,7 +20,7 @@ import pytest
 from tests.client.fake_engine import config
 from tests.client.test_restart import until
 from tests.engine.scripted import solo
-from tokserve.client import connection, launch
+from tokserve.client import engine_client, launch
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.errors import Conflict, EngineDead, RequestError, Unavailable
 from tokserve.messages import Status
@@ -36,7 +36,7 @@ class Lives:
         self.rng = random.Random(seed)
         self.owner = self.make(10_000)
         self.others = [self.make(10_000), self.make(10_000)]
-        self.owner.on_replaced = self.tell
+        self.owner.on_replaced(self.tell)
         self.weights_of = {"v1": ""}
         self.num = self.kills = self.lost = self.complete = 0
         self.training = asyncio.Lock()  # else two trainers' tensors would mix
@@ -179,7 +179,7 @@ class Lives:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-m", "tests.engine.scripted_process"))
-    monkeypatch.setattr(connection, "LAST_WORDS", 0.05)
+    monkeypatch.setattr(engine_client, "LAST_MESSAGES", 0.05)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def test_what_the_engine_last_said_of_itself(fake: LLM, monkeypatch: pytest.Monk
     assert not fake.is_paused() and not fake.is_sleeping() and fake.list_loras() == {}
     adapters = [LoadedAdapter("a", "/a", 1)]
     said = Status(weight_version="v9", paused=True, sleeping=True, adapters=adapters)
-    monkeypatch.setattr(fake._llm._connection, "status", said)
+    monkeypatch.setattr(fake._llm._engine, "status", said)
     assert fake.is_paused() and fake.is_sleeping()
     assert fake.get_weight_version() == "v9" and fake.list_loras() == {"a": "/a"}
 
@@ -258,7 +258,7 @@ def test_adapters_with_a_path_are_loaded_unless_they_are_there(fake: LLM, monkey
         loaded.extend(args.values() if method == "load_lora_adapter" else ())
 
     monkeypatch.setattr(fake._llm, "call", call)
-    monkeypatch.setattr(fake._llm._connection, "status", Status(adapters=[LoadedAdapter("a", "/a", 1)]))
+    monkeypatch.setattr(fake._llm._engine, "status", Status(adapters=[LoadedAdapter("a", "/a", 1)]))
     asked = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), "c", None, LoRARequest("b", 2, "/b")]
     assert fake._adapters(asked, 5) == ["a", "b", "c", "", "b"]
     assert loaded == ["b", "/b", None]

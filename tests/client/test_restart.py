@@ -14,7 +14,7 @@ import pytest
 
 from tests.client.fake_engine import FakeEngine, config
 from tests.client.test_launch import gone, mode, pid_of
-from tokserve.client import connection
+from tokserve.client import engine_client
 from tokserve.client.async_llm import AsyncLLM, collect
 from tokserve.errors import EngineDead, StartError
 from tokserve.messages import Reply
@@ -41,7 +41,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
     async def scene() -> None:
         llm = make(1)
         replaced: list[int] = []
-        llm.on_replaced = lambda: replaced.append(pid_of(llm))
+        llm.on_replaced(lambda: replaced.append(pid_of(llm)))
         await llm.start()
         first = pid_of(llm)
         waiting = asyncio.create_task(collect(llm.stream([1], PLAIN, request_id="r")))
@@ -74,7 +74,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_may_be_sent_again(mode: An
 
 def test_restarts_are_counted_within_a_time(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
-    monkeypatch.setattr(connection, "RESTART_WINDOW", 0.0)
+    monkeypatch.setattr(engine_client, "RESTART_WINDOW", 0.0)
 
     async def scene() -> None:
         llm = make(1)
@@ -94,12 +94,12 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
     mode: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode("serve")
-    monkeypatch.setattr(connection, "RETRY", (0.01, 0.01))
+    monkeypatch.setattr(engine_client, "RETRY", (0.01, 0.01))
 
     async def scene() -> None:
         llm = make(2)
         told = asyncio.Event()
-        llm.on_replaced = told.set
+        llm.on_replaced(told.set)
         await llm.start()
         mode(name)
         os.kill(pid_of(llm), signal.SIGKILL)
@@ -113,12 +113,12 @@ def test_an_engine_that_cannot_be_replaced_is_dead_in_the_end(
 
 def test_what_a_start_lacks_may_be_there_a_little_later(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mode("serve")
-    monkeypatch.setattr(connection, "RETRY", (0.01, 0.02))
+    monkeypatch.setattr(engine_client, "RETRY", (0.01, 0.02))
 
     async def scene() -> None:
         llm = make(3)
         await llm.start()
-        start, failed = llm._connection._process, []
+        start, failed = llm._engine._process, []
 
         def lacking() -> Any:
             if len(failed) < 2:
@@ -126,7 +126,7 @@ def test_what_a_start_lacks_may_be_there_a_little_later(mode: Any, monkeypatch: 
                 raise StartError(failed[-1])
             return start()
 
-        monkeypatch.setattr(llm._connection, "_process", lacking)
+        monkeypatch.setattr(llm._engine, "_process", lacking)
         os.kill(pid_of(llm), signal.SIGKILL)
         await until(lambda: llm.down is not None)
         await llm.restored()
@@ -165,7 +165,7 @@ def test_those_who_have_joined_are_told_of_the_next_engine(mode: Any) -> None:
             else:
                 other.rejoin(*llm.engine)
 
-        llm.on_replaced = tell
+        llm.on_replaced(tell)
         await llm.start()
         address, pid = llm.engine
         await other.connect(address, pid=pid, name="api-0")
@@ -198,7 +198,7 @@ def test_who_cannot_join_the_next_engine_does_not_wait_for_it_for_ever(
         await first.start()
         await second.start()
         await other.connect(first.engine[0], pid=first.engine[1], name="api-0")
-        monkeypatch.setattr(connection, "watch", exhausted)
+        monkeypatch.setattr(engine_client, "watch", exhausted)
         other.rejoin(*second.engine)
         await asyncio.wait_for(other.restored(), 30)
         assert other.dead is not None and other.dead.code == "engine_dead"
@@ -226,7 +226,7 @@ def test_who_is_told_of_an_engine_that_has_ended_already_waits_for_the_next(mode
         ended = gone_already.engine
         await gone_already.shutdown()
         other.rejoin(*ended)
-        joining = other._connection._restarting
+        joining = other._engine._restarting
         assert joining is not None
         await asyncio.wait([joining], timeout=30)
         assert joining.done() and other.dead is None
@@ -248,10 +248,10 @@ def test_an_engine_that_cannot_be_what_the_last_one_was_does_not_serve(mode: Any
     async def scene() -> None:
         llm = make(1)
         told = asyncio.Event()
-        llm.on_replaced = told.set
+        llm.on_replaced(told.set)
         await llm.start()
         mode(name)
-        llm._connection._config = config(tokens_only=True, start_timeout=2.0, runtime={"restart_engine": 1})
+        llm._engine._config = config(tokens_only=True, start_timeout=2.0, runtime={"restart_engine": 1})
         os.kill(pid_of(llm), signal.SIGKILL)
         await asyncio.wait_for(told.wait(), 60)
         assert llm.dead is not None
@@ -291,7 +291,7 @@ def test_a_hung_engine_that_nothing_may_replace_is_left_alone(mode: Any) -> None
         await until(lambda: pid_of(llm) != first and llm.hung)  # as deaf as the first, and one was all
         second = pid_of(llm)
         for _ in range(5):
-            llm._connection._pulse._beat()
+            llm._engine._heartbeat._beat()
         assert llm.hung and llm.dead is None and llm.down is None and pid_of(llm) == second and not gone(second)
         await llm.shutdown()
 
@@ -307,7 +307,7 @@ def test_an_engine_that_does_not_answer_hangs_until_it_does(tmp_path: Path) -> N
             await until(lambda: llm.hung)
             assert llm.silence > 0.2 and llm.dead is None and llm.down is None
             engine.deaf = False
-            engine.send(Reply(connection.PULSE, {}))
+            engine.send(Reply(engine_client.PING, {}))
             await until(lambda: not llm.hung)
             await llm.shutdown()
 
@@ -323,5 +323,5 @@ def test_an_engine_that_cannot_be_watched_is_not_joined(tmp_path: Path, monkeypa
         with FakeEngine(f"ipc://{tmp_path}/e.sock"), pytest.raises(StartError, match="cannot be watched"):
             await llm.connect(f"ipc://{tmp_path}/e.sock", pid=os.getpid())
 
-    monkeypatch.setattr(connection, "watch", exhausted)
+    monkeypatch.setattr(engine_client, "watch", exhausted)
     asyncio.run(scene())

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from tests.engine.scripted import EOS
-from tokserve.engine.grammar import Grammar
+from tokserve.engine.grammar import Grammar, GrammarState
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
@@ -47,6 +47,25 @@ def compiled(machine: Machine) -> Grammar:
     return Grammar(cast(Any, machine), eos, eos, eos)
 
 
+class Matcher:
+    """A grammar state whose masks are computed at once, and whose errors are raised."""
+
+    def __init__(self, grammar: Grammar, *, ends: bool) -> None:
+        self._state = GrammarState(grammar, ends=ends)
+        self._compute()
+
+    def advance(self, token: int) -> None:
+        self._state.accept(token)
+        self._compute()
+
+    def _compute(self) -> None:
+        self._state.compute_bitmask()
+        self._state.commit()
+        if self._state.error is not None:
+            raise RequestError(self._state.error)
+        self.bits, self.complete = self._state.bits, self._state.complete
+
+
 class LateGrammars:
     """In place of `Grammars`: each is compiled, or cannot be, when the dice say so."""
 
@@ -56,7 +75,7 @@ class LateGrammars:
         self._rng = rng
         self._due: list[Future[Grammar]] = []
 
-    def compile(self, asked: StructuredOutputs, client: str = "") -> Future[Grammar]:
+    def compile(self, outputs: StructuredOutputs, client: str = "") -> Future[Grammar]:
         self._due.append(Future())
         return self._due[-1]
 
@@ -77,7 +96,7 @@ class LateGrammars:
 
 
 class LateMasks:
-    """In place of `Following`, without its threads: a mask is there at a turn that the dice say."""
+    """In place of `MaskWorker`, without its threads: a mask is computed at a turn that the dice say."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -86,16 +105,16 @@ class LateMasks:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
-    def advance(self, requests: Iterable[Request]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            if request.follower is not None and request.follower.due and request not in self._pending:
+            if request.grammar is not None and request.grammar.pending and request not in self._pending:
                 self._pending.append(request)
 
-    def done(self) -> list[Request]:
-        found = [request for request in self._pending if self._rng.random() < 0.6]
-        for request in found:
-            assert request.follower is not None
-            request.follower.look()
-            request.follower.done()
+    def poll(self) -> list[Request]:
+        computed = [request for request in self._pending if self._rng.random() < 0.6]
+        for request in computed:
+            assert request.grammar is not None
+            request.grammar.compute_bitmask()
+            request.grammar.commit()
             self._pending.remove(request)
-        return found
+        return computed

@@ -1,14 +1,16 @@
 """An executor without a model that checks every plan, and a small harness around `EngineCore`.
 
 The next token is a hash of (seed, position, all tokens before), so it cannot depend on scheduling.  The KV
-cache is simulated: each (block, offset) holds what was written there (a hash of all tokens up to that
+cache is simulated: each (block, offset) holds what was written there (a hash of all tokens and features up to that
 position), and every step compares all that a row would read with what the request's own tokens demand.  A wrong
-prefix hit, a stale block, or a write into somebody else's block fails the step.
+prefix hit, a stale block, or a write into another request's block fails the step.  Drafts are accepted for as long as
+they are what would have been sampled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,31 +23,45 @@ import msgspec
 import numpy as np
 
 from tests.outputs import Output, unpack
-from tokserve.client.outputs import join_logprobs
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
+from tokserve.engine.drafter import Drafter
+from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.messages import (
     Abort,
-    Add,
     Call,
+    EngineRequest,
     Finish,
     FromEngine,
     Logprobs,
     Reply,
     Stall,
-    Step,
+    StepOutput,
     StepStats,
     Submit,
-    Verdict,
+    SubmitReply,
     decode_from_engine,
     encode,
     pack_ids,
     unpack_ids,
 )
-from tokserve.params import SamplingParams
-from tokserve.plan import DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.plan import (
+    NO_LEGAL_TOKEN,
+    NOT_FINITE,
+    OK,
+    WITHHELD,
+    DeviceFacts,
+    Float32,
+    GrammarBitmask,
+    LogprobRows,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
+from tokserve.prompt import Feature, TokenPrompt
 
 VOCAB = 20
 EOS = (1,)
@@ -61,11 +77,37 @@ def demand(truth: object, message: str) -> None:
         raise IllegalPlan(message)
 
 
+def engine_request(
+    request_id: str, prompt: Sequence[int] | bytes, task: SamplingParams | PoolingParams | None = None,
+    seed: int = 0, *,
+    arrival: float = 0.0, features: tuple[Feature, ...] = (), **options: Any,
+) -> EngineRequest:  # fmt: skip
+    """A request that streams, unless told otherwise."""
+    packed = prompt if isinstance(prompt, bytes) else pack_ids(prompt)
+    options = {"stream": True} | {name: value for name, value in options.items() if value not in ("", None)}
+    task = SamplingParams() if task is None else task
+    return EngineRequest(request_id, TokenPrompt(packed, features), task, RequestOptions(**options), seed, arrival)
+
+
 # --- what a request must produce, whatever surrounds it ---
 
 
 def chain(prefix: bytes, token: int) -> bytes:
     return hashlib.blake2b(prefix + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def prefixes_of(tokens: Sequence[int], features: Sequence[Feature] = ()) -> list[bytes]:
+    """Hashes of tokens[:0], tokens[:1], ...; a feature counts at each of its positions."""
+    inside = {f.start + i: f"{f.kind},{i}".encode() + f.hash for f in features for i in range(f.length)}
+    prefixes = [START]
+    for position, token in enumerate(tokens):
+        prefixes.append(chain(prefixes[-1] + inside.get(position, b""), token))
+    return prefixes
+
+
+def vector(prefix: bytes) -> Float32:
+    """What pooling brings for the tokens hashed in `prefix`."""
+    return np.frombuffer(hashlib.blake2b(prefix + b"pooled", digest_size=16).digest(), np.uint8).astype(np.float32)
 
 
 def draw(
@@ -113,6 +155,7 @@ class Solo:
     detail: str
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    pooled: bytes = b""
 
 
 def logprob_width(params: SamplingParams) -> int:
@@ -122,16 +165,17 @@ def logprob_width(params: SamplingParams) -> int:
 
 def solo(
     prompt: Sequence[int],
-    params: SamplingParams,
+    params: SamplingParams | PoolingParams,
     seed: int,
     context: int,
     eos: Sequence[int] = EOS,
     weights: Callable[[int], str] = lambda index: "",
+    features: Sequence[Feature] = (),
 ) -> Solo:
     """An engine in fifteen lines.  `weights`: those that make the output token of that index."""
-    prefixes = [START]
-    for token in prompt:
-        prefixes.append(chain(prefixes[-1], token))
+    prefixes = prefixes_of(prompt, features)
+    if isinstance(params, PoolingParams):
+        return Solo([], "pooled", None, None, vector(prefixes[-1]).tobytes())
     forbidden = {*params.stop_token_ids, *eos}  # EOS below min_tokens, though it be ignored
     tokens: list[int] = []
     rows = []
@@ -168,7 +212,7 @@ def solo(
 
 @dataclass
 class Slot:
-    """What the device knows of one slot."""
+    """What the device knows of one slot.  While a step is not sampled from, `tokens` ends in its drafts."""
 
     row: NewRow
     tokens: list[int]
@@ -176,10 +220,20 @@ class Slot:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     entered: int = -1  # step
+    planned: int = -1  # the last step with a row of it
+    sampled: int = -1  # the last step that sampled
+    rejected: dict[int, int] = field(default_factory=dict)  # drafts by step
 
     def learn(self, token: int) -> None:
         self.tokens.append(token)
         self.prefixes.append(chain(self.prefixes[-1], token))
+
+    def truncate(self, length: int) -> None:
+        del self.tokens[length:], self.prefixes[length + 1 :]
+
+    def ahead(self, collected: int) -> int:
+        """By how much the host counts too many positions: drafts rejected by steps that it has not collected."""
+        return sum(count for step, count in self.rejected.items() if step > collected)
 
 
 class Deferred(Future[StepResult]):
@@ -198,7 +252,7 @@ class Deferred(Future[StepResult]):
 
 class ScriptedExecutor:
     """Checks and plays plans.  `spoil`: (seed, position) pairs whose logits are NaN; `bar`: those whose parameters
-    leave nothing; `fail_at`: a step that raises."""
+    leave nothing; `fail_at`: a step that raises.  `results`: of all steps."""
 
     def __init__(self, config: Config, num_blocks: int = 64, block_size: int = 4) -> None:
         self.scheduler = config.scheduler
@@ -210,7 +264,11 @@ class ScriptedExecutor:
         self.slots: dict[int, Slot] = {}
         self.kv: dict[tuple[int, int], tuple[bytes, int]] = {}  # (block, offset) -> (content, step that wrote it)
         self.in_flight: deque[int] = deque()
+        self.unsampled: StepPlan | None = None
         self.collected = -1
+        self.accepted = self.rejected = 0  # drafts
+        self.results: list[StepResult] = []
+        self.depths: list[int] = []  # steps in flight after each forward
         self.plans: list[StepPlan] = []
         self.computed: dict[str, int] = {}  # positions by request
         self.spoil: set[tuple[int, int]] = set()
@@ -326,7 +384,7 @@ class ScriptedExecutor:
     def close(self) -> None:
         self.closed = True
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def forward(self, plan: StepPlan) -> None:
         if plan.step == self.fail_at:
             raise RuntimeError("the device is on fire")
         if self.permits is not None:
@@ -334,19 +392,24 @@ class ScriptedExecutor:
         demand(self.weights is not None and self.has_kv, "a step without weights or KV memory")
         demand(plan.step == len(self.plans), "steps are not numbered one after the other")
         demand(len(self.in_flight) < self.scheduler.depth, "too many steps in flight")
-        last = self.plans[-1] if self.in_flight else None
-        demand(last is None or last.masks is None, "planned before the last tokens were known to their grammars")
+        demand(self.unsampled is None, "a forward pass before the last one was sampled from")
         self.plans.append(plan)
         self.in_flight.append(plan.step)
+        self.depths.append(len(self.in_flight))
+        self.unsampled = plan
         self._enter(plan)
         self._check_columns(plan)
-        ends = plan.num_computed + plan.num_tokens
-        for slot, start, end in zip(plan.slots.tolist(), plan.num_computed.tolist(), ends.tolist(), strict=True):
-            self._check_cached(plan, self.slots[slot], start)
-            self._write(plan.step, self.slots[slot], start, end)
-        for slot, end in zip(plan.slots.tolist(), ends.tolist(), strict=True):
-            self._check_read(self.slots[slot], end)
-        return Deferred(self._result(plan), self._taken)
+        for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
+            self._check_cached(plan, self.slots[slot], self.slots[slot].computed)
+            self._write(plan.step, self.slots[slot], count)
+        for slot in plan.slots.tolist():
+            self._check_read(self.slots[slot])
+
+    def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
+        plan, self.unsampled = self.unsampled, None
+        assert plan is not None, "nothing to sample from"
+        self.results.append(self._result(plan, bitmask))
+        return Deferred(self.results[-1], self._taken)
 
     def _taken(self, step: int) -> None:
         if self.in_flight and self.in_flight[0] == step:
@@ -354,17 +417,16 @@ class ScriptedExecutor:
         demand(self.collected >= step, "results are taken out of order")
 
     def _enter(self, plan: StepPlan) -> None:
-        for slot in plan.done:
-            demand(slot in self.slots, f"slot {slot} is done, but nobody was in it")
+        for slot in plan.freed:
+            demand(slot in self.slots, f"slot {slot} is freed, but was not in use")
+            demand(self.slots[slot].planned <= self.collected, f"slot {slot} is freed while a step in flight has it")
             del self.slots[slot]
         for row in plan.new:
             demand(row.slot not in self.slots, f"slot {row.slot} is taken")
             demand(row.tokens.dtype == np.int32 and len(row.tokens) >= row.prompt_len > 0, "tokens of a new row")
             demand(0 <= row.slot < self.scheduler.max_num_seqs, "slot out of range")
-            made = Slot(row, [], [START], entered=plan.step)
-            for token in row.tokens.tolist():
-                made.learn(token)
-            self.slots[row.slot] = made
+            tokens = row.tokens.tolist()
+            self.slots[row.slot] = Slot(row, tokens, prefixes_of(tokens, row.features), entered=plan.step)
         for slot, first, blocks in plan.blocks:
             table = self.slots[slot].blocks
             demand(blocks and first == len(table), f"slot {slot}: {first} is not the end of its block table")
@@ -379,92 +441,199 @@ class ScriptedExecutor:
         demand(set(slots) <= self.slots.keys(), "a row for an empty slot")
         demand({row.slot for row in plan.new} <= set(slots), "a new slot has no row")
         demand((plan.num_tokens > 0).all(), "a row without tokens")
-        demand(plan.total_tokens() <= self.scheduler.max_num_batched_tokens, "over the budget")
-        demand(plan.slots.dtype == plan.num_tokens.dtype == plan.num_computed.dtype == np.int32, "column types")
+        demand(plan.num_tokens.sum() <= self.scheduler.max_num_batched_tokens, "over the budget")
+        columns = (plan.slots, plan.num_tokens, plan.num_computed, plan.num_drafts, plan.num_logits)
+        demand(all(column.dtype == np.int32 for column in (*columns, plan.draft_token_ids)), "column types")
+        demand(len({len(column) for column in columns}) == 1, "columns of different lengths")
+        demand(len(plan.draft_token_ids) == plan.num_drafts.sum(), "draft ids")
         adapters = [self.slots[number].row.adapter for number in slots]
         demand(len(list(groupby(adapters))) == len(set(adapters)), "rows of one adapter are not neighbours")
-        masked = plan.masks.slots.tolist() if plan.masks else []
-        demand(set(masked) <= set(plan.slots[plan.samples].tolist()), "a mask for a row that draws nothing")
-        for i, number in enumerate(slots):
-            slot = self.slots[number]
-            start, end = int(plan.num_computed[i]), int(plan.num_computed[i] + plan.num_tokens[i])
-            if slot.entered == plan.step:
-                slot.computed = start
-            demand(start == slot.computed, f"{slot.row.rid}: starts at {start}, computed {slot.computed}")
-            demand(end <= len(slot.tokens), f"{slot.row.rid}: computes tokens that nobody has drawn")
-            demand(end <= len(slot.blocks) * self.size, f"{slot.row.rid}: no block for position {end - 1}")
-            demand(plan.samples[i] == (end == len(slot.tokens)), f"{slot.row.rid}: samples")
-            if plan.samples[i]:
-                limit = slot.row.prompt_len + (slot.row.params.max_tokens or self.context)
-                demand(end < min(limit, self.context), f"{slot.row.rid}: scheduled beyond its length")
+        drafts = iter(plan.draft_token_ids.tolist())
+        for number, count, start, num_drafts, num_logits in zip(*(c.tolist() for c in columns), strict=True):
+            self._check_row(plan.step, self.slots[number], start, count, num_drafts, num_logits)
+            for _ in range(num_drafts):
+                self.slots[number].learn(next(drafts))
+
+    def _check_row(self, step: int, slot: Slot, start: int, count: int, num_drafts: int, num_logits: int) -> None:
+        name, task = slot.row.request_id, slot.row.task
+        slot.planned = step
+        if slot.entered == step:
+            slot.computed = start
+        ahead = slot.ahead(self.collected)
+        demand(start - ahead == slot.computed, f"{name}: starts at {start} - {ahead}, computed {slot.computed}")
+        demand(start + count <= len(slot.blocks) * self.size, f"{name}: no block for position {start + count - 1}")
+        known = slot.computed + count - num_drafts
+        demand(known <= len(slot.tokens), f"{name}: computes tokens that were not sampled")
+        samples = known == len(slot.tokens) and isinstance(task, SamplingParams)
+        demand(num_logits == (num_drafts + 1 if samples else 0), f"{name}: num_logits")
+        if num_drafts:
+            demand(samples and slot.sampled <= self.collected, f"{name}: drafts after tokens that are not settled")
+            demand(task.structured_outputs is None, f"{name}: drafts under a grammar")
+        if samples:
+            limit = slot.row.prompt_len + (task.max_tokens or self.context)
+            demand(start + count < min(limit, self.context), f"{name}: scheduled beyond its length")
 
     def _check_cached(self, plan: StepPlan, slot: Slot, start: int) -> None:
         """What a new row takes from the cache was computed by steps whose results are known."""
         if slot.entered == plan.step:
             for position in range(start):
                 content, step = self.kv.get(self._place(slot, position), (b"", -1))
-                demand(content == slot.prefixes[position + 1], f"{slot.row.rid}: a wrong prefix hit at {position}")
-                demand(step <= self.collected, f"{slot.row.rid}: a prefix hit on a step in flight")
+                demand(
+                    content == slot.prefixes[position + 1], f"{slot.row.request_id}: a wrong prefix hit at {position}"
+                )
+                demand(step <= self.collected, f"{slot.row.request_id}: a prefix hit on a step in flight")
                 weights = self.kv_weights[self._place(slot, position)]
-                demand(weights == self._weights(slot), f"{slot.row.rid}: a prefix hit on KV of other weights")
+                demand(weights == self._weights(slot), f"{slot.row.request_id}: a prefix hit on KV of other weights")
 
     def _weights(self, slot: Slot) -> str:
         """What computes a row: the weights, and its adapter."""
         adapter = slot.row.adapter
-        demand(adapter < 0 or adapter in self.adapters, f"{slot.row.rid}: its adapter's slot is empty")
+        demand(adapter < 0 or adapter in self.adapters, f"{slot.row.request_id}: its adapter's slot is empty")
         return str(self.weights) + ("" if adapter < 0 else f"+{self.adapters[adapter]}")
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.blocks[position // self.size], position % self.size
 
-    def _write(self, step: int, slot: Slot, start: int, end: int) -> None:
+    def _write(self, step: int, slot: Slot, count: int) -> None:
+        start, end = slot.computed, slot.computed + count
         shared = {block for other in self.slots.values() if other is not slot for block in other.blocks}
         for position in range(start, end):
             place, content = self._place(slot, position), slot.prefixes[position + 1]
             old = self.kv.get(place, (b"", -1))
             same = old[0] == content  # the last token after a full hit: written again, to the same bits
-            demand(place[0] not in shared or same, f"{slot.row.rid} writes into the shared block {place[0]}")
+            demand(place[0] not in shared or same, f"{slot.row.request_id} writes into the shared block {place[0]}")
             self.kv[place] = (content, min(step, old[1]) if same else step)
             self.kv_weights[place] = self._weights(slot)
         slot.computed = end
-        self.computed[slot.row.rid] = self.computed.get(slot.row.rid, 0) + end - start
+        self.computed[slot.row.request_id] = self.computed.get(slot.row.request_id, 0) + end - start
 
-    def _check_read(self, slot: Slot, end: int) -> None:
-        for position in range(end):
+    def _check_read(self, slot: Slot) -> None:
+        for position in range(slot.computed):
             found = self.kv.get(self._place(slot, position), (b"", -1))[0]
-            demand(found == slot.prefixes[position + 1], f"{slot.row.rid} reads a stale block at {position}")
+            demand(found == slot.prefixes[position + 1], f"{slot.row.request_id} reads a stale block at {position}")
 
-    def _result(self, plan: StepPlan) -> StepResult:
-        tokens, finite, forbidden, rows = [], [], [], []
-        prompt_rows = {}
-        masks = dict(zip(plan.masks.slots.tolist(), plan.masks.words[:, 0].tolist(), strict=True)) if plan.masks else {}
+    def _result(self, plan: StepPlan, bitmask: GrammarBitmask | None) -> StepResult:
+        tokens: list[int] = []
+        counts, status, rows, prompt_rows, pooled = [], [], [], {}, {}
+        masks: dict[int, int] = {}
+        withheld: set[int] = set()
+        if bitmask is not None:
+            demand(bitmask.slots.dtype == bitmask.withheld.dtype == np.int32, "types of a bitmask")
+            demand(bitmask.bits.dtype == np.uint32 and len(bitmask.bits) == len(bitmask.slots), "bits")
+            masks = dict(zip(bitmask.slots.tolist(), (row[0] for row in bitmask.bits.tolist()), strict=True))
+            withheld = set(bitmask.withheld.tolist())
+        sampling = set(plan.slots[plan.num_logits > 0].tolist())
+        demand(masks.keys() | withheld <= sampling and not masks.keys() & withheld, "a mask for a row without logits")
         for i, number in enumerate(plan.slots.tolist()):
-            slot = self.slots[number]
-            row, params = slot.row, slot.row.params
-            start, end = int(plan.num_computed[i]), int(plan.num_computed[i] + plan.num_tokens[i])
-            if params.prompt_logprobs is not None:
-                width = VOCAB if params.prompt_logprobs < 0 else params.prompt_logprobs
-                asked = range(max(start + 1, params.prompt_logprobs_start), min(end + 1, row.prompt_len))
-                scored = [logprob_row(slot.prefixes[j], slot.tokens[j], width) for j in asked]
+            slot, task = self.slots[number], self.slots[number].row.task
+            count, start = int(plan.num_tokens[i]), self.slots[number].computed - int(plan.num_tokens[i])
+            failed = False
+            if isinstance(task, PoolingParams):
+                failed = (slot.row.seed, slot.computed) in self.spoil
+                if slot.computed == slot.row.prompt_len and not failed:
+                    pooled[i] = vector(slot.prefixes[slot.computed])
+            elif task.prompt_logprobs is not None:
+                width = VOCAB if task.prompt_logprobs < 0 else task.prompt_logprobs
+                last = min(start + count + 1, slot.row.prompt_len)
+                scored = [
+                    logprob_row(slot.prefixes[j], slot.tokens[j], width)
+                    for j in range(max(start + 1, task.prompt_logprobs_start), last)
+                ]
                 if scored:
                     prompt_rows[i] = rows_of(scored, width, padding=2)
-            if plan.samples[i]:
-                banned = set(row.stop_ids if end - row.prompt_len < params.min_tokens else ())
-                demand((number in masks) == (params.structured_outputs is not None), f"{row.rid}: mask")
-                banned |= {each for each in range(VOCAB) if not masks.get(number, ~0) >> each & 1}
-                token = draw(slot.prefixes[-1], row.seed, end, banned, weights=self._weights(slot))
-                width = logprob_width(params)
-                rows.append(logprob_row(slot.prefixes[-1], token, width, params.logprob_token_ids or ()))
-                tokens.append(token)
-                finite.append((row.seed, end) not in self.spoil | self.bar)
-                forbidden.append((row.seed, end) in self.bar)
-                slot.learn(token)
+            if number in withheld:
+                demand(task.structured_outputs is not None, "a row without a grammar is withheld")
+                slot.computed -= 1
+                counts.append(0)
+                status.append(WITHHELD)
+            elif plan.num_logits[i]:
+                demand((number in masks) == (task.structured_outputs is not None), f"{slot.row.request_id}: mask")
+                sampled, state = self._sampled(slot, plan.step, int(plan.num_drafts[i]), masks.get(number, ~0), rows)
+                tokens += sampled
+                counts.append(len(sampled))
+                status.append(state)
+            else:
+                counts.append(0)
+                status.append(NOT_FINITE if failed else OK)
         widest = max((len(row[2]) for row in rows), default=0)
         logprobs = rows_of(rows, widest, padding=1) if widest or rows else None
         return StepResult(
-            plan.step, np.array(tokens, np.int32), np.array(finite, np.bool_), logprobs, prompt_rows,
-            forbidden=np.array(forbidden, np.bool_) if any(forbidden) else None,
+            plan.step, np.array(counts, np.int32), np.array(tokens, np.int32), np.array(status, np.uint8), logprobs,
+            prompt_rows, pooled,
         )  # fmt: skip
+
+    def _sampled(
+        self, slot: Slot, step: int, num_drafts: int, mask: int, rows: list[tuple[float, int, Any, Any]]
+    ) -> tuple[list[int], int]:
+        """A row's new tokens, and its status; the drafts that are not what would have been sampled are dropped."""
+        row, task = slot.row, slot.row.task
+        assert isinstance(task, SamplingParams)
+        known = len(slot.tokens) - num_drafts
+        drafts = slot.tokens[known:]
+        slot.truncate(known)
+        slot.sampled = step
+        tokens: list[int] = []
+        for draft in [*drafts, -1]:
+            end = len(slot.tokens)
+            for positions, failed in ((self.bar, NO_LEGAL_TOKEN), (self.spoil, NOT_FINITE)):
+                if (row.seed, end) in positions:
+                    if tokens:  # the next step finds out
+                        self._reject(slot, step, num_drafts + 1 - len(tokens))
+                        return tokens, OK
+                    slot.learn(0)  # for a surplus row that is in flight already
+                    self._reject(slot, step, num_drafts)
+                    return [], failed
+            banned = set(row.stop_ids if end - row.prompt_len < task.min_tokens else ())
+            banned |= {token for token in range(VOCAB) if not mask >> token & 1}
+            token = draw(slot.prefixes[-1], row.seed, end, banned, weights=self._weights(slot))
+            rows.append(logprob_row(slot.prefixes[-1], token, logprob_width(task), task.logprob_token_ids or ()))
+            slot.learn(token)
+            tokens.append(token)
+            if token != draft:
+                break
+        self._reject(slot, step, num_drafts + 1 - len(tokens))
+        self.accepted += len(tokens) - 1
+        self.rejected += num_drafts + 1 - len(tokens)
+        return tokens, OK
+
+    def _reject(self, slot: Slot, step: int, count: int) -> None:
+        slot.computed -= count
+        slot.rejected[step] = count
+
+
+# --- drafts ---
+
+
+class RandomDrafter:
+    """Proposes what would be sampled, something else, or the one and then the other."""
+
+    def __init__(self, executor: ScriptedExecutor, seed: int, right: float = 0.5, longest: int = 5) -> None:
+        self._executor = executor
+        self._rng = random.Random(seed)
+        self._right = right
+        self._longest = longest
+        self.proposed = 0
+
+    def propose(self, request: Request, limit: int) -> list[int]:
+        count = min(self._rng.randint(0, self._longest), limit)
+        right = count if self._rng.random() < self._right else self._rng.randint(0, count)
+        drafts = self._continuation(request, right)
+        drafts += [self._rng.randrange(VOCAB) for _ in range(count - len(drafts))]
+        self.proposed += len(drafts)
+        return drafts
+
+    def _continuation(self, request: Request, count: int) -> list[int]:
+        assert isinstance(request.task, SamplingParams)
+        weights = str(self._executor.weights)
+        if request.adapter is not None:
+            weights += f"+{self._executor.adapters[request.adapter.slot]}"
+        tokens = request.tokens.tolist()
+        prefix = prefixes_of(tokens, request.features)[-1]
+        for _ in range(count):
+            banned = request.stop_ids if len(tokens) - request.prompt_len < request.task.min_tokens else ()
+            tokens.append(draw(prefix, request.seed, len(tokens), banned, weights=weights))
+            prefix = chain(prefix, tokens[-1])
+        return tokens[len(request.tokens) :]
 
 
 # --- the harness ---
@@ -480,6 +649,7 @@ class Received:
     prompt_logprobs: Logprobs | None = None
     finish: Finish | None = None
     cached: int = 0
+    pooled: bytes = b""
 
     def take(self, output: Output) -> None:
         assert self.finish is None, f"{output.rid}: output after its finish"
@@ -490,11 +660,21 @@ class Received:
             assert len(self.outputs) == 1, "cached tokens are told with the first output"
             self.cached = output.cached
         if output.logprobs is not None:
-            self.logprobs = join_logprobs([*([self.logprobs] if self.logprobs else []), output.logprobs])
+            self.logprobs = output.logprobs if self.logprobs is None else joined(self.logprobs, output.logprobs)
         if output.prompt_logprobs is not None:
             assert len(self.outputs) == 1, "prompt logprobs come with the first output"
             self.prompt_logprobs = output.prompt_logprobs
+        self.pooled += output.pooled
         self.finish = output.finish
+
+
+def joined(one: Logprobs, other: Logprobs) -> Logprobs:
+    """The rows of one, then those of the other."""
+    assert (one.width, one.mode) == (other.width, other.mode)
+    return Logprobs(
+        one.token_logprobs + other.token_logprobs, one.ranks + other.ranks, one.top_ids + other.top_ids,
+        one.top_logprobs + other.top_logprobs, one.width, one.mode,
+    )  # fmt: skip
 
 
 class Clock:
@@ -510,7 +690,10 @@ class Clock:
 class Engine:
     """An EngineCore over a ScriptedExecutor, with what it sent sorted by request."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, **options: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         options = {"model": "scripted", "max_num_seqs": 8, "max_num_batched_tokens": 32, **options}
         options.setdefault("eos_token_ids", list(EOS))
         self.config = Config.make(max_model_len=context, **options)
@@ -518,59 +701,65 @@ class Engine:
         self.clock = Clock()
         self.wakes: list[None] = []
         self.core = EngineCore(
-            self.config, self.executor, self.executor.start(), self._emit, self.clock, lambda: self.wakes.append(None)
-        )
+            self.config, self.executor, self.executor.start(), self._emit, self.clock,
+            lambda: self.wakes.append(None), drafter,
+        )  # fmt: skip
         self.received: dict[str, Received] = {}
-        self.requests: dict[str, Add] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self.messages: list[tuple[bytes, FromEngine]] = []
         self.owners: dict[str, bytes] = {}
-        self.verdicts: list[Verdict] = []
+        self.submit_replies: list[SubmitReply] = []
         self.weights_of = {"v1": ""}  # by version
         self.loads: dict[int, str] = {}  # generation -> path of the adapter
 
     def _emit(self, identity: bytes, message: FromEngine) -> None:
         message = decode_from_engine(encode(message))
         self.messages.append((identity, message))
-        if isinstance(message, Verdict):
-            self.verdicts.append(message)
+        if isinstance(message, SubmitReply):
+            self.submit_replies.append(message)
         if isinstance(message, Reply) and isinstance(message.result, dict) and "generation" in message.result:
             self.loads[message.result["generation"]] = message.result["lora_path"]
-        if isinstance(message, Step):
+        if isinstance(message, StepOutput):
             for output in unpack(message):
-                assert self.owners[output.rid] == identity, "sent to somebody else"
+                assert self.owners[output.rid] == identity, "sent to another front end"
                 self.received.setdefault(output.rid, Received()).take(output)
 
-    def make(self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0, **fields: Any) -> Add:
-        """A request that is yet to be submitted."""
+    def make(
+        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", seed: int = 0,
+        task: PoolingParams | None = None, **fields: Any,
+    ) -> EngineRequest:  # fmt: skip
+        """A request that is yet to be submitted; `fields` of SamplingParams and RequestOptions."""
         names = {f.name for f in msgspec.structs.fields(SamplingParams)}
         params = SamplingParams(**{name: value for name, value in fields.items() if name in names})
-        rest = {name: value for name, value in fields.items() if name not in names}
-        add = Add(rid, pack_ids(prompt), params, seed, **rest)
-        self.requests[rid] = add
+        options = {name: value for name, value in fields.items() if name not in names}
+        self.requests[rid] = request = engine_request(rid, prompt, params if task is None else task, seed, **options)
         self.owners[rid] = owner
-        return add
+        return request
 
-    def submit(self, key: str, *adds: Add, group: str = "", owner: bytes = b"A", client: str = "") -> Verdict:
-        """Submit requests under one key; the engine's word on them."""
-        self.core.receive(owner, Submit(7, key, list(adds), group, client))
-        return self.verdicts[-1]
+    def submit(self, key: str, *requests: EngineRequest, owner: bytes = b"A", client: str = "") -> SubmitReply:
+        """Submit requests under one id; the engine's reply."""
+        self.core.receive(owner, Submit(7, key, list(requests), client))
+        return self.submit_replies[-1]
 
     def add(
-        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", group: str = "", client: str = "", **fields: Any
-    ) -> Add:
-        """Submit one request, whose id is its key as well; it must be accepted."""
-        add = self.make(rid, prompt, owner=owner, **fields)
-        assert self.submit(rid, add, group=group, owner=owner, client=client) == Verdict(7)
-        return add
+        self, rid: str, prompt: Sequence[int], *, owner: bytes = b"A", client: str = "", **fields: Any
+    ) -> EngineRequest:
+        """Submit one request, whose id is that of its submission as well; it must be accepted."""
+        request = self.make(rid, prompt, owner=owner, **fields)
+        assert self.submit(rid, request, owner=owner, client=client) == SubmitReply(7)
+        return request
 
     def stall(self, *rids: str, stalled: bool = True, owner: bytes = b"A") -> None:
         """Their client does not read, or reads again."""
         self.core.receive(owner, Stall(list(rids), stalled))
 
-    def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", group: str = "") -> None:
-        """Submit `count` requests of 40 tokens under one key, with ids "key#0" and so on; they must be accepted."""
-        adds = [self.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True) for i in range(count)]
-        assert self.submit(key, *adds, group=group, owner=owner) == Verdict(7)
+    def add_choices(self, key: str, count: int = 2, *, owner: bytes = b"A", **options: Any) -> None:
+        """Submit `count` requests of 40 tokens under one id, with ids "key#0" and so on; they must be accepted."""
+        requests = [
+            self.make(f"{key}#{i}", [3, i], owner=owner, max_tokens=40, ignore_eos=True, **options)
+            for i in range(count)
+        ]
+        assert self.submit(key, *requests, owner=owner) == SubmitReply(7)
 
     def abort(self, *keys: str, reason: str = "abort_user", call_id: int | None = 1, owner: bytes = b"A") -> None:
         """By key and acknowledged; without a call id, as their owner does it."""
@@ -608,19 +797,14 @@ class Engine:
 
     def solo(self, rid: str) -> Solo:
         """What the request gives alone, with the weights that its spans name, or else the first."""
-        add = self.requests[rid]
+        request = self.requests[rid]
         eos = self.config.model.eos_token_ids or ()
         spans = self.received[rid].outputs[-1].spans if rid in self.received else []
         made_by = {index: self.weights_behind(label) for label, start, end in spans for index in range(start, end)}
-        context = self.core.limits.context
         return solo(
-            unpack_ids(add.prompt),
-            add.sampling,
-            add.seed,
-            context,
-            eos,
-            lambda i: made_by.get(i, self.weights_of["v1"]),
-        )
+            unpack_ids(request.prompt.ids), request.task, request.seed, self.core.limits.context, eos,
+            lambda i: made_by.get(i, self.weights_of["v1"]), request.prompt.features,
+        )  # fmt: skip
 
     def weights_behind(self, label: str) -> str:
         """What a span's version stands for."""
@@ -638,7 +822,8 @@ class Engine:
         assert got.logprobs == want.logprobs
         assert got.prompt_logprobs == want.prompt_logprobs
         self.check_spans(rid)
-        if self.requests[rid].hold:
+        assert got.pooled == want.pooled
+        if not self.requests[rid].options.stream:
             assert len(got.outputs) == 1
 
     def check_spans(self, rid: str) -> None:
@@ -657,4 +842,4 @@ class Engine:
         self.core.cache.check_idle()
         assert self.stats.running == self.stats.waiting == self.stats.blocks_held == 0
         assert self.core.scheduler.num_free_slots == self.config.scheduler.max_num_seqs
-        assert not self.executor.in_flight
+        assert not self.executor.in_flight and not self.core.scheduler.in_flight

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.engine import admission
-from tokserve.messages import Reply, Verdict
+from tokserve.messages import Reply, SubmitReply
 from tokserve.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -62,7 +62,7 @@ def test_whatever_admission_raises_ends_that_request_only(monkeypatch: pytest.Mo
 def test_a_key_in_use_is_refused_to_everybody_and_free_again_after_its_end() -> None:
     engine = Engine()
     first = [engine.make(f"a#{i}", [3], max_tokens=3 + i, ignore_eos=True) for i in range(2)]
-    assert engine.submit("a", *first) == Verdict(7)
+    assert engine.submit("a", *first) == SubmitReply(7)
     for _ in range(4):
         engine.step()
         if len(engine.received) == 2 and engine.received["a#1"].finish:
@@ -73,7 +73,7 @@ def test_a_key_in_use_is_refused_to_everybody_and_free_again_after_its_end() -> 
     engine.check_complete("a#0")
     engine.check_complete("a#1")
     assert "a#9" not in engine.received
-    assert engine.submit("b", engine.make("a#1", [3])) == Verdict(7), "its end was told"
+    assert engine.submit("b", engine.make("a#1", [3])) == SubmitReply(7), "its end was told"
     assert engine.submit("c", engine.make("a#1", [3])).refusal == "duplicate_id"
 
 
@@ -106,7 +106,7 @@ def test_a_request_over_the_limit_is_refused_and_leaves_no_trace(depth: int) -> 
     engine.step()
     assert waiting(engine, "f", 4) == "queue_full"
     assert (engine.stats.running, engine.stats.waiting) == (2, 3)
-    verdict = engine.verdicts[-1]
+    verdict = engine.submit_replies[-1]
     assert "4 requests would wait, and at most 3 may (--max-queued-requests)" in verdict.message
     assert verdict.retry_after == 1
     engine.abort("f")
@@ -144,7 +144,7 @@ def test_prompt_tokens_that_wait() -> None:
     assert waiting(engine, "a", 20) == "", "it does not wait"
     assert waiting(engine, "b", 6) == ""
     assert waiting(engine, "c", 2, 3) == "queue_full"
-    assert "11 prompt tokens would wait, and at most 10 may (--max-queued-tokens)" in engine.verdicts[-1].message
+    assert "11 prompt tokens would wait, and at most 10 may (--max-queued-tokens)" in engine.submit_replies[-1].message
     assert waiting(engine, "d", 4) == ""
     engine.step()
     assert waiting(engine, "e", 1) == "queue_full"
@@ -201,9 +201,9 @@ def test_when_to_come_back_is_judged_by_the_pace_of_late() -> None:
     assert [waiting(engine, key, 4) for key in "abc"] == [""] * 3
     engine.step()
     assert waiting(engine, "d", 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 3
+    assert engine.submit_replies[-1].retry_after == 3
     assert waiting(engine, "e", 4, 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 6
+    assert engine.submit_replies[-1].retry_after == 6
     engine.clock.now += 1000
     assert waiting(engine, "e", 4, 4) == "queue_full"
-    assert engine.verdicts[-1].retry_after == 60
+    assert engine.submit_replies[-1].retry_after == 60

@@ -66,8 +66,8 @@ def test_a_step_of_single_tokens_has_no_counts() -> None:
     for token in (5, 6):
         step.add(f"r{token}", array("i", [token]))
     made = step.step(StepStats(running=2))
-    assert (made.rids, made.token_ids, made.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
-    assert made.stats.running == 2 and not made.logprobs and not made.extras
+    assert (made.request_ids, made.token_ids, made.counts) == (["r5", "r6"], pack_ids([5, 6]), b"")
+    assert made.stats.running == 2 and not made.logprobs and not made.rare
 
 
 def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:
@@ -81,9 +81,9 @@ def test_rows_of_all_kinds_come_out_as_they_went_in() -> None:
     step.add("plain", array("i", [1]))
     for number, kind in enumerate(kinds):
         step.add(f"r{number}", array("i", range(kind[2])), scored(*kind))
-    step.describe(Finish("stop", "eos"), scored(2, "raw", 5), 16, [("v", 0, 1)])
+    step.set_rare(Finish("stop", "eos"), scored(2, "raw", 5), 16, [("v", 0, 1)])
     step.add("refused", array("i"))
-    step.describe(Finish("error", "error"))
+    step.set_rare(Finish("error", "error"))
     outputs = unpack(step.step(StepStats()))
     assert [output.rid for output in outputs] == ["plain", "r0", "r1", "r2", "r3", "refused"]
     assert [output.token_ids for output in outputs] == [[1], [0, 1], [0], [0], [0], []]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import Reply, Status, Step
+from tokserve.messages import Reply, Status, StepOutput
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 2, 3]
@@ -82,7 +82,7 @@ def test_abort_ends_what_is_in_flight_and_later_requests_wait(depth: int) -> Non
     engine.add("late", PROMPT, max_tokens=3, ignore_eos=True)
     engine.steps(5)
     assert "late" not in engine.received and state(engine) == "paused"
-    told = [message.stats for _, message in engine.messages if isinstance(message, Step)]
+    told = [message.stats for _, message in engine.messages if isinstance(message, StepOutput)]
     assert (told[-1].running, told[-1].waiting) == (0, 1)
     assert ask(engine, "resume").result == {"status": "resumed"}
     engine.run()

@@ -2,7 +2,7 @@
 and engines that end suddenly and are replaced.
 
 Requests have one choice or several, groups, priorities, deadlines, prompts up to the context's end, and grammars whose
-compilation and masks come late; queues are short, slots and budgets few.
+compilation and masks come late; queues are short, slots and budgets few; some engines draft.
 
 The scripted executor checks every plan (no step without weights or memory, no prefix hit on KV of other weights); here
 it is checked that nothing is lost, hung or misattributed, that what is made after a commit is what the new weights
@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import STEPS, LateGrammars, LateMasks
-from tests.engine.scripted import Engine
-from tokserve.messages import Abort, Status, Step, Submit, Verdict
-from tokserve.params import StructuredOutputs
+from tests.engine.scripted import Engine, RandomDrafter
+from tokserve.messages import Abort, Status, StepOutput, Submit, SubmitReply
+from tokserve.params import PoolingParams, SamplingParams, StructuredOutputs
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8]
 ENDS = {"abort_user", "abort_pause", "abort_quarantine", "abort_disconnect", "deadline", "queue_timeout"}
@@ -45,6 +45,7 @@ class Life:
         )  # fmt: skip
         self.directories: dict[str, tuple[str, str]] = {}  # name -> weights in it, state of its files
         self.num = self.kills = 0
+        self.drafts = rng.random() < 0.5
         self.begin({"v1": ""}, beside=rng.random() < 0.7)
 
     def begin(self, weights_of: dict[str, str], beside: bool) -> None:
@@ -55,7 +56,9 @@ class Life:
         self.engine.executor.directories = self.directories
         self.grammars, self.masks = LateGrammars(rng), LateMasks(rng)
         self.engine.core._admission._grammars = self.engine.core.grammars = cast(Any, self.grammars)
-        self.engine.core._following = cast(Any, self.masks)
+        self.engine.core._mask_worker = cast(Any, self.masks)
+        if self.drafts:
+            self.engine.core.scheduler._drafter = RandomDrafter(self.engine.executor, rng.randrange(100), right=0.8)
         self.engine.executor.slow = deque()
         self.engine.executor.beside = beside
         self.calls: dict[int, str] = {}
@@ -97,28 +100,35 @@ class Life:
         rng = self.rng
         self.num += 1
         structured = StructuredOutputs(regex="x") if rng.random() < 0.3 else None
+        group_id = rng.choice(["", "g", "h"])
         adds = []
         for index in range(rng.choice([1, 1, 2, 5])):
             own = rng.choice([1, 2, 4, 27, CONTEXT])
             prompt = (OPEN[: rng.choice([0, 4, 8, 12])] + [rng.randrange(4) for _ in range(own)])[: CONTEXT - 1]
             fields: dict[str, Any] = {"seed": rng.randrange(3), "ignore_eos": rng.random() < 0.8}
             fields |= {
-                "hold": rng.random() < 0.5,
+                "stream": rng.random() < 0.5,
                 "max_tokens": rng.choice([1, 5, 20, None]),
-                "salt": rng.choice("  s"),
+                "cache_salt": rng.choice(["", "", "s"]),
             }
             fields |= {"adapter": rng.choice(["", "one", "two", "three"]), "priority": rng.randrange(3)}
             if rng.random() < 0.2:
                 fields |= {"prompt_logprobs": 1, "prompt_logprobs_start": rng.choice([0, 3, len(prompt) - 1])}
             if rng.random() < 0.2:
                 fields |= {"deadline_ms": rng.choice([1, 500, 5000]), "queue_timeout_ms": rng.choice([None, 1, 300])}
-            adds.append(self.engine.make(f"k{self.num}#{index}", prompt, structured_outputs=structured, **fields))
-        self.submits[self.num] = submit = Submit(self.num, f"k{self.num}", adds, rng.choice(["", "g", "h"]))
+            if structured is None and rng.random() < 0.1:
+                fields["task"] = PoolingParams(rng.choice(["last", "mean"]))
+            adds.append(
+                self.engine.make(
+                    f"k{self.num}#{index}", prompt, structured_outputs=structured, group_id=group_id, **fields
+                )
+            )
+        self.submits[self.num] = submit = Submit(self.num, f"k{self.num}", adds)
         self.engine.core.receive(b"A", submit)
 
     def abort(self) -> None:
         if self.submits:
-            self.call("abort", keys=[self.rng.choice(list(self.submits.values())).key])
+            self.call("abort", keys=[self.rng.choice(list(self.submits.values())).request_id])
 
     def abort_group(self) -> None:
         self.call("abort_group", group=self.rng.choice(["g", "h"]))
@@ -188,8 +198,8 @@ class Life:
         engine = self.engine
         assert len({reply.call_id for reply in engine.replies}) == len(engine.replies)
         assert {reply.call_id for reply in engine.replies} <= set(self.calls)
-        verdicts = {verdict.call_id for verdict in engine.verdicts}
-        assert len(verdicts) == len(engine.verdicts) and verdicts <= self.submits.keys()
+        verdicts = {verdict.call_id for verdict in engine.submit_replies}
+        assert len(verdicts) == len(engine.submit_replies) and verdicts <= self.submits.keys()
         for rid, received in engine.received.items():
             if received.finish is not None:
                 self.check_request(rid)
@@ -259,22 +269,22 @@ class Life:
         assert len(answered) == len(engine.replies)
         assert answered == set(self.calls), {i: self.calls[i] for i in set(self.calls) - answered}
         assert all(reply.status in (400, 404, 409) for reply in engine.replies if reply.error)
-        refusals = {verdict.call_id: verdict.refusal for verdict in engine.verdicts}
-        assert len(refusals) == len(engine.verdicts) and refusals.keys() == self.submits.keys()
+        refusals = {verdict.call_id: verdict.refusal for verdict in engine.submit_replies}
+        assert len(refusals) == len(engine.submit_replies) and refusals.keys() == self.submits.keys()
         decided: set[str] = set()
         for _, message in engine.messages:
-            if isinstance(message, Verdict):
-                decided.update(add.rid for add in self.submits[message.call_id].adds)
-            elif isinstance(message, Step):
-                assert decided.issuperset(message.rids), "output before the verdict"
+            if isinstance(message, SubmitReply):
+                decided.update(add.request_id for add in self.submits[message.call_id].requests)
+            elif isinstance(message, StepOutput):
+                assert decided.issuperset(message.request_ids), "output before the verdict"
         for number, submit in self.submits.items():
-            for add in submit.adds:
+            for add in submit.requests:
                 if refusals[number]:
-                    assert refusals[number] in REFUSALS and add.rid not in engine.received
+                    assert refusals[number] in REFUSALS and add.request_id not in engine.received
                 else:
-                    self.check_request(add.rid)
+                    self.check_request(add.request_id)
         engine.check_empty()
-        assert len(engine.core._registry) == 0 and not engine.core._registry.keys("g")
+        assert len(engine.core._registry) == 0 and not engine.core._registry.request_ids("g")
         assert engine.core.scheduler._limits.requests == engine.core.scheduler._limits.tokens == 0
 
     def check_request(self, rid: str) -> None:
@@ -282,7 +292,8 @@ class Life:
         assert finish is not None, f"{rid} has not ended"
         engine.check_spans(rid)
         tokens = engine.tokens(rid)
-        if engine.requests[rid].sampling.structured_outputs is not None:
+        task = engine.requests[rid].task
+        if isinstance(task, SamplingParams) and task.structured_outputs is not None:
             assert finish.detail in FOLLOWED
             assert all(token in allowed for token, allowed in zip(tokens, STEPS, strict=False))
         elif finish.detail in ENDS:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.scripted import Engine, engine_request
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.request import Limits, Request
-from tokserve.messages import Add, Finish, pack_ids
-from tokserve.params import SamplingParams
+from tokserve.engine.output_buffer import Limits
+from tokserve.engine.request import Request
+from tokserve.messages import Finish
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -75,14 +75,14 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
 def test_forgetting_keeps_what_still_counts_in_order() -> None:
     rng, deadlines, live = random.Random(0), Deadlines(), []
     for number in range(300):
-        add = Add(f"r{number}", pack_ids([1]), SamplingParams(), 0, deadline_ms=rng.randrange(1, 1000))
-        request = Request(add, b"A", number, 0.0, Limits(64, 20, (1,), "raw"))
-        deadlines.add(request, add)
+        spec = engine_request(f"r{number}", [1], deadline_ms=rng.randrange(1, 1000))
+        request = Request(spec, owner=b"A", number=number, received=0.0, limits=Limits(64, 20, (1,), "raw"))
+        deadlines.add(request)
         if rng.random() < 0.8:
             request.end("abort", "abort_user", 0.0)
         else:
             request.admitted = 0.0
-            live.append((add.deadline_ms, number))
+            live.append((spec.options.deadline_ms, number))
     deadlines.tidy(len(live))
     assert len(deadlines) == len(live)
     late = [(request.number, which) for request, which in deadlines.passed(1.0)]

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scripted import Engine
+from tests.engine.scripted import Engine, engine_request
 from tokserve.engine.fairness import FairQueue, Shares
-from tokserve.engine.policies import POLICIES
-from tokserve.engine.request import Limits, Request
-from tokserve.messages import Add, Verdict, pack_ids
-from tokserve.params import SamplingParams
+from tokserve.engine.output_buffer import Limits
+from tokserve.engine.queue import POLICIES
+from tokserve.engine.request import Request
+from tokserve.messages import SubmitReply
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 LIMITS = Limits(64, 20, (1,), "raw")
 
 
 def request(number: int, client: str, priority: int = 0, arrival: float = 0.0) -> Request:
-    add = Add(f"{client}{number}", pack_ids([3]), SamplingParams(), 0, priority=priority, arrival=arrival)
-    return Request(add, b"A", number, 0.0, LIMITS, client=client)
+    spec = engine_request(f"{client}{number}", [3], priority=priority, arrival=arrival)
+    return Request(spec, owner=b"A", number=number, received=0.0, limits=LIMITS, client=client)
 
 
 def entered(engine: Engine) -> list[str]:
-    return [row.rid for plan in engine.executor.plans for row in plan.new]
+    return [row.request_id for plan in engine.executor.plans for row in plan.new]
 
 
 def fill(engine: Engine, client: str, count: int, tokens: int = 30) -> list[str]:
@@ -56,14 +56,14 @@ def test_clients_alternate() -> None:
     queue = FairQueue(POLICIES["fcfs"], Shares())
     for i, client in enumerate("aaaabbc"):
         queue.add(request(i, client))
-    assert [each.rid for each in queue] == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
+    assert [each.request_id for each in queue] == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
 
 
 def test_a_level_of_priority_stands_above_clients() -> None:
     queue = FairQueue(POLICIES["priority"], Shares())
     for i, (client, priority) in enumerate([("a", 0), ("a", 0), ("b", 1), ("b", 0)]):
         queue.add(request(i, client, priority))
-    assert [each.rid for each in queue] == ["a0", "b3", "a1", "b2"]
+    assert [each.request_id for each in queue] == ["a0", "b3", "a1", "b2"]
 
 
 def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None:
@@ -73,10 +73,10 @@ def test_those_who_enter_change_the_order_and_those_passed_over_do_not() -> None
         queue.add(request(i, client))
     seen = []
     for each in queue.order():
-        seen.append(each.rid)
-        if each.rid != "a1":  # passed over
+        seen.append(each.request_id)
+        if each.request_id != "a1":  # passed over
             queue.remove(each)
-            shares.entered(each)
+            shares.admitted(each)
     assert seen == ["a0", "b3", "a1", "a2"] and len(queue) == 1
 
 
@@ -92,8 +92,8 @@ def test_whatever_happens_the_queue_yields_each_request_once(seed: int) -> None:
             inside.append(request(i, chance.choice("abc"), chance.randrange(3)))
             queue.add(inside[-1])
         for order in (queue, queue.order()):
-            rids = [each.rid for each in order]
-            assert sorted(rids) == sorted(each.rid for each in inside) and len(queue) == len(rids)
+            rids = [each.request_id for each in order]
+            assert sorted(rids) == sorted(each.request_id for each in inside) and len(queue) == len(rids)
 
 
 # --- slots ---
@@ -208,11 +208,11 @@ def test_a_client_may_have_so_many_requests_and_no_more() -> None:
     refused = engine.submit("two", *[engine.make(f"two#{i}", [3, i]) for i in range(2)], client="a")
     assert refused.refusal == "client_limit" and "--max-requests-per-client" in refused.message
     assert "2 requests in flight" in refused.message
-    assert engine.submit("other", engine.make("other", [3]), client="b") == Verdict(7)
+    assert engine.submit("other", engine.make("other", [3]), client="b") == SubmitReply(7)
     for i in range(5):  # nobody in particular: the offline API
-        assert engine.submit(f"n{i}", engine.make(f"n{i}", [3]), client="") == Verdict(7)
+        assert engine.submit(f"n{i}", engine.make(f"n{i}", [3]), client="") == SubmitReply(7)
     engine.run()
-    assert engine.submit("three", *[engine.make(f"three#{i}", [3, i]) for i in range(3)], client="a") == Verdict(7)
+    assert engine.submit("three", *[engine.make(f"three#{i}", [3, i]) for i in range(3)], client="a") == SubmitReply(7)
     engine.run()
     engine.check_empty()
 
@@ -352,7 +352,7 @@ def test_results_do_not_depend_on_clients_and_stalls(seed: int) -> None:
         engine.step()
     bystander = engine.add("bystander", [3, 4, 5], client="c", max_tokens=3, ignore_eos=True)
     engine.run()
-    engine.check_complete(bystander.rid)
+    engine.check_complete(bystander.request_id)
     engine.stall(*rids, stalled=False)
     engine.run()
     for rid in rids:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tokserve.engine import front_ends
-from tokserve.messages import Reply, Status, Step, StepStats, Submit
+from tokserve.messages import Reply, Status, StepOutput, StepStats, Submit
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -22,7 +22,7 @@ def test_every_step_carries_statistics() -> None:
     engine.add("b", list(range(3, 10)), max_tokens=9, ignore_eos=True)
     engine.step()
     _, message = engine.messages[-1]
-    assert isinstance(message, Step)
+    assert isinstance(message, StepOutput)
     stats = message.stats
     assert (stats.running, stats.waiting, stats.steps) == (2, 0, 1)
     assert (stats.blocks_held, stats.blocks_cached, stats.blocks_total) == (5, 0, 20)
@@ -36,13 +36,13 @@ def test_every_step_carries_statistics() -> None:
 def test_gauges_stay_fresh_while_only_held_requests_run(depth: int) -> None:
     engine = Engine(depth=depth, num_blocks=100, context=300)
     engine.call("hello", owner=b"B")
-    engine.add("a", [3], max_tokens=100, hold=True, ignore_eos=True)
+    engine.add("a", [3], max_tokens=100, stream=False, ignore_eos=True)
     for _ in range(60):
         engine.clock.now += 0.1
         engine.step()
     for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
-        assert 9 <= len(told) <= 12 and not any(m.rids for m in told)
+        told = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
+        assert 9 <= len(told) <= 12 and not any(m.request_ids for m in told)
         assert told[-1].stats.running == 1
 
 
@@ -54,11 +54,11 @@ def test_going_idle_is_told_once_to_everybody(depth: int) -> None:
     engine.run()
     count = len(engine.messages)
     for identity in (b"A", b"B"):
-        told = [m for i, m in engine.messages if i == identity and isinstance(m, Step)]
+        told = [m for i, m in engine.messages if i == identity and isinstance(m, StepOutput)]
         assert told[-1].stats == engine.stats
         assert (told[-1].stats.running, told[-1].stats.blocks_held) == (0, 0)
     if depth == 1:  # the owner's last output said it already
-        assert sum(i == b"A" and isinstance(m, Step) for i, m in engine.messages) == 3
+        assert sum(i == b"A" and isinstance(m, StepOutput) for i, m in engine.messages) == 3
     engine.clock.now += 9
     assert not engine.step()
     assert len(engine.messages) == count
@@ -72,10 +72,10 @@ def test_a_front_end_that_has_left_leaves_nothing(depth: int) -> None:
     engine.steps(3)
     engine.call("leave", front_end="B", call_id=4)
     assert last_reply(engine) == Reply(4, 2)
-    count = len(engine.verdicts)
+    count = len(engine.submit_replies)
     late = engine.make("late", [3], owner=b"B")
     engine.core.receive(b"B", Submit(9, "late", [late]))
-    assert len(engine.verdicts) == count, "what it said last came too late"
+    assert len(engine.submit_replies) == count, "what it said last came too late"
     before = len(engine.messages)
     engine.run()
     assert not [m for identity, m in engine.messages[before:] if identity == b"B"]
@@ -89,11 +89,11 @@ def test_a_front_end_that_has_left_leaves_nothing(depth: int) -> None:
 
 def test_stats_are_told_to_who_asks_ahead_of_the_reply() -> None:
     engine = Engine()
-    engine.add("a", [3], max_tokens=9, hold=True, ignore_eos=True)
+    engine.add("a", [3], max_tokens=9, stream=False, ignore_eos=True)
     engine.steps(2)
     engine.call("stats", call_id=3, owner=b"C")
     told = [m for identity, m in engine.messages if identity == b"C"]
-    assert told == [Step(engine.stats), Reply(3, {})] and isinstance(engine.stats, StepStats)
+    assert told == [StepOutput(engine.stats), Reply(3, {})] and isinstance(engine.stats, StepStats)
     assert engine.stats.output_tokens == 2
 
 
@@ -108,7 +108,7 @@ def test_only_so_many_front_ends_are_remembered(monkeypatch: pytest.MonkeyPatch)
     assert len(engine.core._front_ends) == 2
     engine.add("b", [3], max_tokens=1, owner=b"3")
     engine.run()
-    assert b"1" not in {i for i, m in engine.messages if isinstance(m, Step)}
+    assert b"1" not in {i for i, m in engine.messages if isinstance(m, StepOutput)}
 
 
 def test_who_has_not_written_for_the_longest_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

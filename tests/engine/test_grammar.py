@@ -15,8 +15,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.grammars import Matcher
 from tokserve.checkpoint import DEMO_DIR
-from tokserve.engine.grammar import LIMITS, STATE_BYTES, Compiler, Cost, Follower, Matcher
+from tokserve.engine.grammar import LIMITS, STATE_BYTES, Compiler, Cost, GrammarState
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 
@@ -43,7 +44,7 @@ def matcher(*, ends: bool = True, **asked: Any) -> Matcher:
 
 
 def allowed(made: Matcher) -> list[int]:
-    return np.flatnonzero(np.unpackbits(made.words.view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(made.bits.view(np.uint8), bitorder="little")).tolist()
 
 
 def written(made: Matcher, seed: int, most: int = 200) -> str | None:
@@ -64,7 +65,7 @@ def spelled(text: str) -> list[int]:
 
 def test_the_mask_follows_the_text_and_ends_with_eos() -> None:
     made = matcher(choice=["yes", "no"])
-    assert made.words.dtype == np.uint32 and made.words.shape == (-(-WIDTH // 32),)
+    assert made.bits.dtype == np.uint32 and made.bits.shape == (-(-WIDTH // 32),)
     for token in spelled("yes"):
         assert token in allowed(made) and EOS not in allowed(made) and not made.complete
         made.advance(token)
@@ -311,10 +312,9 @@ def test_a_trial_refuses_what_fails_with_its_second_token(asked: dict[str, Any])
 def test_a_grammar_counts_as_larger_the_longer_it_is_followed() -> None:
     made = compiler().compile(ANY)
     made.cost = Cost(size=1000, per_token=10.0)
-    follower = Follower(made, ends=True)
-    follower.push(5)
+    GrammarState(made, ends=True).accept(5)
     assert made.size == 1010
-    made.followed = 10**9
+    made.num_accepted = 10**9
     assert made.size == 1000 + STATE_BYTES * LIMITS["max_lexer_states"]
 
 

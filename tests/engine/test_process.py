@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from tests.engine.front import Front
-from tests.engine.scripted import EOS, Received, ScriptedExecutor, solo
+from tests.engine.scripted import EOS, Received, ScriptedExecutor, engine_request, solo
 from tests.outputs import unpack
 from tokserve.config import Config
 from tokserve.engine import process
 from tokserve.engine.core import EngineCore
 from tokserve.errors import StartError
-from tokserve.messages import Add, Call, Dead, FromEngine, Ready, Reply, Status, Step, Submit, Verdict, pack_ids
+from tokserve.messages import Call, Dead, FromEngine, Ready, Reply, Status, StepOutput, Submit, SubmitReply
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 
@@ -62,8 +62,8 @@ class Running:
         return self.code
 
 
-def add(rid: str, *, seed: int = 0, hold: bool = False, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Submit:
-    return Submit(99, rid, [Add(rid, pack_ids(prompt), SamplingParams(**params), seed, hold)])
+def add(rid: str, *, seed: int = 0, stream: bool = False, prompt: tuple[int, ...] = (3, 4), **params: Any) -> Submit:
+    return Submit(99, rid, [engine_request(rid, prompt, SamplingParams(**params), seed, stream=stream)])
 
 
 def gather(front: Front, *rids: str) -> dict[str, Received]:
@@ -71,9 +71,9 @@ def gather(front: Front, *rids: str) -> dict[str, Received]:
     got = {rid: Received() for rid in rids}
     while any(each.finish is None for each in got.values()):
         message = front.receive()
-        if message == Verdict(99):
+        if message == SubmitReply(99):
             continue
-        assert isinstance(message, Step), message
+        assert isinstance(message, StepOutput), message
         for output in unpack(message):
             got[output.rid].take(output)
     return got
@@ -95,7 +95,7 @@ def test_a_life_from_hello_to_shutdown(address: str, depth: int) -> None:
         assert front.hello() == Ready(64, 20, 64, 4, list(EOS), "v1", {"scripted": True}, Status(weight_version="v1"))
         params: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
         front.send(add("a", seed=1, **params))
-        front.send(add("b", seed=2, hold=True, **params))
+        front.send(add("b", seed=2, stream=False, **params))
         for seed, got in enumerate(gather(front, "a", "b").values(), 1):
             want = solo([3, 4], SamplingParams(**params), seed, 64)
             assert (got.tokens, got.logprobs) == (want.tokens, want.logprobs)
@@ -119,7 +119,7 @@ def test_two_front_ends_and_one_that_leaves(address: str) -> None:
             other.hello()
             other.send(add("other", ignore_eos=True, max_tokens=60))
             front.send(add("mine", ignore_eos=True, max_tokens=60, seed=3))
-            answer(other, Step)
+            answer(other, StepOutput)
         assert gather(front, "mine")["mine"].tokens == solo([3, 4], running_params(60), 3, 64).tokens
         front.send(Call(1, "shutdown"))
         answer(front, Reply)
@@ -271,7 +271,7 @@ def busy(child: Child) -> Front:
     front = Front(child.address)
     assert isinstance(front.hello(), Ready)
     front.send(add("a", ignore_eos=True))
-    answer(front, Step)
+    answer(front, StepOutput)
     return front
 
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.scripted import VOCAB, Engine
+from tests.engine.scripted import VOCAB, Engine, RandomDrafter
+from tokserve.params import PoolingParams
+from tokserve.prompt import Feature
 
 OPEN = [9, 8, 7, 6, 5, 4, 3, 2, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2]  # what prompts begin with
 
@@ -33,8 +35,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         "seed": draw(st.integers(0, 2)),
         "max_tokens": draw(st.sampled_from([1, 2, 5, 12, 20, 30, None, None])),
         "ignore_eos": draw(st.sampled_from([False, True, True])),
-        "hold": draw(st.booleans()),
-        "salt": draw(st.sampled_from(["", "", "s"])),
+        "stream": draw(st.booleans()),
+        "cache_salt": draw(st.sampled_from(["", "", "s"])),
         "priority": draw(st.integers(-1, 1)),
         "arrival": float(draw(st.integers(0, 3))),
     }
@@ -49,6 +51,12 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         fields["prompt_logprobs_start"] = draw(st.sampled_from([0, 1, 5, 9, 16, 40]))
     if draw(st.integers(0, 3)) == 0:
         fields["logprob_token_ids"] = [3, 5]
+    if draw(st.integers(0, 5)) == 0:
+        fields["task"] = PoolingParams(draw(st.sampled_from(["last", "mean"])))
+    if draw(st.integers(0, 3)) == 0:
+        start = draw(st.integers(0, shared + len(own) - 1))
+        length = draw(st.integers(1, shared + len(own) - start))
+        fields["features"] = (Feature("image", draw(st.sampled_from([b"x", b"y"])), start, length, b""),)
     return Arrival(
         draw(st.sampled_from([0, 0, 1, 2, 5, 12])),
         tuple(OPEN[:shared] + own),
@@ -68,14 +76,19 @@ engines = st.fixed_dictionaries(
         "max_chunk": st.sampled_from([None, 1, 5]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "enable_prefix_caching": st.sampled_from([True, True, False]),
+        "right": st.sampled_from([None, 0.0, 0.5, 1.0]),
     }
 )
 
 
 def play(options: dict[str, Any], script: list[Arrival], reset_at: int | None) -> Engine:
-    """Run a script to its end and compare every request with its solo run."""
+    """Run a script to its end and compare every request with its solo run.  `right`: the share of right drafts, None:
+    there are none."""
     num_blocks, block_size = options.pop("size")
+    right = options.pop("right")
     engine = Engine(num_blocks=num_blocks, block_size=block_size, context=40, **options)
+    if right is not None:
+        engine.core.scheduler._drafter = RandomDrafter(engine.executor, len(script), right)
     aborts: list[tuple[int, str]] = []
     expected: dict[str, str] = {}
     for turn in range(2000):
@@ -125,9 +138,9 @@ def test_results_do_not_depend_on_company(options: dict[str, Any], script: list[
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_results_do_not_depend_on_preemption(depth: int) -> None:
+def test_results_do_not_depend_on_preemption_or_drafts(depth: int) -> None:
     """Crowds in caches that hold hardly more than one full context."""
-    preemptions = hits = 0
+    preemptions = hits = accepted = rejected = 0
     for seed in range(60):
         rng = random.Random(seed)
         script = []
@@ -146,8 +159,11 @@ def test_results_do_not_depend_on_preemption(depth: int) -> None:
             "max_chunk": rng.choice([None, 3]),
             "scheduling_policy": rng.choice(["fcfs", "priority"]),
             "enable_prefix_caching": rng.random() < 0.7,
+            "right": rng.choice([None, 0.3, 0.9]),
         }
-        stats = play(options, script, None).stats
-        preemptions += stats.preemptions
-        hits += stats.prefix_hits
-    assert preemptions > 300 and hits > 300  # else this tests nothing
+        engine = play(options, script, None)
+        preemptions += engine.stats.preemptions
+        hits += engine.stats.prefix_hits
+        accepted += engine.executor.accepted
+        rejected += engine.executor.rejected
+    assert preemptions > 200 and hits > 200 and accepted > 100 and rejected > 30  # else this tests nothing

@@ -7,25 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.scripted import rows_of
+from tests.engine.scripted import engine_request, rows_of
 from tests.outputs import Output, unpack
 from tokserve.engine.columns import PackedRows, StepColumns
-from tokserve.engine.request import Limits, Request
+from tokserve.engine.output_buffer import Limits
+from tokserve.engine.request import Request
 from tokserve.errors import RequestError
-from tokserve.messages import Add, Finish, StepStats, pack_ids
-from tokserve.params import RepetitionDetection, SamplingParams
+from tokserve.messages import Finish, StepStats
+from tokserve.params import PoolingParams, RepetitionDetection, SamplingParams
 
 LIMITS = Limits(32, 50, (1, 2), "raw")
 
 
-def make(prompt: list[int] | bytes = b"", *, hold: bool = False, limits: Limits = LIMITS, **params: Any) -> Request:
-    packed = prompt if isinstance(prompt, bytes) and prompt else pack_ids(prompt or [10, 11, 12, 13, 14, 15])
-    return Request(Add("r", packed, SamplingParams(**params), 7, hold), b"A", 3, 100.0, limits)
+def make(
+    prompt: list[int] | bytes = b"", *, stream: bool = True, limits: Limits = LIMITS, task: PoolingParams | None = None,
+    **params: Any,
+) -> Request:  # fmt: skip
+    spec = engine_request("r", prompt or [10, 11, 12, 13, 14, 15], task or SamplingParams(**params), 7, stream=stream)
+    return Request(spec, owner=b"A", number=3, received=100.0, limits=limits)
 
 
-def told(request: Request) -> Output:
+def emitted(request: Request) -> Output:
     step = StepColumns()
-    request.tell(step)
+    request.emit(step)
     [output] = unpack(step.step(StepStats()))
     return output
 
@@ -33,7 +37,7 @@ def told(request: Request) -> Output:
 def feed(request: Request, *tokens: int) -> Finish | None:
     for token in tokens:
         assert request.finish is None
-        request.append(token, None, 0, "v", 101.0)
+        request.append([token], None, 0, "v", 101.0)
     return request.finish
 
 
@@ -46,7 +50,7 @@ def ended(request: Request, *tokens: int) -> tuple[str, str, object]:
 def test_eos_ends_and_is_kept() -> None:
     request = make(max_tokens=5)
     assert ended(request, 20, 2) == ("stop", "eos", None)
-    assert told(request).token_ids == [20, 2]
+    assert emitted(request).token_ids == [20, 2]
 
 
 def test_ignored_eos_is_a_token_like_others() -> None:
@@ -129,7 +133,7 @@ def test_circles_end_at_the_first_token_where_the_whole_tail_says_so() -> None:
         circles = RepetitionDetection(max_pattern_size=last, min_pattern_size=first, min_count=times)
         request = make(repetition_detection=circles)
         while request.finish is None and request.num_output < 24:
-            request.append(output[request.num_output], None, 0, "v", 101.0)
+            request.append([output[request.num_output]], None, 0, "v", 101.0)
         found = None if request.finish is None else (request.num_output, len(request.finish.stop))  # type: ignore[arg-type]
         assert found == expected
 
@@ -165,7 +169,7 @@ def test_impossible_prompts_are_refused(prompt: Any, message: str) -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="at least one"):
-        Request(Add("r", b"", SamplingParams(), 0), b"A", 0, 0.0, LIMITS)
+        Request(engine_request("r", b""), owner=b"A", number=0, received=0.0, limits=LIMITS)
 
 
 def test_the_longest_prompt_is_served() -> None:
@@ -177,35 +181,35 @@ def test_output_is_told_once() -> None:
     assert not request.has_output
     feed(request, 20)
     assert request.has_output
-    assert told(request).token_ids == [20]
+    assert emitted(request).token_ids == [20]
     assert not request.has_output
     feed(request, 21, 22)
-    last = told(request)
+    last = emitted(request)
     assert last.token_ids == [21, 22]
     assert last.finish is not None and last.spans == [("v", 0, 3)]
 
 
 def test_held_output_comes_at_the_end() -> None:
-    request = make(max_tokens=2, ignore_eos=True, hold=True)
+    request = make(max_tokens=2, ignore_eos=True, stream=False)
     feed(request, 20)
     assert not request.has_output
     feed(request, 21)
     assert request.has_output
-    assert told(request).token_ids == [20, 21]
+    assert emitted(request).token_ids == [20, 21]
 
 
 def test_spans_follow_the_weight_version() -> None:
     request = make(max_tokens=5, ignore_eos=True)
     for version in ["v1", "v1", "v2", "v3", "v3"]:
-        request.append(20, None, 0, version, 101.0)
-    assert told(request).spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
+        request.append([20], None, 0, version, 101.0)
+    assert emitted(request).spans == [("v1", 0, 2), ("v2", 2, 3), ("v3", 3, 5)]
 
 
 def test_times_are_seconds_since_receipt() -> None:
     request = make(max_tokens=2, ignore_eos=True)
     request.admitted = 100.5
-    request.append(20, None, 0, "v", 102.0)
-    request.append(20, None, 0, "v", 104.0)
+    request.append([20], None, 0, "v", 102.0)
+    request.append([20], None, 0, "v", 104.0)
     assert request.finish is not None
     assert (request.finish.queued, request.finish.first_token, request.finish.total) == (0.5, 2.0, 4.0)
     never = make()
@@ -228,8 +232,8 @@ def test_times_are_seconds_since_receipt() -> None:
 def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
     request = make(max_tokens=1, **params)
     wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
-    request.append(20, PackedRows(wide), 1, "v", 101.0)
-    logprobs = told(request).logprobs
+    request.append([20], PackedRows(wide), 1, "v", 101.0)
+    logprobs = emitted(request).logprobs
     if width is None:
         assert logprobs is None
     else:
@@ -240,9 +244,9 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
 @pytest.mark.parametrize(("asked", "mode"), [(None, "raw"), ("processed", "processed")])
 def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
-    request.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
-    request.append(20, PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
-    output = told(request)
+    request.output.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
+    request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
+    output = emitted(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None
     assert output.logprobs.mode == output.prompt_logprobs.mode == mode
 
@@ -274,14 +278,14 @@ def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
     def rows(first: int, last: int) -> Any:
         return rows_of([(-float(j), j, [j], [-float(j)]) for j in range(first, last)], 1, padding=1)
 
-    request.add_prompt_rows(0, rows(2, 5))  # positions 0..3
+    request.output.add_prompt_rows(0, rows(2, 5))  # positions 0..3
     assert request.reusable == 4
-    request.add_prompt_rows(0, rows(2, 4))  # after a preemption
-    request.add_prompt_rows(3, rows(4, 7))
-    request.add_prompt_rows(6, rows(7, 8))
+    request.output.add_prompt_rows(0, rows(2, 4))  # after a preemption
+    request.output.add_prompt_rows(3, rows(4, 7))
+    request.output.add_prompt_rows(6, rows(7, 8))
     assert request.reusable == 7
     feed(request, 20)
-    columns = told(request).prompt_logprobs
+    columns = emitted(request).prompt_logprobs
     assert columns is not None
     assert np.frombuffer(columns.ranks, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
     assert np.frombuffer(columns.top_ids, "<i4").tolist() == [2, 3, 4, 5, 6, 7]
@@ -290,7 +294,7 @@ def test_prompt_rows_are_gathered_and_those_seen_before_are_dropped() -> None:
 def test_prompt_logprobs_without_rows_are_empty_not_absent() -> None:
     request = make([10], prompt_logprobs=2, max_tokens=1)
     feed(request, 20)
-    columns = told(request).prompt_logprobs
+    columns = emitted(request).prompt_logprobs
     assert columns is not None and columns.ranks == b"" and columns.width == 2
 
 
@@ -300,6 +304,38 @@ def test_new_row_has_all_tokens() -> None:
     request.slot = 5
     row = request.new_row()
     assert row.tokens.tolist() == [10, 11, 20, 21] and row.tokens.dtype == np.int32
-    assert (row.slot, row.rid, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
-    request.append(22, None, 0, "v", 1.0)
+    assert (row.slot, row.request_id, row.prompt_len, row.seed, row.stop_ids, row.adapter) == (5, "r", 2, 7, (1, 2), -1)
+    request.append([22], None, 0, "v", 1.0)
     assert len(row.tokens) == 4
+
+
+def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
+    request = make(max_tokens=9, stop_token_ids=[30], logprobs=0)
+    rows = PackedRows(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
+    assert request.append([20, 21], rows, 1, "v", 101.0) == 2 and request.finish is None
+    assert request.append([22, 30, 23], rows, 3, "v", 102.0) == 2
+    output = emitted(request)
+    assert output.token_ids == [20, 21, 22, 30] and output.finish is not None and output.finish.stop == 30
+    assert output.logprobs is not None and np.frombuffer(output.logprobs.ranks, "<i4").tolist() == [1, 2, 3, 4]
+
+
+def test_a_run_of_tokens_is_cut_at_max_tokens() -> None:
+    request = make(max_tokens=2, ignore_eos=True)
+    assert request.append([20, 21, 22], None, 0, "v", 101.0) == 2
+    assert request.finish is not None and request.finish.detail == "max_tokens" and request.num_output == 2
+
+
+def test_a_pooling_request_may_fill_the_context() -> None:
+    request = make([10] * 32, task=PoolingParams())
+    assert request.pooling and request.limit == request.prompt_len == 32 and request.stop_ids == ()
+    with pytest.raises(RequestError, match="prompt of 33 tokens does not fit"):
+        make([10] * 33, task=PoolingParams())
+    request.set_pooled(np.array([0.5, -1.0], np.float32), 101.0)
+    output = emitted(request)
+    assert np.frombuffer(output.pooled, "<f4").tolist() == [0.5, -1.0] and not output.token_ids
+    assert output.finish is not None and (output.finish.reason, output.finish.detail) == ("stop", "pooled")
+
+
+@pytest.mark.parametrize(("pooling", "reusable"), [("last", 7), ("mean", 0)])
+def test_what_pooling_may_take_from_the_cache(pooling: Any, reusable: int) -> None:
+    assert make([10] * 8, task=PoolingParams(pooling)).reusable == reusable

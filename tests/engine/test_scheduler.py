@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.engine.scripted import Engine
-from tokserve.engine import scheduler
+from tokserve.engine import counters
 from tokserve.plan import StepPlan, StepResult
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, bool]]:
     """(first position, count, samples) of each row."""
-    columns = (plan.num_computed.tolist(), plan.num_tokens.tolist(), plan.samples.tolist())
+    columns = (plan.num_computed.tolist(), plan.num_tokens.tolist(), (plan.num_logits > 0).tolist())
     return list(zip(*columns, strict=True))
 
 
@@ -23,7 +23,7 @@ def shapes(engine: Engine) -> list[list[tuple[int, int, bool]]]:
 
 
 def names(engine: Engine, plan: StepPlan) -> list[str]:
-    return [engine.executor.slots[slot].row.rid for slot in plan.slots.tolist()]
+    return [engine.executor.slots[slot].row.request_id for slot in plan.slots.tolist()]
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -109,7 +109,7 @@ def test_a_prompt_in_progress_does_not_delay_decodes() -> None:
     engine.steps(4)
     for plan in engine.executor.plans[1:5]:
         assert names(engine, plan)[0] == "short" and shape(plan)[0][1:] == (1, True)
-        assert plan.total_tokens() == 8
+        assert int(plan.num_tokens.sum()) == 8
 
 
 def test_max_chunk_bounds_a_prompt_only_while_others_wait_or_run() -> None:
@@ -131,7 +131,7 @@ def test_slots_limit_who_runs() -> None:
     engine.step()
     assert (engine.stats.running, engine.stats.waiting) == (2, 1)
     engine.run()
-    assert engine.executor.plans[3].new[0].rid == "c" and len(engine.executor.plans[3].done) == 2
+    assert engine.executor.plans[3].new[0].request_id == "c" and len(engine.executor.plans[3].freed) == 2
 
 
 def test_no_more_requests_run_than_can_have_a_token_each_step() -> None:
@@ -149,7 +149,7 @@ def test_waiting_requests_enter_in_the_order_of_the_policy() -> None:
     for name, priority in [("a", 0), ("b", 5), ("c", -5), ("d", 5)]:
         engine.add(name, prompt(3, ord(name)), max_tokens=2, priority=priority, ignore_eos=True)
     engine.run()
-    entered = [row.rid for plan in engine.executor.plans for row in plan.new]
+    entered = [row.request_id for plan in engine.executor.plans for row in plan.new]
     assert entered == ["c", "a", "b", "d"]
 
 
@@ -159,7 +159,7 @@ def test_a_request_that_does_not_fit_now_is_not_overtaken() -> None:
     engine.add("big", prompt(20, 7), max_tokens=2, ignore_eos=True)
     engine.add("small", prompt(2, 3), max_tokens=2, ignore_eos=True)
     engine.run()
-    assert [row.rid for plan in engine.executor.plans for row in plan.new] == ["a", "big", "small"]
+    assert [row.request_id for plan in engine.executor.plans for row in plan.new] == ["a", "big", "small"]
     engine.check_empty()
 
 
@@ -169,7 +169,7 @@ def test_admission_leaves_a_block_for_each_that_runs() -> None:
     engine.add("b", prompt(4, 5), max_tokens=2, ignore_eos=True)
     engine.add("c", prompt(9, 9), max_tokens=2, ignore_eos=True)  # 3 blocks and 2 to spare, of 4
     engine.step()
-    assert [row.rid for row in engine.executor.plans[0].new] == ["a", "b"]
+    assert [row.request_id for row in engine.executor.plans[0].new] == ["a", "b"]
     engine.run()
     assert engine.stats.preemptions == 0
     engine.check_complete("c")
@@ -203,7 +203,7 @@ def test_the_default_policy_is_priority_and_equal_ones_are_served_as_they_arrive
     for name, priority in [("a", 0), ("b", 0), ("c", -1), ("d", 0)]:
         engine.add(name, prompt(3, ord(name)), max_tokens=2, priority=priority, ignore_eos=True)
     engine.run()
-    assert [row.rid for plan in engine.executor.plans for row in plan.new] == ["c", "a", "b", "d"]
+    assert [row.request_id for plan in engine.executor.plans for row in plan.new] == ["c", "a", "b", "d"]
 
 
 @DEPTHS
@@ -211,7 +211,7 @@ def test_the_default_policy_is_priority_and_equal_ones_are_served_as_they_arrive
 def test_the_last_by_policy_is_preempted(depth: int, policy: str, victim: str) -> None:
     engine = crowd(depth, scheduling_policy=policy)
     engine.run()
-    entered = [row.rid for plan in engine.executor.plans for row in plan.new]
+    entered = [row.request_id for plan in engine.executor.plans for row in plan.new]
     assert len(entered) > 2 and set(entered[2:]) == {victim}
 
 
@@ -237,7 +237,7 @@ def test_a_step_that_preempted_admits_nobody() -> None:
     engine.step()
     assert engine.stats.preemptions == 1 and not engine.executor.plans[-1].new
     engine.step()
-    assert [row.rid for row in engine.executor.plans[-1].new] == ["first"]
+    assert [row.request_id for row in engine.executor.plans[-1].new] == ["first"]
     engine.run()
     engine.check_complete("first")
 
@@ -256,7 +256,7 @@ def test_prompt_logprobs_survive_preemption(depth: int) -> None:
     engine = Engine(num_blocks=9, context=32, depth=depth, max_num_batched_tokens=2)
     engine.add("a", prompt(3), max_tokens=28, ignore_eos=True)
     engine.steps(8)
-    engine.add("b", prompt(12, 5), max_tokens=3, ignore_eos=True, prompt_logprobs=2, hold=True)
+    engine.add("b", prompt(12, 5), max_tokens=3, ignore_eos=True, prompt_logprobs=2, stream=False)
     engine.run()
     assert engine.stats.preemptions > 0
     engine.check_complete("a")
@@ -311,7 +311,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_salts_do_not_share() -> None:
     engine = Engine()
     for name, salt in [("a", "x"), ("b", "y"), ("c", "x")]:
-        engine.add(name, prompt(8), max_tokens=1, salt=salt)
+        engine.add(name, prompt(8), max_tokens=1, cache_salt=salt)
         engine.run()
     assert [engine.received[name].cached for name in "abc"] == [0, 0, 7]
 
@@ -335,7 +335,7 @@ def test_who_waits_for_a_prefix_does_not_block_those_behind(depth: int) -> None:
     engine.add("waiter", prompt(16), max_tokens=1)
     engine.add("other", prompt(4, 9), max_tokens=1)
     engine.step()
-    assert [row.rid for row in engine.executor.plans[0].new] == ["owner", "other"]
+    assert [row.request_id for row in engine.executor.plans[0].new] == ["owner", "other"]
     engine.run()
     assert engine.executor.computed["waiter"] == 1
     engine.check_complete("waiter")
@@ -386,7 +386,9 @@ def test_an_answer_to_another_step_is_refused() -> None:
     engine.add("a", prompt(4))
     engine.core.scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="step 7"):
-        engine.core.scheduler.update(StepResult(7, np.zeros(1, np.int32), np.ones(1, np.bool_)), 0.0)
+        engine.core.scheduler.update(
+            StepResult(7, np.ones(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.uint8)), 0.0
+        )
 
 
 def test_nothing_to_do_is_no_plan() -> None:
@@ -394,10 +396,10 @@ def test_nothing_to_do_is_no_plan() -> None:
 
 
 def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "EPOCHS_KEPT", 2)
+    monkeypatch.setattr(counters, "EPOCHS_KEPT", 2)
     made = Engine().core.scheduler
     for epoch in (1, 2, 3, 4):
-        made.use_weights(f"w{epoch}", epoch)
-    assert made._epochs == {"w3": 3, "w4": 4}
-    made.use_weights("w3", 5)
-    assert list(made._epochs.items()) == [("w4", 4), ("w3", 5)]
+        made.weights.use(f"w{epoch}", epoch)
+    assert made.weights._epochs == {"w3": 3, "w4": 4}
+    made.weights.use("w3", 5)
+    assert list(made.weights._epochs.items()) == [("w4", 4), ("w3", 5)]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tests.server.fake_llm import TOKENIZER, site
 from tests.text.checkpoints import CHATML, KINDS
 from tokserve import messages
-from tokserve.engine.wire import UNREADABLE
+from tokserve.engine.socket import UNREADABLE
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 from tokserve.server import aborts, body, chat, completions, derender, render, responses, tokenize, tokens
@@ -70,7 +70,7 @@ async def _generate(request: Request) -> None:
     asked = tokens.decode_body(await SERVING.bodies.read(request), packed)
     prompt, fields = tokens.prompt_of(asked)
     params = tokens.decode_params(asked.sampling_params, packed)
-    await SERVING.check(request, [prompt], params, SERVING.terms(request, asked), fields)
+    await SERVING.check(request, SERVING.request_of(request, asked, params, text=False), [prompt], fields)
 
 
 async def _chat(request: Request) -> None:

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from tokserve.kv_spec import KVSpec
-from tokserve.layers.attention import Attention
+from tokserve.layers.attention import Attention, AttentionSpec
 from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.norm import NormSpec
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.rope import RopeSpec, rope_table
 
 HIDDEN, HEADS, KV_HEADS, DIM, TOKENS, PAGE = 12, 4, 2, 6, 21, 4
-TABLE = rope_table(RopeSpec(DIM, 50.0), TOKENS)
+ROPE = RopeSpec(DIM, 50.0)
+TABLE = rope_table(ROPE, TOKENS)
 
 
 def rotated(x: Tensor) -> Tensor:  # [T, H, D]
@@ -43,14 +46,32 @@ def expected(x: Tensor, w: dict[str, Tensor], window: int) -> Tensor:
     return out.reshape(TOKENS, -1) @ w["o_proj.weight"].T + w.get("o_proj.bias", zero)
 
 
+def one_row(spec: KVSpec, layer: int = 0) -> ForwardBatch:
+    """A batch of one row of all tokens, with pages for one layer."""
+    pages = -(-TOKENS // PAGE)
+    unused = (torch.empty(0), torch.empty(0))
+    cache = tuple(torch.full((pages, *shape), torch.nan) for shape in spec.shapes(PAGE))
+    positions = torch.arange(TOKENS)
+    return ForwardBatch(
+        input_ids=positions,
+        positions=positions,
+        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
+        block_tables=torch.arange(pages, dtype=torch.int32)[None],
+        slot_mapping=positions,
+        kv=[unused] * layer + [cache],
+    )
+
+
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(("qkv_bias", "out_bias"), [(False, False), (True, False), (True, True)])
 def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, out_bias: bool) -> None:
-    block = Attention(
-        HIDDEN, HEADS, KV_HEADS, DIM, torch.float32,
-        window=window, norm_eps=0.1 if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
+    spec = AttentionSpec(
+        HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, "window" if window else "full", window,
+        qk_norm=NormSpec(0.1) if qk_norm else None, qkv_bias=qkv_bias, out_bias=out_bias,
     )  # fmt: skip
+    block = Attention(HIDDEN, spec, LayerOptions(torch.float32))
     assert block.kv_spec() == KVSpec(KV_HEADS, DIM, "float32", window)
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -58,17 +79,5 @@ def test_block_equals_its_formula(window: int, qk_norm: bool, qkv_bias: bool, ou
         weights[name] = torch.randn(parameter.shape, generator=generator)
         parameter.load(weights[name])
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
-    pages = -(-TOKENS // PAGE)
-    unused = (torch.empty(0), torch.empty(0))
-    cache = (torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan), torch.full((pages, KV_HEADS, PAGE, DIM), torch.nan))
-    positions = torch.arange(TOKENS)
-    batch = ForwardBatch(
-        input_ids=positions,
-        positions=positions,
-        query_start=torch.tensor([0, TOKENS], dtype=torch.int32),
-        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        block_tables=torch.arange(pages, dtype=torch.int32)[None],
-        slot_mapping=positions,
-        kv=[unused, cache],
-    )
+    batch = one_row(block.kv_spec(), layer=1)
     torch.testing.assert_close(block(x, batch, 1, TABLE), expected(x, weights, window), atol=2e-5, rtol=1e-5)

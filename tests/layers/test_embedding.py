@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.options import LayerOptions
 
 VOCAB, HIDDEN = 11, 8
 
@@ -20,7 +21,7 @@ def test_lookup_copies_and_converts() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_head_uses_the_embedding_and_returns_float32(dtype: torch.dtype, head_dtype: torch.dtype) -> None:
-    head = Head(VOCAB, HIDDEN, head_dtype)
+    head = Head(VOCAB, HIDDEN, LayerOptions(head_dtype))
     embedding = Embedding(VOCAB, HIDDEN, dtype, head=head)
     for seed in (0, 1):  # loading again reaches the head too
         weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
@@ -33,7 +34,7 @@ def test_a_tied_head_uses_the_embedding_and_returns_float32(dtype: torch.dtype, 
 
 
 def test_an_untied_float32_head_keeps_the_checkpoints_precision() -> None:
-    head = Head(VOCAB, HIDDEN, torch.float32)
+    head = Head(VOCAB, HIDDEN, LayerOptions(torch.float32))
     weight = torch.randn(VOCAB, HIDDEN)
     head.parameters()["lm_head.weight"].load(weight)
     hidden = torch.randn(3, HIDDEN).bfloat16()

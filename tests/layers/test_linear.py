@@ -7,6 +7,7 @@ import torch
 
 from tokserve import ops
 from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
 
@@ -21,14 +22,14 @@ def filled(layer: Linear, seed: int = 0) -> torch.Tensor:
 
 
 def test_shards_are_rows_of_one_product_in_declared_order() -> None:
-    layer = Linear(8, SHARDS, torch.float32)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32))
     weight = filled(layer)
     x = torch.randn(5, 8)
     torch.testing.assert_close(layer(x), x @ weight.T)
 
 
 def test_biases_belong_to_their_shard() -> None:
-    layer = Linear(8, SHARDS, torch.float32, bias=True)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32), bias=True)
     weight = filled(layer)
     parts = [torch.randn(size) for size in SHARDS.values()]
     for name, part in zip(SHARDS, parts, strict=True):
@@ -38,7 +39,7 @@ def test_biases_belong_to_their_shard() -> None:
 
 
 def test_parameters_say_name_shape_and_load() -> None:
-    layer = Linear(8, SHARDS, torch.float32, bias=True)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32), bias=True)
     parameters = layer.parameters()
     assert {name: parameter.shape for name, parameter in parameters.items()} == {
         "q_proj.weight": (6, 8), "q_proj.bias": (6,), "k_proj.weight": (2, 8), "k_proj.bias": (2,),
@@ -54,7 +55,7 @@ def test_parameters_say_name_shape_and_load() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 7), (3, 8), (8, 2), (2,), (1, 8)])
 def test_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
-    layer = Linear(8, SHARDS, torch.float32, bias=True)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32), bias=True)
     with pytest.raises(ValueError, match=rf"k_proj: expected .*\[2, 8\], found \[{', '.join(map(str, shape))}\]"):
         layer.load("k_proj", torch.zeros(shape))
     with pytest.raises(ValueError, match=r"k_proj: expected .*\[2\], found \[1\]"):
@@ -62,7 +63,7 @@ def test_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
 
 
 def test_unknown_shards_are_refused_by_name() -> None:
-    layer = Linear(8, SHARDS, torch.float32)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32))
     with pytest.raises(ValueError, match=r"gate_proj.*q_proj, k_proj, v_proj"):
         layer.load("gate_proj", torch.zeros(2, 8))
     with pytest.raises(ValueError, match="no bias"):
@@ -78,14 +79,14 @@ def test_the_unpacked_weight_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None
         return pack(weight.clone())
 
     monkeypatch.setattr(ops, "pack_linear", watched)
-    layer = Linear(8, SHARDS, torch.float32)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32))
     filled(layer)
     assert len(unpacked) == 1
     assert unpacked[0]() is None
 
 
 def test_loading_again_replaces() -> None:
-    layer = Linear(8, SHARDS, torch.float32)
+    layer = Linear(8, SHARDS, LayerOptions(torch.float32))
     filled(layer)
     weight = filled(layer, seed=1)
     x = torch.randn(2, 8)
@@ -93,7 +94,7 @@ def test_loading_again_replaces() -> None:
 
 
 def test_loads_convert_and_copy() -> None:
-    layer = Linear(8, {"down_proj": 4}, torch.bfloat16)
+    layer = Linear(8, {"down_proj": 4}, LayerOptions(torch.bfloat16))
     weight = torch.randn(4, 8)
     rounded = weight.bfloat16()
     layer.load("down_proj", weight)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.lora import LoraSlots, LowRank
-from tokserve.layers.mlp import GatedMLP
+from tokserve.layers.mlp import GatedMLP, MLPSpec
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED, QuantMethod
 
 SHARDS = {"q_proj": 6, "k_proj": 2, "v_proj": 4}
@@ -36,7 +37,7 @@ def low_rank(inputs: int, outputs: int, rank: int = 3) -> LowRank:
 
 
 def test_each_shard_has_what_its_adapter_adds() -> None:
-    layer = with_slots(Linear(8, SHARDS, torch.float32))
+    layer = with_slots(Linear(8, SHARDS, LayerOptions(torch.float32)))
     weight = filled(layer)
     added = {slot: {name: low_rank(8, size) for name, size in SHARDS.items() if name != left_out}
              for slot, left_out in ((0, "k_proj"), (2, ""))}  # fmt: skip
@@ -55,7 +56,7 @@ def test_each_shard_has_what_its_adapter_adds() -> None:
 
 
 def test_a_smaller_adapter_leaves_nothing_of_a_larger_one() -> None:
-    layer, other = (with_slots(Linear(8, {"o_proj": 5}, torch.float32)) for _ in range(2))
+    layer, other = (with_slots(Linear(8, {"o_proj": 5}, LayerOptions(torch.float32))) for _ in range(2))
     weight = filled(layer)
     other.load("o_proj", weight)
     large, small = low_rank(8, 5, rank=4), low_rank(8, 5, rank=2)
@@ -74,7 +75,7 @@ def test_a_smaller_adapter_leaves_nothing_of_a_larger_one() -> None:
 def test_rows_without_an_adapter_have_the_bits_of_the_fused_gate(
     quant: QuantMethod, activation: str, dtype: torch.dtype
 ) -> None:
-    mlp = GatedMLP(16, 24, dtype, activation=activation, bias=True, quant=quant)  # type: ignore[arg-type]
+    mlp = GatedMLP(16, MLPSpec(24, activation, bias=True), LayerOptions(dtype, quant))  # type: ignore[arg-type]
     for layer in (mlp.gate_up, mlp.down):
         filled(with_slots(layer))
         for shard, size in layer.shards.items():

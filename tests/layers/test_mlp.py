@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokserve.layers.mlp import GatedMLP
+from tokserve.layers.mlp import GatedMLP, MLPSpec
+from tokserve.layers.options import LayerOptions
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate_is_activated_and_multiplied_by_up(activation: str, bias: bool) -> None:
-    mlp = GatedMLP(6, 10, torch.float32, activation=activation, bias=bias)  # type: ignore[arg-type]
+    mlp = GatedMLP(6, MLPSpec(10, activation, bias), LayerOptions(torch.float32))  # type: ignore[arg-type]
     weights = {}
     for name, parameter in mlp.parameters().items():
         weights[name] = torch.randn(parameter.shape)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.norm import NormSpec, RMSNorm
 
 
 def test_norm_alone_and_with_the_residual() -> None:
-    norm = RMSNorm(8, 1e-2, torch.float32)
+    norm = RMSNorm(8, NormSpec(1e-2), torch.float32)
     weight = torch.randn(8)
     norm.parameters()["weight"].load(weight)
     x, residual = torch.randn(3, 8), torch.randn(3, 8)
@@ -23,4 +23,4 @@ def test_norm_alone_and_with_the_residual() -> None:
 
 def test_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[8\], found \[1\]"):
-        RMSNorm(8, 1e-6, torch.float32).load(torch.ones(1))
+        RMSNorm(8, NormSpec(1e-6), torch.float32).load(torch.ones(1))

@@ -5,6 +5,7 @@ import torch
 
 from tokserve import ops
 from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED
 
 SHARDS = {"q_proj": 6, "k_proj": 2}
@@ -21,7 +22,7 @@ def filled(layer: Linear) -> torch.Tensor:
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 def test_int8_is_the_op_on_the_whole_weight(bias: bool, out_dtype: torch.dtype | None) -> None:
-    layer = Linear(40, SHARDS, torch.bfloat16, bias=bias, quant=METHODS["int8"])
+    layer = Linear(40, SHARDS, LayerOptions(torch.bfloat16, METHODS["int8"]), bias=bias)
     weight = filled(layer).bfloat16()
     if bias:
         for name, size in SHARDS.items():
@@ -32,7 +33,7 @@ def test_int8_is_the_op_on_the_whole_weight(bias: bool, out_dtype: torch.dtype |
 
 def test_a_scale_belongs_to_one_output() -> None:
     """A large row costs its neighbours no precision."""
-    layer = Linear(64, SHARDS, torch.float32, quant=METHODS["int8"])
+    layer = Linear(64, SHARDS, LayerOptions(torch.float32, METHODS["int8"]))
     weights = [torch.randn(size, 64) for size in SHARDS.values()]
     weights[0][3] *= 1000
     for name, weight in zip(SHARDS, weights, strict=True):

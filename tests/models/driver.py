@@ -24,14 +24,20 @@ class Driver:
         self.lengths = [0] * rows
         self.kv = []
         for spec in decoder.kv_specs():
-            shape = (rows * per_row, spec.heads, PAGE, spec.dim)
             dtype = getattr(torch, spec.dtype)
-            self.kv.append((torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)))
+            self.kv.append(
+                tuple(torch.full((rows * per_row, *shape), torch.nan, dtype=dtype) for shape in spec.shapes(PAGE))
+            )
 
-    def step(self, work: dict[int, Sequence[int]], ends: Sequence[int] | None = None) -> list[Tensor]:
+    def step(
+        self,
+        work: dict[int, Sequence[int]],
+        ends: Sequence[int] | None = None,
+        embeds: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Tensor]:
         """Append tokens to rows {row: ids}; the logits of each row's new positions [n, vocab].
 
-        `ends`: of the last position of these rows only, by their place in `work`.
+        `ends`: of the last position of these rows only, by their index in `work`.  `embeds`: as in a `ForwardBatch`.
         """
         positions = [torch.arange(self.lengths[row], self.lengths[row] + len(ids)) for row, ids in work.items()]
         slots = [self.tables[row][p // PAGE].long() * PAGE + p % PAGE for row, p in zip(work, positions, strict=True)]
@@ -47,6 +53,7 @@ class Driver:
             block_tables=self.tables[list(work)],
             slot_mapping=torch.cat(slots),
             kv=self.kv,
+            embeds=embeds,
         )
         if ends is not None:
             index = torch.tensor(ends, dtype=torch.int64)

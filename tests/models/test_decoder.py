@@ -11,7 +11,7 @@ import torch
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.kv_spec import KVSpec
 from tokserve.models.decoder import Decoder
-from tokserve.models.dummy import tiny_config
+from tokserve.models.dummy import FAMILIES, tiny_config
 from tokserve.models.load import load
 
 
@@ -44,7 +44,7 @@ def test_parameters_have_the_names_of_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("kernels")
 def test_chunks_decoding_and_company_do_not_change_a_bit(family: str, dtype: str) -> None:
     decoder = made(family, dtype)
@@ -74,3 +74,28 @@ def test_to_want_few_hidden_states_changes_no_bit(dtype: str) -> None:
     assert some.step(more, ends=[]) == []
     last = {0: [1], 1: [2], 2: [3]}  # reads what the steps before have stored
     assert torch.equal(torch.cat(some.step(last)), torch.cat(every.step(last)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("kernels")
+def test_given_embeddings_take_the_place_of_the_ids(family: str, dtype: str) -> None:
+    decoder = made(family, dtype)
+    ids, placeholder = random_ids(40, 320), 7
+    whole = prefill(decoder, ids)
+    given = decoder.embedding(torch.tensor(ids))
+    rows = [*range(3, 9), 20, 39]
+    hidden = [placeholder if row in rows else token for row, token in enumerate(ids)]
+    assert not torch.equal(prefill(decoder, hidden), whole)
+
+    def embeds(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        within = [row for row in rows if start <= row < stop]
+        return torch.tensor(within) - start, given[within].float()
+
+    driver = Driver(decoder, length=len(ids))
+    assert torch.equal(driver.step({0: hidden}, embeds=embeds(0, 40))[0], whole)
+    chunks = Driver(decoder, length=len(ids))
+    parts = [chunks.step({0: hidden[a:b]}, embeds=embeds(a, b))[0] for a, b in ((0, 5), (5, 39), (39, 40))]
+    assert torch.equal(torch.cat(parts), whole)
+    ends = Driver(decoder, length=len(ids)).step({0: hidden}, ends=[0], embeds=embeds(0, 40))
+    assert torch.equal(ends[0], whole[-1:])

@@ -11,7 +11,6 @@ from tokserve.models import dummy, weights
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
 from tokserve.models.load import load
-from tokserve.models.registry import decoder_spec
 
 
 def made(family: str, **changes: object) -> Decoder:
@@ -58,5 +57,5 @@ def test_written_dtype_and_configuration(tmp_path: Path) -> None:
     assert checkpoint.hf_config(directory) == hf
     found = weights.catalogue(directory)
     assert {entry.dtype for entry in found.values()} == {torch.bfloat16}
-    wanted = Decoder(decoder_spec(hf), torch.bfloat16, torch.bfloat16, torch.empty(0)).parameters_by_name()
+    wanted = made("qwen2").parameters_by_name()
     assert {name: entry.shape for name, entry in found.items()} == {n: p.shape for n, p in wanted.items()}

@@ -210,14 +210,14 @@ def test_the_model_outlives_its_files(tmp_path: Path) -> None:
     assert torch.equal(prefill(decoder, IDS), expected)
 
 
-def test_pouring_again_replaces_the_weights(tmp_path: Path) -> None:
+def test_loading_again_replaces_the_weights(tmp_path: Path) -> None:
     """What a live update does: the same steps with other tensors."""
     decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0))
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
     wanted = decoder.parameters_by_name()
     tensors = stored(new)
     weights.check(tensors, wanted, "the update")
-    weights.pour(tensors.items(), wanted)
+    weights.load_into(wanted, tensors.items())
     assert torch.equal(prefill(decoder, IDS), logits(new))
 
 
@@ -255,7 +255,7 @@ def test_int8_takes_a_new_weight_and_says_what_it_keeps(tmp_path: Path) -> None:
     decoder = opened(write_checkpoint(tmp_path / "old", TIED, seed=0), quantization="int8")
     new = write_checkpoint(tmp_path / "new", TIED, seed=1)
     wanted = decoder.parameters_by_name()
-    weights.pour(stored(new).items(), wanted)
+    weights.load_into(wanted, stored(new).items())
     assert torch.equal(prefill(decoder, IDS), logits(new, quantization="int8"))
     kept = {name: parameter.dtype for name, parameter in wanted.items()}
     assert kept["model.layers.0.mlp.up_proj.weight"] == torch.int8

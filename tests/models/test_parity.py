@@ -44,6 +44,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-untied-biases": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 32}),
     "qwen3-mixed": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-untied-biases": (
+        "gemma3_text",
+        {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 32, "layer_types": MIXED},
+    ),
+    "gemma3-older": (
+        "gemma3_text",
+        {
+            "rope_parameters": None,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 5e3,
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
     "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
     "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
@@ -91,7 +108,7 @@ def test_float32_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert torch.equal(prefill(ours(tmp_path / "theirs"), ids), found)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", "rope-yarn"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3", "gemma3", "rope-yarn"])
 @pytest.mark.usefixtures("kernels")
 def test_greedy_decoding_equals_transformers(name: str, tmp_path: Path) -> None:
     family, changes = CASES[name]
@@ -151,7 +168,7 @@ def sharp_checkpoint(directory: Path, family: str) -> Path:
     return write_checkpoint(directory, tiny_config(family, dtype="bfloat16", **sizes), seed=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
 @pytest.mark.usefixtures("kernels")
 def test_bfloat16_is_as_near_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
     directory = sharp_checkpoint(tmp_path, family)

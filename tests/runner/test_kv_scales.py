@@ -175,7 +175,7 @@ def test_a_request_in_flight_goes_on_on_what_its_pages_meant(tmp_path: Path, in_
 
 
 def test_pages_are_scaled_anew_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokserve.runner.kvcache.RESCALED", 100)
+    monkeypatch.setattr("tokserve.runner.kvcache.RESCALE_CHUNK", 100)
     numbers = torch.randn(2, 7, 2, 4, 8, generator=torch.Generator().manual_seed(0)) * 20
     keys, values = numbers.to(torch.float8_e4m3fn).unbind()
     before = keys.clone().float(), values.clone().float()

@@ -84,3 +84,14 @@ def test_memory_is_reserved_but_not_touched() -> None:
 def test_more_than_the_address_space_is_a_start_error() -> None:
     with pytest.raises(StartError, match="--kv-cache-memory-bytes"):
         kvcache.allocate(KVLayout(SPECS, 1 << 55, 16))
+
+
+def test_memory_is_the_sum_of_the_specs_tensors() -> None:
+    layout = KVLayout(SPECS, 3, 16)
+    caches = kvcache.allocate(layout)
+    for spec, tensors in zip(SPECS, caches, strict=True):
+        assert [tuple(tensor.shape[1:]) for tensor in tensors] == list(spec.shapes(16))
+        assert sum(tensor.nbytes for tensor in tensors) == 3 * spec.block_bytes(16)
+    assert layout.bytes() == sum(tensor.nbytes for tensors in caches for tensor in tensors) == 3 * BLOCK_BYTES
+    on_device = kvcache.allocate_on(torch.device("cpu"), layout, spare=1)
+    assert [t.shape[0] for tensors in on_device for t in tensors] == [4] * 4

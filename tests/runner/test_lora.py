@@ -85,7 +85,7 @@ def scores(runner: Runner, facts: DeviceFacts, ids: list[int], adapter: int) -> 
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "gemma3_text"])
 def test_logprobs_are_those_of_transformers_with_merged_weights(family: str, tmp_path: Path) -> None:
     hf = tiny_config(family, **({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
     base = write_checkpoint(tmp_path / "base", hf)

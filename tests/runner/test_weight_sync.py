@@ -27,7 +27,7 @@ from tests.runner.drive import Driver, Job
 from tokserve.config import Config
 from tokserve.errors import Conflict, Forbidden, RequestError, TransferFailed
 from tokserve.models.dummy import tiny_config, write_checkpoint
-from tokserve.models.staging import is_finite
+from tokserve.models.formats.base import is_finite
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts
 from tokserve.rl import broadcast, checksums
@@ -66,9 +66,9 @@ class Bench:
         assert self.want_old != self.want_new
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3_text"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """qwen3 is tied and has norms of its own, llama is not."""
+    """qwen3 is tied and has norms of queries and keys, llama neither; gemma3_text stores norms without their offset."""
     return Bench(tmp_path_factory.mktemp("weights"), request.param)
 
 

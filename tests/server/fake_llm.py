@@ -1,7 +1,7 @@
 """An AsyncLLM with scripted tokens and a byte-level tokenizer, and an ASGI caller that can hang up.
 
-`FakeLLM` keeps the client's contract (deltas, aborts, the engine's death) without an engine; the checks of its
-inputs and the `text` classes are the real ones.
+`FakeLLM` has the client's own checks, request states and streams; what it scripts are the engine's outputs, and the
+engine's death.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -19,21 +19,23 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.outputs import Output, pack
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import Inputs, Order, Prepared, bare_id
-from tokserve.client.outputs import ChoiceOutput, Logprobs, StepStats, join_logprobs
+from tokserve.client.inputs import GenerateRequest, Inputs, bare_id
+from tokserve.client.outputs import ChoiceOutput, Logprobs, StepStats
+from tokserve.client.request_state import RequestState
+from tokserve.client.requests import Requests
+from tokserve.client.stream import Stream
 from tokserve.config import Config
 from tokserve.errors import Conflict, EngineDead, RequestError
-from tokserve.messages import Ready, Status, unpack_ids
+from tokserve.messages import EngineRequest, Finish, Ready, Status, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
 from tokserve.server.counters import Place
-from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
 
 EOS = 0
 NOWHERE = 7  # a token whose logprob is -inf
-OPTIONS = ("stream", "text", "priority", "cache_salt", "deadline_ms", "queue_timeout_ms", "adapter")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}{{ name | default('assistant') }}:{% endif %}"
@@ -86,8 +88,7 @@ def columns(tokens: Sequence[int], top: int, named: Sequence[int]) -> Logprobs:
     )
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """What was sent for one prompt."""
 
     prompt: list[int]
@@ -96,22 +97,19 @@ class Call:
     options: dict[str, Any]
 
 
-class FakeStream:
-    """A scripted stream; `llm.hold` stops it before the next token, for as long as it is set."""
+class FakeStream(Stream):
+    """A stream whose tokens come as soon as it has a consumer; `llm.hold` stops it before the next token."""
 
-    def __init__(self, llm: FakeLLM, call: Call, key: str, seed: int) -> None:
-        self.llm, self.params, self.request_id, self.key, self.seed = llm, call.params, call.request_id, key, seed
-        self.prompt_ids = call.prompt
-        self.streamed, self.with_text = call.options["stream"], call.options["text"]
-        self.closed = False
+    def __init__(self, llm: FakeLLM, state: RequestState, call: Call, name: str) -> None:
+        engine_requests, state.engine_requests = state.engine_requests, ()
+        super().__init__(llm, state)
+        self.llm, self.state, self.call, self.name = llm, state, call, name
+        self.listen = self._listen  # type: ignore[method-assign]
         self.abort_reason: str | None = None
         self.wake = asyncio.Event()
-        self.group = ""
         self.stalls: list[bool] = []
-        self._line: deque[ChoiceOutput] = deque()
-        self._choices = [_Choice(self, index) for index in range(self.params.n)]
-        self._error: Exception | None = None
-        self._playing: asyncio.Task[None] | None = None
+        self.playing: asyncio.Task[None] | None = None
+        self._choices = [_Choice(self, request, index) for index, request in enumerate(engine_requests)]
 
     async def accepted(self) -> None:
         while self.llm.undecided and not self.llm.dead:
@@ -119,62 +117,33 @@ class FakeStream:
         if self.llm.dead:
             raise self.llm.dead
         if self.llm.refuse is not None:
-            self._forget(self.llm.refused)
+            self.llm.forget(self, self.llm.refused)
             raise self.llm.refuse
 
-    def stall(self, stalled: bool) -> None:
-        self.stalls.append(stalled)
+    def _listen(self, listener: Callable[[], None] | None) -> None:
+        self.state.listen(listener)
+        self._play()
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        self._playing = asyncio.create_task(self._play(listener))
+    async def __anext__(self) -> ChoiceOutput:
+        self._play()
+        return await super().__anext__()
 
-    async def _play(self, listener: Callable[[], None]) -> None:
-        """Turn after turn, each told once; a listener that does not take them gets everything at once later."""
-        try:
-            while going := [choice for choice in self._choices if choice.end is None]:
-                await self._turn()
-                for choice in going:
-                    delta = choice.step(self.abort_reason)
-                    if self.streamed or choice.end is not None:
-                        self._line.append(delta if self.streamed else choice.whole())
-                listener()
-        except Exception as error:
-            self._error = error
-            listener()
+    def _play(self) -> None:
+        if self.playing is None:
+            self.playing = asyncio.create_task(self._serve())
 
-    def take(self) -> Iterator[ChoiceOutput]:
-        while self._line:
-            delta = self._line.popleft()
-            if self.ended:
-                self._forget(self.llm.ended)
-            yield delta
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def ended(self) -> bool:
-        return not self._line and all(choice.end is not None for choice in self._choices)
-
-    async def __aiter__(self) -> AsyncIterator[ChoiceOutput]:
-        news = asyncio.Event()
-        self.listen(news.set)
-        while not self.ended:
-            await news.wait()
-            news.clear()
-            for delta in self.take():
-                yield delta
-
-    async def aclose(self) -> None:
-        if not self.closed and any(choice.end is None for choice in self._choices):
-            self._forget(self.llm.left)
-        self._forget(self.llm.ended)
-        if self._playing is not None:
-            self._playing.cancel()
-        self.closed = True
-
-    def _forget(self, where: set[str]) -> None:
-        if self.llm.streams.pop(self.key, None) is not None:
-            where.add(self.key)
+    async def _serve(self) -> None:
+        """Turn after turn, a token of each choice; a consumer that does not take them gets them merged later."""
+        while going := [choice for choice in self._choices if choice.finish is None]:
+            await self._turn()
+            if self.llm.dead:
+                return self.state.fail(self.llm.dead)
+            stopped = self.llm.requests.receive(pack([choice.row(self.abort_reason) for choice in going], StepStats()))
+            ends = [choice.row("abort_stop_string") for choice in going if choice.request.request_id in stopped]
+            self.llm.requests.receive(pack(ends, StepStats()))
+            if self.state.num_open == 0:
+                self.llm.forget(self, self.llm.ended)
+            self.llm.requests.notify()
 
     async def _turn(self) -> None:
         """One engine step, or the wait for one."""
@@ -182,82 +151,57 @@ class FakeStream:
         while self.llm.hold and self.abort_reason is None and self.llm.dead is None:
             self.wake.clear()
             await self.wake.wait()
-        if self.llm.dead:
-            raise self.llm.dead
 
 
 class _Choice:
-    def __init__(self, stream: FakeStream, index: int) -> None:
-        p = stream.params
-        self.stream, self.index, self.params = stream, index, p
-        self.script = stream.llm.script(stream.prompt_ids, index)
-        self.limit = min(p.max_tokens or 10**9, stream.llm.ready.max_model_len - len(stream.prompt_ids))
-        self.detokenizer = None
-        if stream.with_text or p.stop_strings():
-            self.detokenizer = Detokenizer(
-                TOKENIZER,
-                p.stop_strings(),
-                include_stop=p.include_stop_str_in_output,
-                skip_special=p.skip_special_tokens,
-            )
-        self.parts: list[ChoiceOutput] = []
-        self.end: str | None = None
-        self.stop_reason: Any = None
+    """A choice in the engine."""
 
-    def step(self, abort_reason: str | None) -> ChoiceOutput:
-        place = sum(len(part.token_ids) for part in self.parts)
-        tokens, detail = [], None
+    def __init__(self, stream: FakeStream, request: EngineRequest, index: int) -> None:
+        assert isinstance(request.task, SamplingParams)
+        self.llm, self.prompt, self.request, self.index = stream.llm, stream.call.prompt, request, index
+        self.params = request.task
+        self.script = self.llm.script(self.prompt, index)
+        self.limit = min(self.params.max_tokens or 10**9, self.llm.ready.max_model_len - len(self.prompt))
+        self.length = 0
+        self.finish: Finish | None = None
+
+    def row(self, abort_reason: str | None) -> Output:
+        """The next token, or the end."""
+        p, prompt = self.params, self.prompt
+        named = p.logprob_token_ids or []
+        tokens: list[int] = []
+        is_first = self.length == 0
         if abort_reason:
-            detail, self.end = abort_reason, "abort"
-        elif self.stream.llm.fails(self.index):
-            detail, self.end = "nan", "error"
+            self._end("abort", abort_reason)
+        elif self.llm.fails(self.index):
+            self._end("error", "nan", message="the logits are not finite")
         else:
-            tokens, detail = [self.script[place]], self._ended(self.script[place], place + 1)
-        text, hit = self.detokenizer.push(tokens, detail is not None) if self.detokenizer else ("", None)
-        if hit:
-            detail, self.end, self.stop_reason = "stop_string", "stop", hit.text
-        delta = self._delta(tokens, text, detail, place)
-        self.parts.append(delta)
-        return delta
+            tokens = [self.script[self.length]]
+            self.length += 1
+            self._end_after(tokens[0])
+        output = Output(self.request.request_id, tokens, finish=self.finish)
+        if tokens and (p.logprobs is not None or named):
+            output.logprobs = columns(tokens, _width(p.logprobs), named)
+        if is_first:
+            output.cached = max(0, self.llm.cached - self.index)  # each a token less
+            if p.prompt_logprobs is not None and len(prompt) > 1 and not abort_reason:
+                first = max(1, p.prompt_logprobs_start)
+                output.prompt_logprobs = columns(prompt[first:], _width(p.prompt_logprobs), [])
+        if self.finish:
+            output.spans = [("0", 0, self.length)]
+        return output
 
-    def _ended(self, token: int, length: int) -> str | None:
+    def _end_after(self, token: int) -> None:
         p = self.params
         if token == EOS and not p.ignore_eos:
-            detail, self.end = "eos", "stop"
+            self._end("stop", "eos")
         elif token in p.stop_token_ids:
-            detail, self.end, self.stop_reason = "stop_token", "stop", token
-        elif length >= self.limit:
-            detail, self.end = "max_tokens" if length == p.max_tokens else "context", "length"
-        else:
-            return None
-        return detail
+            self._end("stop", "stop_token", token)
+        elif self.length >= self.limit:
+            self._end("length", "max_tokens" if self.length == p.max_tokens else "context")
 
-    def _delta(self, tokens: list[int], text: str, detail: str | None, place: int) -> ChoiceOutput:
-        p, prompt = self.params, self.stream.prompt_ids
-        named = p.logprob_token_ids or []
-        wanted = p.logprobs is not None or bool(named)
-        delta = ChoiceOutput(self.index, tokens, text if self.stream.with_text else None)
-        delta.logprobs = columns(tokens, _width(p.logprobs), named) if wanted and tokens else None
-        if place == 0 and p.prompt_logprobs is not None and len(prompt) > 1 and self.end != "abort":
-            first = max(1, p.prompt_logprobs_start)
-            delta.prompt_logprobs = columns(prompt[first:], _width(p.prompt_logprobs), [])
-        delta.cached_tokens = max(0, self.stream.llm.cached - self.index) if place == 0 else 0  # each a token less
-        if detail:
-            delta.finish_reason, delta.stop_detail, delta.stop_reason = self.end, detail, self.stop_reason
-            delta.weight_versions = [("0", 0, place + len(tokens))]
-            delta.times = (0.001, 0.25, 1.25)
-            delta.message = "the logits are not finite" if self.end == "error" else None
-        return delta
-
-    def whole(self) -> ChoiceOutput:
-        """All parts as one."""
-        first, last = self.parts[0], self.parts[-1]
-        last.token_ids = [token for part in self.parts for token in part.token_ids]
-        last.text = "".join(part.text or "" for part in self.parts) if last.text is not None else None
-        rows = [part.logprobs for part in self.parts if part.logprobs is not None]
-        last.logprobs = join_logprobs(rows)
-        last.prompt_logprobs, last.cached_tokens = first.prompt_logprobs, first.cached_tokens
-        return last
+    def _end(self, reason: str, detail: str, stop: int | None = None, message: str | None = None) -> None:
+        self.finish = Finish(reason, detail, stop, message, queued=0.001, first_token=0.25, total=1.25)
 
 
 def _width(asked: int | None) -> int:
@@ -286,6 +230,7 @@ class FakeLLM:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # verbs with their arguments
     answers: dict[str, Any] = field(default_factory=dict)  # by verb; an exception is raised
     streams: dict[str, FakeStream] = field(default_factory=dict)
+    made: list[FakeStream] = field(default_factory=list)  # all streams
     left: set[str] = field(default_factory=set)  # streams closed before their end
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
@@ -298,7 +243,9 @@ class FakeLLM:
         self.inputs = Inputs(self.config, self.ready, lambda: self.tokenizer)
         self.refreshed = 0
         self.news: list[Status] = []  # what a refresh brings
-        self._orders: dict[str, Order] = {}
+        self.requests = Requests()
+        self._calls: dict[RequestState, Call] = {}  # prepared, and perhaps never sent
+        self._last_call = 0
 
     @property
     def down(self) -> EngineDead | None:
@@ -308,31 +255,55 @@ class FakeLLM:
     def num_inflight(self) -> int:
         return len(self.streams)
 
-    def prepare(self, order: Order) -> Prepared:
+    def prepare(self, request: GenerateRequest) -> RequestState:
         if self.down:
             raise self.down
-        prepared = self.inputs.prepare(order)
-        self._orders[prepared.adds[0].rid] = order
-        return prepared
+        state = self.inputs.prepare(request)
+        assert isinstance(request.task, SamplingParams)
+        options = msgspec.structs.asdict(request.options) | {"text": request.text}
+        self._calls[state] = Call(unpack_ids(state.prompt.ids), request.task, request.request_id, options)
+        return state
 
-    def submit(self, prepared: Sequence[Prepared], group_id: str = "", client: str = "") -> list[FakeStream]:
-        """`streams` are by key, and the number of their first choice if there are several."""
-        key = prepared[0].key
-        if self._of(key):
-            raise Conflict(f"request_id {key!r} is in use", field="request_id", code="duplicate_id")
-        made = []
-        for each in prepared:
-            order = self._orders.pop(each.adds[0].rid)
-            options = {name: getattr(order, name) for name in OPTIONS}
-            self.calls.append(Call(unpack_ids(each.prompt), order.params, each.request_id, options))
-            name = key if len(prepared) == 1 else f"{key}-{len(made)}"
-            made.append(FakeStream(self, self.calls[-1], name, each.seed))
-            made[-1].group = group_id
-            self.streams[name] = made[-1]
-        return made
+    def submit(self, states: Sequence[RequestState], client: str = "") -> list[FakeStream]:
+        """`streams` are by id, and the number of their prompt if there are several."""
+        bare = bare_id(states[0].request_id)
+        if self._of(bare):
+            raise Conflict(f"request_id {bare!r} is in use", field="request_id", code="duplicate_id")
+        self._last_call += 1
+        self.requests.add(self._last_call, states)
+        for index, state in enumerate(states):
+            self.calls.append(self._calls.pop(state))
+            name = bare if len(states) == 1 else f"{bare}-{index}"
+            self.streams[name] = FakeStream(self, state, self.calls[-1], name)
+            self.made.append(self.streams[name])
+        return self.made[-len(states) :]
 
-    def _of(self, key: str) -> list[FakeStream]:
-        return [stream for stream in self.streams.values() if bare_id(stream.request_id) == key]
+    def forget(self, stream: FakeStream, where: set[str]) -> None:
+        """A stream has come to an end of this kind."""
+        if self.streams.pop(stream.name, None) is not None:
+            where.add(stream.name)
+
+    def _stream(self, state: RequestState) -> FakeStream | None:
+        return next((stream for stream in self.streams.values() if stream.state is state), None)
+
+    def release(self, state: RequestState) -> None:
+        stream = self._stream(state)
+        self.requests.abandon(state)
+        if stream is not None:
+            self.forget(stream, self.left)
+            if stream.playing is not None:
+                stream.playing.cancel()
+
+    def release_soon(self, state: RequestState) -> None:
+        """Dropped streams make no more tokens once the loop has ended."""
+
+    def stall(self, state: RequestState, stalled: bool) -> None:
+        stream = self._stream(state)
+        if stream is not None:
+            stream.stalls.append(stalled)
+
+    def _of(self, bare: str) -> list[FakeStream]:
+        return [stream for stream in self.streams.values() if bare_id(stream.request_id) == bare]
 
     async def abort(self, request_ids: Sequence[str], reason: str = "abort_user") -> dict[str, str]:
         if self.dead:
@@ -348,7 +319,7 @@ class FakeLLM:
         return found
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
-        streams = [stream for stream in self.streams.values() if stream.group == group_id]
+        streams = [stream for stream in self.streams.values() if stream.call.options["group_id"] == group_id]
         return await self.abort([bare_id(stream.request_id) for stream in streams], reason)
 
     async def abort_all(self, reason: str = "abort_user") -> dict[str, str]:
@@ -372,9 +343,9 @@ class FakeLLM:
     def die(self) -> None:
         """The engine is gone."""
         self.dead = EngineDead("the engine process ended", private="signal 9")
-        self.release()
+        self.wake()
 
-    def release(self) -> None:
+    def wake(self) -> None:
         """End a hold."""
         self.hold = False
         for stream in self.streams.values():

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fake_llm import Caller, Site, site
-from tokserve.client.inputs import Order
+from tests.server.fake_llm import VOCAB, Caller, Site, site
+from tokserve.client.inputs import GenerateRequest, token_prompt
 from tokserve.params import SamplingParams
 
 GENERATE = "/inference/v1/generate"
@@ -77,7 +77,7 @@ def test_what_asks_for_nothing_is_as_good_as_absent(unsaid: dict[str, Any]) -> N
         answer = await client.post(ROUTES[0], json={"request_ids": ["a"]} | unsaid)
         assert answer.json() == {"aborted": 1, "results": {"a": "aborted"}}
         await a.task
-        s.llm.release()
+        s.llm.wake()
         await b.task
 
     play(scene)
@@ -189,7 +189,7 @@ def test_a_group() -> None:
         assert not other.task.done()
         again = await client.post("/abort_requests", json={"group_id": "g"})
         assert again.json() == {"aborted": 0, "results": {}}
-        s.llm.release()
+        s.llm.wake()
         await other.task
         assert b'"finish_reason":"length"' in other.writes[0]
 
@@ -200,7 +200,10 @@ def test_a_group() -> None:
 def test_all() -> None:
     async def scene(s: Site, client: httpx.AsyncClient) -> None:
         callers = [await begin(s, rid) for rid in ("a", "b")]
-        [other] = s.llm.submit([s.llm.prepare(Order([5], SamplingParams(), "of another front end"))])
+        request = GenerateRequest(
+            request_id="of another front end", prompt=token_prompt([5], VOCAB), task=SamplingParams()
+        )
+        [other] = s.llm.submit([s.llm.prepare(request)])
         answer = await client.post("/abort_requests", json={"all": True})
         expected = dict.fromkeys(["a", "b", "of another front end"], "aborted")
         assert answer.json() == {"aborted": 3, "results": expected}

@@ -270,7 +270,7 @@ def test_msgpack_both_ways() -> None:
 
 def test_large_conversations_are_rendered_in_a_thread() -> None:
     s = site(says("a"), max_model_len=50_000)
-    s.llm.inputs._ready = msgspec.structs.replace(s.llm.ready, num_blocks=5000)
+    s.llm.inputs.ready = msgspec.structs.replace(s.llm.ready, num_blocks=5000)
     assert ask(s, [{"role": "user", "content": "x" * 40_000}])["usage"]["prompt_tokens"] > 40_000
 
 

@@ -60,9 +60,9 @@ def test_the_engine_is_told() -> None:
     seen = []
     start = s.llm.submit
 
-    def submit(prepared: Any, group_id: str = "", client: str = "") -> Any:
+    def submit(states: Any, client: str = "") -> Any:
         seen.append(client)
-        return start(prepared, group_id, client)
+        return start(states, client)
 
     s.llm.submit = submit  # type: ignore[method-assign]
     assert s.post(GENERATE, body, headers={"X-Real-IP": "1.2.3.4"}).status_code == 200

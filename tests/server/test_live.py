@@ -9,7 +9,7 @@ from tests.server.fake_llm import site
 def test_it_is_the_engines_answer() -> None:
     s = site()
     engine = Engine()
-    engine.add("a", [3, 4, 5], max_tokens=9, group="g")
+    engine.add("a", [3, 4, 5], max_tokens=9, group_id="g")
     engine.call("requests", limit=100)
     s.llm.answers["requests"] = answer = engine.replies[-1].result
     assert [row["request_id"] for row in answer["requests"]] == ["a"]

@@ -467,7 +467,7 @@ def test_a_stream_begins_before_there_is_a_token() -> None:
         caller = Caller(s, RESPONSES, {"input": "x", "stream": True, "max_output_tokens": 2})
         await caller.wait_for(lambda c: bool(c.writes))
         begun = caller.writes[0]
-        s.llm.release()
+        s.llm.wake()
         await caller.task
         put_together(events(b"".join(caller.writes).decode()))
         return begun

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.fake_llm import Caller, FakeStream, Site, columns, ids, parse_events, says, site
+from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
 from tokserve.server import holes, logprobs, sse, tokens
@@ -200,7 +200,7 @@ def test_silence_is_filled_with_comments() -> None:
         s.llm.hold = True
         caller = Caller(s, GENERATE, BODY | {"stream": True})
         await caller.wait_for(lambda c: len(c.writes) >= 3)
-        s.llm.release()
+        s.llm.wake()
         await caller.task
         await asyncio.sleep(0.05)  # nothing may come after the end
         return caller
@@ -275,14 +275,14 @@ def test_a_slow_reader_is_waited_for_and_then_gets_everything_in_one_write() -> 
     async def scene() -> list[bytes]:
         s = site()
         caller = SlowReader(s, GENERATE, BODY | {"stream": True, "sampling_params": {"max_tokens": 20}})
-        await caller.wait_for(lambda _: any(len(stream._line) == 18 for stream in s.llm.streams.values()))
+        await caller.wait_for(lambda _: any(len(stream.state.choices[0]._token_ids) == 18 for stream in s.llm.made))
         assert len(caller.writes) == 2
         caller.going.set()
         await caller.task
         return caller.writes
 
     writes = asyncio.run(scene())
-    assert [write.count(b"data: {") for write in writes] == [1, 1, 18, 0]
+    assert [write.count(b"data: {") for write in writes] == [1, 1, 1, 0]
     events = parse_events(b"".join(writes).decode())
     assert len(joined(events)[0]["token_ids"]) == 20
 
@@ -292,17 +292,11 @@ def test_a_stream_that_nobody_reads_makes_no_tokens_until_it_is_read(monkeypatch
         s = site()
         body = BODY | {"stream": True, "request_id": "slow", "sampling_params": {"max_tokens": 40, "n": 2}}
         caller = SlowReader(s, GENERATE, body)
-        await caller.wait_for(lambda _: bool(stalls()))
+        await caller.wait_for(lambda _: any(stream.stalls for stream in s.llm.made))
         caller.going.set()
         await caller.task
-        return stalls(), s
+        return [stalled for stream in s.llm.made for stalled in stream.stalls], s
 
-    def stalls() -> list[bool]:
-        return [stalled for stream in made for stalled in stream.stalls]
-
-    made: list[FakeStream] = []
-    start = FakeStream.__init__
-    monkeypatch.setattr(FakeStream, "__init__", lambda self, *args: (start(self, *args), made.append(self))[0])
     monkeypatch.setattr(sse, "PATIENCE", 0.01)
     seen, s = asyncio.run(scene())
     assert seen == [True, False] and s.llm.ended == {"slow"}

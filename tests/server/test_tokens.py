@@ -314,7 +314,7 @@ def test_a_duplicate_of_an_id_in_flight_is_409() -> None:
         async with s.client() as client:
             answer = await client.post(GENERATE, json=body() | {"request_id": "a"})
             assert answer.status_code == 409 and answer.json()["error"]["param"] == "request_id"
-            s.llm.release()
+            s.llm.wake()
             await first.task
             assert first.status == 200
             assert (await client.post(GENERATE, json=body() | {"request_id": "a"})).status_code == 200
@@ -418,7 +418,7 @@ def test_draining_refuses_new_requests_only() -> None:
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
             assert answer.json()["error"]["type"] == "overloaded_error"
             assert (await client.get("/health")).status_code == 200
-        s.llm.release()
+        s.llm.wake()
         await old.task
         assert old.status == 200
 

@@ -14,7 +14,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from tokserve.engine.grammar import Compiler, Matcher
+from tests.engine.grammars import Matcher
+from tokserve.engine.grammar import Compiler
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
 from tokserve.text import forced
@@ -146,7 +147,7 @@ def follows(compiler: Compiler, marks: str, asked: StructuredOutputs, text: str)
             made.advance(token)
     except RequestError:
         return False
-    return bool(made.words[0] & 1)  # EOS
+    return bool(made.bits[0] & 1)  # EOS
 
 
 def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -200,7 +201,7 @@ def test_whatever_is_written_is_read_back(compilers: dict[str, Compiler], form: 
         made = Matcher(compilers[marks].compile(either(marks, form, {"json": VERDICT})), ends=True)
         chance, tokens = random.Random(seed), []
         while len(tokens) < 400:
-            allowed = np.flatnonzero(np.unpackbits(made.words.view(np.uint8), bitorder="little")).tolist()
+            allowed = np.flatnonzero(np.unpackbits(made.bits.view(np.uint8), bitorder="little")).tolist()
             token = 0 if 0 in allowed else chance.choice(allowed)
             if token == 0:
                 break

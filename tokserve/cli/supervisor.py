@@ -76,7 +76,7 @@ class Supervisor:
 
     def __init__(self, config: Config, sock: socket.socket) -> None:
         self.llm = AsyncLLM.from_config(config, text=False)
-        self.llm.on_replaced = self._on_replaced
+        self.llm.on_replaced(self._on_replaced)
         self._config = config
         self._count = config.server.api_server_count
         self._sockets = listen.spread(sock, self._count)

@@ -2,13 +2,13 @@
 
 `stream` checks and sends a request at once and returns a `Stream` of its new outputs; `generate` is the same with
 vLLM's signature and outputs.  A request is aborted in one way only: by closing (or dropping) its stream.  When the
-engine dies, everything that waits for it raises `EngineDead`; with `restart_engine`, another takes its place.  Must
-not know HTTP, nor how tokens are made.
+engine dies, everything that waits for it raises `EngineDead`; with `restart_engine`, another replaces it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,21 +16,20 @@ from typing import Any
 
 from tokserve import checkpoint
 from tokserve.client import control
-from tokserve.client.connection import UNSENDABLE, Connection
-from tokserve.client.inputs import Inputs, LoRARequest, Order, Prepared, adapter_name, bare_id, typed
-from tokserve.client.outputs import ChoiceOutput, Delivery, Ready, Status, StepStats
+from tokserve.client.engine_client import EngineClient
+from tokserve.client.inputs import GenerateRequest, Inputs, LoRARequest, adapter_name, bare_id, token_prompt, typed
+from tokserve.client.outputs import ChoiceOutput, Ready, Status, StepStats
 from tokserve.client.prompts import Prompt, read
-from tokserve.client.requests import Requests
+from tokserve.client.request_state import RequestState
 from tokserve.client.results import RequestOutput, follow
 from tokserve.client.stream import Stream, collect
 from tokserve.config import Config
-from tokserve.errors import EngineDead, RequestError
-from tokserve.messages import Abort, Stall, Step, Submit, Verdict
-from tokserve.params import SamplingParams
+from tokserve.errors import EngineDead
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.resolve import resolve
 from tokserve.text.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM", "ChoiceOutput", "StepStats", "Stream", "collect"]
+__all__ = ["AsyncLLM", "ChoiceOutput", "GenerateRequest", "StepStats", "Stream", "collect"]
 
 
 class AsyncLLM:
@@ -55,36 +54,30 @@ class AsyncLLM:
     def _set_up(self, config: Config, text: bool = True) -> None:
         self.config = config
         self._text = text and not config.server.tokens_only
-        self.stats = StepStats()
-        self.on_replaced: Callable[[], object] = lambda: None  # another engine serves, or none will
-        self._connection = Connection(config, self)
-        self._requests = Requests()
-        self._rest_is_due = False  # consumers that have not been told of something new will be
+        self._engine = EngineClient(config)
         self._inputs: Inputs | None = None
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     # --- start and end ---
 
     async def start(self) -> None:
         """Start the engine and wait until it serves; once only.  Raises StartError."""
-        await self.connect(self._connection.launch())
+        await self.connect(self._engine.launch())
 
     @property
     def engine(self) -> tuple[str, int]:
         """Address and process id of the engine that `start` has started, for others to `connect` to."""
-        return self._connection.engine.address, self._connection.engine.pid
+        return self._engine.engine.address, self._engine.engine.pid
 
     async def connect(self, address: str, *, pid: int | None = None, name: str | None = None) -> None:
         """Join a running or starting engine; `start` does this for the engine it has started.
 
         `pid`: the engine's process, to notice its end.  `name`: under which the engine knows this client (so that
-        whoever started the client can tell the engine, with the verb `leave`, that it has gone).
+        the client's parent can tell the engine, with the command `leave`, that it has gone).
         """
-        self._loop = asyncio.get_running_loop()
-        joining = asyncio.ensure_future(self._connection.join(address, pid, name))
+        joining = asyncio.ensure_future(self._engine.join(address, pid, name))
         loading = asyncio.ensure_future(asyncio.to_thread(lambda: self.tokenizer))
         started = False
         try:
@@ -92,7 +85,7 @@ class AsyncLLM:
             done, _ = await asyncio.wait(both, return_when="FIRST_EXCEPTION")
             for future in done:
                 future.result()
-            self._connection.serve(joining.result())
+            self._engine.serve(joining.result())
             started = True
         finally:
             if not started:
@@ -111,12 +104,8 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine: requests in flight end with what they have, its process and files are removed."""
         if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._connection.close(self._leave))
+            self._stopping = asyncio.ensure_future(self._engine.close())
         await asyncio.shield(self._stopping)
-
-    async def _leave(self) -> None:
-        if self._requests:
-            await self.abort_own("shutdown")
 
     # --- state ---
 
@@ -134,134 +123,115 @@ class AsyncLLM:
     @property
     def ready(self) -> Ready:
         """What the engine said when it was ready."""
-        if self._connection.ready is None:
+        if self._engine.ready is None:
             raise EngineDead("the engine has not started: await start() first")
-        return self._connection.ready
+        return self._engine.ready
+
+    @property
+    def stats(self) -> StepStats:
+        """The engine's gauges and counters, as last reported."""
+        return self._engine.stats
 
     @property
     def status(self) -> Status:
         """The engine's state, as last reported."""
-        return self._connection.status
+        return self._engine.status
 
     @property
     def dead(self) -> EngineDead | None:
         """Why there is no engine and will be none; None unless that is so."""
-        return self._connection.dead
+        return self._engine.dead
 
     @property
     def down(self) -> EngineDead | None:
         """Why there is no engine now; None while there is one."""
-        return self._connection.down
+        return self._engine.down
 
     @property
     def silence(self) -> float:
         """Seconds since a ping that the engine has not answered yet; it answers between two steps."""
-        return self._connection.silence
+        return self._engine.silence
 
     @property
     def hung(self) -> bool:
         """The engine has not finished a step for longer than `step_timeout`."""
-        return self._connection.hung
+        return self._engine.hung
 
     @property
     def num_inflight(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests)
+        return len(self._engine.requests)
 
     # --- requests ---
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, *,
-        lora_request: LoRARequest | str | None = None, priority: int = 0, cache_salt: str = "",
-        deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
+        lora_request: LoRARequest | str | None = None, **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """A request's outputs as they grow, like vLLM's `generate`: each has all tokens so far, the last is `finished`.
 
         The request is sent when iteration begins, and aborted when it is left early.  Prompts are as in
         `LLM.generate`, everything else as in `stream`.
         """
-        asked, params = read(prompt, self.tokenizer), typed(sampling_params)
-        sent = self.stream(
-            asked.ids, params, request_id=request_id, text=self.tokenizer is not None, priority=priority,
-            cache_salt=cache_salt or asked.cache_salt, deadline_ms=deadline_ms, queue_timeout_ms=queue_timeout_ms,
-            group_id=group_id, lora_request=lora_request,
+        given, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
+        options["cache_salt"] = options.get("cache_salt") or given.cache_salt
+        stream = self.stream(
+            given.ids, params, request_id=request_id, text=self.tokenizer is not None, lora_request=lora_request,
+            **options,
         )  # fmt: skip
-        async with sent:
-            async for output in follow(sent, asked.text, params):
+        async with stream:
+            async for output in follow(stream, given.text, params):
                 yield output
 
     def stream(
-        self, prompt_ids: Sequence[int] | bytes, params: SamplingParams, *, request_id: str | None = None,
-        stream: bool = True, text: bool = False, priority: int = 0, cache_salt: str = "",
-        deadline_ms: int | None = None, queue_timeout_ms: int | None = None, group_id: str = "",
-        lora_request: LoRARequest | str | None = None,
+        self, prompt_ids: Sequence[int] | bytes, params: SamplingParams | PoolingParams, *,
+        request_id: str | None = None, text: bool = False, lora_request: LoRARequest | str | None = None,
+        **options: Any,
     ) -> Stream:  # fmt: skip
         """Send a request.  Raises RequestError for what is wrong with it, Conflict for an id in use, EngineDead.
 
-        `prompt_ids` may be packed (little-endian int32).  `stream` False: one delta per choice, at its end.
-        `text`: deltas carry text.  `cache_salt`, `group_id` "": none.  `lora_request`: a loaded adapter or its name.
-        The engine may still refuse the request: see `Stream.accepted`.
+        `prompt_ids` may be packed (little-endian int32).  `text`: deltas carry text.  `lora_request`: a loaded adapter
+        or its name.  `options`: the fields of `RequestOptions`, where "" is None as well; `stream` is true by default,
+        false gives one delta per choice, at its end.  The engine may still refuse the request: see `Stream.accepted`.
         """
-        order = Order(
-            prompt_ids, params, request_id, stream, text, priority, cache_salt, deadline_ms, queue_timeout_ms,
-            adapter=adapter_name(lora_request),
+        values: dict[str, Any] = {"stream": True, "adapter": adapter_name(lora_request)}
+        values |= {name: value for name, value in options.items() if value not in ("", None)}
+        request = GenerateRequest(
+            request_id=secrets.token_hex(16) if request_id is None else request_id,
+            prompt=token_prompt(prompt_ids, self.ready.vocab_size), task=params, options=RequestOptions(**values),
+            text=text,
         )  # fmt: skip
-        return self.submit([self.prepare(order)], group_id)[0]
+        return self.submit([self.prepare(request)])[0]
 
-    def prepare(self, order: Order) -> Prepared:
-        """Check a request without sending it.  Raises RequestError, EngineDead."""
-        self._connection.check()
-        assert self._inputs is not None
-        return self._inputs.prepare(order)
+    def prepare(self, request: GenerateRequest) -> RequestState:
+        """Check a request without sending it; in any thread.  Raises RequestError, EngineDead."""
+        self._engine.check()
+        ready = self.ready
+        if self._inputs is None or self._inputs.ready is not ready:
+            self._inputs = Inputs(self.config, ready, lambda: self.tokenizer)
+        return self._inputs.prepare(request)
 
-    def submit(self, prepared: Sequence[Prepared], group_id: str = "", client: str = "") -> list[Stream]:
-        """Send prepared prompts as one request, which is accepted or refused as a whole; a stream for each.  `client`:
-        who is served in turns with other clients.
+    def submit(self, requests: Sequence[RequestState], client: str = "") -> list[Stream]:
+        """Send prepared requests as one, accepted or refused as a whole; a stream for each.  `client`: who is served
+        in turns with other clients.
 
-        They share one request_id, and their choices are numbered consecutively (`Order.first_choice`).  Raises
-        Conflict for an id in use here, RequestError for values that no message can hold, EngineDead.
+        They share one request_id and one group_id, and their choices are numbered consecutively
+        (`GenerateRequest.first_choice`).  Raises Conflict for an id in use here, RequestError for values that no
+        message can hold, EngineDead.
         """
-        self._connection.check()
-        call_id = self._connection.next_call()
-        submission = self._requests.enter(call_id, prepared)
-        adds = [add for each in prepared for add in each.adds]
-        try:
-            self._connection.send(Submit(call_id, prepared[0].key, adds, group_id, client))
-        except UNSENDABLE as error:
-            self._requests.judge(Verdict(call_id, "invalid", f"the request cannot be sent: {error}"))
-            raise RequestError(f"the request cannot be sent: {error}") from None
-        pairs = zip(prepared, submission.deliveries, strict=True)
-        return [Stream(self, each, delivery, submission) for each, delivery in pairs]
-
-    def release(self, delivery: Delivery) -> None:
-        """Forget a request; the engine aborts what has not ended."""
-        self._send_abort(self._requests.give_up(delivery), "abort_disconnect")
-
-    def stall(self, delivery: Delivery, stalled: bool) -> None:
-        """The consumer cannot take more for now, or can again."""
-        rids = delivery.open_rids()
-        if rids and self._connection.down is None:
-            self._connection.send(Stall(rids, stalled))
-
-    def _send_abort(self, rids: list[str], reason: str) -> None:
-        if rids:
-            self._connection.send(Abort(rids, reason))
-
-    def release_soon(self, delivery: Delivery) -> None:
-        """`release`, from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(self.release, delivery)
+        self._engine.check()
+        self._engine.submit(requests, client)
+        return [Stream(self._engine, request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str], reason: str = "abort_user") -> dict[str, str]:
-        """Abort a request, or several, whichever client sent them; returns when the engine has freed them.
+        """Abort a request, or several, of any client; returns when the engine has freed them.
 
         Ids may have a reply's prefix.  The result is "aborted", "finished" or "not_found" for every id as given.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        keys = {given: bare_id(given) for given in ids}
-        results = await self.call("abort", keys=list(keys.values()), reason=reason) if keys else {}
-        return {given: results[key] for given, key in keys.items()}
+        given_ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        bare_ids = {given: bare_id(given) for given in given_ids}
+        results = await self.call("abort", keys=list(bare_ids.values()), reason=reason) if bare_ids else {}
+        return {given: results[bare] for given, bare in bare_ids.items()}
 
     async def abort_group(self, group_id: str, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests of a group; the result is by bare id."""
@@ -273,18 +243,18 @@ class AsyncLLM:
 
     async def abort_own(self, reason: str = "abort_user") -> dict[str, str]:
         """The same for all requests sent from here."""
-        return await self._abort("abort", keys=self._requests.keys(), reason=reason)
+        return await self._abort("abort", keys=self._engine.requests.ids(), reason=reason)
 
-    async def _abort(self, verb: str, **which: Any) -> dict[str, str]:
-        results: dict[str, str] = await self.call(verb, **which)
+    async def _abort(self, command: str, **which: Any) -> dict[str, str]:
+        results: dict[str, str] = await self.call(command, **which)
         return results
 
-    # --- the engine's verbs ---
+    # --- the engine's commands ---
 
     async def call(self, method: str, /, **args: Any) -> Any:
-        """Call an admin verb of the engine.  Raises the errors in `errors.BY_STATUS`, with the engine's message,
+        """Call an admin command of the engine.  Raises the errors in `errors.BY_STATUS`, with the engine's message,
         RequestError for arguments that no message can hold, EngineDead."""
-        return await self._connection.call(method, args)
+        return await self._engine.call(method, args)
 
     async def refresh(self, seconds: float) -> None:
         """Bring `stats` and `status` up to date; gives up after so many seconds, or if the engine is dead."""
@@ -319,44 +289,20 @@ class AsyncLLM:
     apply_model = control.apply_model
     fresh_status = control.fresh_status
 
-    # --- an engine that somebody else replaces ---
+    # --- an engine that is replaced ---
 
     def rejoin(self, address: str, pid: int) -> None:
-        """Another engine has taken the place of the one that `connect` joined: use it when it is ready."""
-        self._connection.rejoin(address, pid)
+        """Another engine has replaced the one that `connect` joined: use it when it is ready."""
+        self._engine.rejoin(address, pid)
 
     def give_up(self) -> None:
-        """No other engine will take the place of the one that `connect` joined."""
-        self._connection.give_up()
+        """No other engine will replace the one that `connect` joined."""
+        self._engine.give_up()
 
     async def restored(self) -> None:
         """Wait while another engine is being started."""
-        await self._connection.restored()
+        await self._engine.restored()
 
-    # --- messages from the engine (`connection.Listener`) ---
-
-    def on_outputs(self, message: Step | Verdict) -> None:
-        """Pass outputs on to their requests."""
-        if isinstance(message, Verdict):
-            self._requests.judge(message)
-        else:
-            self.stats = message.stats
-            self._send_abort(self._requests.take(message), "abort_stop_string")
-
-    def on_settled(self) -> None:
-        """Tell the consumers, once for all messages that came together; if they take long, the rest a little later."""
-        if not self._rest_is_due and self._requests.tell():
-            self._rest_is_due = True
-            asyncio.get_running_loop().call_soon(self._tell_the_rest)
-
-    def _tell_the_rest(self) -> None:
-        self._rest_is_due = False
-        self.on_settled()
-
-    def on_serving(self, ready: Ready) -> None:
-        """Check requests against this engine's limits from here on."""
-        self._inputs = Inputs(self.config, ready, lambda: self.tokenizer)
-
-    def on_lost(self, error: EngineDead) -> None:
-        """End all requests with the error."""
-        self._requests.fail(error)
+    def on_replaced(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when another engine serves after one that was lost, or when none will."""
+        self._engine.on_replaced(callback)

@@ -1,8 +1,7 @@
-"""Turns what a client asks for into `Add` messages, or a `RequestError` that names the field.
+"""Checks a `GenerateRequest` and makes its `EngineRequest`s, or raises a `RequestError` that names the field.
 
-Checks that need the model (vocabulary, lengths, limits, a tokenizer) are made here, for all routes and the
-offline API; ranges that need no model are checked by `SamplingParams.validate`.  Prompts of 32k tokens are
-checked in bulk.  Sends nothing, and must not know HTTP.
+Checks that need the model (vocabulary, lengths, limits, a tokenizer) are made here, for all routes and the offline API;
+ranges that need no model are checked by `validate` of the structs in `params`.  Prompts are checked in bulk.
 """
 
 from __future__ import annotations
@@ -13,29 +12,28 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 
 from tokserve import checkpoint
-from tokserve.client.outputs import Choice, TextRules
+from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestState
 from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
-from tokserve.messages import Add, Ready
-from tokserve.params import SamplingParams
+from tokserve.messages import EngineRequest, Ready
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges
+from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # of the `id` of replies
-MAX_SALT = 128
 REPETITIONS = 4096  # entries that a list of token ids may have even if the vocabulary is smaller
 MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-COUNTS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start")
-INT32, INT64 = 1 << 31, 1 << 63
+S = TypeVar("S", bound=msgspec.Struct)
 NO_TOKENIZER = "this server has no tokenizer (--tokens-only)"
 
 
@@ -57,92 +55,88 @@ def adapter_name(lora_request: LoRARequest | str | None) -> str:
     return lora_request.lora_name if isinstance(lora_request, LoRARequest) else lora_request or ""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A request as given, unchecked: one prompt, n choices, and how to serve it.
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as the front end has it, unchecked: one prompt and what to return for it.
 
-    Several prompts may be one request; `first_choice` is then the number of choices of the prompts before it.
-    `adapter`: the name of a loaded one, "" for none.  `score_each`: every choice returns the prompt's logprobs, not
-    only the first.
+    `request_id`: as the client gave it.  Several prompts may be one request; `first_choice` is then the number of
+    choices of the prompts before it.  `text`: outputs carry text.  `score_each`: every choice returns the prompt's
+    logprobs, not only the first.
     """
 
-    prompt: Sequence[int] | bytes
-    params: SamplingParams
-    request_id: str | None = None
-    stream: bool = True
-    text: bool = False
-    priority: int = 0
-    cache_salt: str = ""
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    first_choice: int = 0
-    adapter: str = ""
-    score_each: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request: what is sent, and the choices that receive the outputs.  `key`: the id without a prefix."""
-
     request_id: str
-    key: str
-    seed: int
-    prompt: bytes
-    adds: list[Add]
-    choices: list[Choice]
+    prompt: TokenPrompt
+    task: SamplingParams | PoolingParams
+    options: RequestOptions = RequestOptions()
+    text: bool = False
+    first_choice: int = 0
+    score_each: bool = False
 
 
 class Inputs:
     """Checks and builds requests for one engine."""
 
     def __init__(self, config: Config, ready: Ready, tokenizer: Callable[[], Tokenizer | None]) -> None:
-        self._ready = ready
+        self.ready = ready
         self._tokenizer = tokenizer
         self._has_priority = config.scheduler.scheduling_policy == "priority"
         self._max_logprobs = config.model.max_logprobs
         self._limits = config.limits
 
-    def prepare(self, order: Order) -> Prepared:
-        """Check a request and build its messages.  Raises RequestError for the first thing wrong with it."""
-        params = order.params
-        _check_sizes(order)
-        check_lists(params, self._limits, self._ready.vocab_size)
-        prompt, length = self._check_prompt(order.prompt)
+    def prepare(self, request: GenerateRequest) -> RequestState:
+        """Check a request; build what is sent, and the state that receives the output.  Raises RequestError."""
+        task, params, options, seed = self.validate(request), request.task, request.options, 0
+        tasks = [task]
+        if isinstance(params, SamplingParams) and isinstance(task, SamplingParams):
+            seed = (
+                secrets.randbits(63) if params.seed is None or params.seed == -1 else params.seed
+            )  # -1: some clients' null
+            if params.n > 1:  # the prompt's logprobs are computed once
+                tasks += [msgspec.structs.replace(task, prompt_logprobs=None, prompt_logprobs_start=0)] * (params.n - 1)
+            if params.stop_strings() and not options.stream:  # the text is searched as it comes
+                options = msgspec.structs.replace(options, stream=True)
+        prefix, now = f"{bare_id(request.request_id)}#", time.monotonic()
+        engine_requests = [
+            EngineRequest(
+                f"{prefix}{request.first_choice + index}", request.prompt, task, options, _wrap(seed + index), now
+            )
+            for index, task in enumerate(tasks)
+        ]
+        choices = self._choices(request, [each.request_id for each in engine_requests])
+        return RequestState(request.request_id, request.prompt, seed, choices, engine_requests)
+
+    def _choices(self, request: GenerateRequest, request_ids: Sequence[str]) -> list[ChoiceState]:
+        params = request.task
+        if isinstance(params, PoolingParams):
+            return [ChoiceState(0, request_ids[0], DeliveryRules(request.options.stream))]
+        stops = StopStrings(params.stop_strings())
+        rules = DeliveryRules(request.options.stream, request.text, params.include_stop_str_in_output)
+        has_scores = params.prompt_logprobs is not None and len(request.prompt.ids) > 4
+        return [
+            ChoiceState(
+                index, request_id, rules, self._detokenizer(params, request.text, stops),
+                awaits_scores=request.score_each and has_scores and index > 0,
+            )
+            for index, request_id in enumerate(request_ids)
+        ]  # fmt: skip
+
+    def validate(self, request: GenerateRequest) -> SamplingParams | PoolingParams:
+        """Check a request; returns its task as the engine gets it.  Raises RequestError for the first fault."""
+        params = request.task
+        if isinstance(params, PoolingParams):
+            self._check_prompt(request.prompt.ids, outputs=0)
+            self._check_request(request)
+            return params
+        _check_extra(params)
+        check_lists(params, self._limits, self.ready.vocab_size)
+        length = self._check_prompt(request.prompt.ids, outputs=1)
         params.validate()
         self._check_vocabulary(params)
         self._check_logprobs(params, length)
-        self._check_text(params, order.text)
-        self._check_terms(order)
-        request_id = secrets.token_hex(16) if order.request_id is None else order.request_id
-        key = bare_id(request_id)
-        seed = secrets.randbits(63) if params.seed in (None, -1) else params.seed  # -1: null, to some clients
-        bad = self._bad_sequences(params)
-        self._check_choice_left(params, bad)
-        sampling = params.for_engine(seed=None, bad_token_sequences=bad)
-        unscored = msgspec.structs.replace(sampling, prompt_logprobs=None, prompt_logprobs_start=0)  # computed once
-        stops = params.stop_strings()
-        adds = [
-            Add(
-                f"{key}#{order.first_choice + i}", prompt, unscored if i else sampling, _wrap(seed + i),
-                not order.stream and not stops, order.priority, order.cache_salt, time.monotonic(), order.deadline_ms,
-                order.queue_timeout_ms, order.adapter,
-            )
-            for i in range(params.n)
-        ]  # fmt: skip
-        shares = order.score_each and params.prompt_logprobs is not None and length > 1
-        rules, searched = TextRules(order.text, params.include_stop_str_in_output), StopStrings(stops)
-        choices = [
-            Choice(
-                i,
-                add.rid,
-                not order.stream,
-                self._detokenizer(params, order.text, searched),
-                rules,
-                awaits_scores=shares and i > 0,
-            )
-            for i, add in enumerate(adds)
-        ]
-        return Prepared(request_id, key, seed, prompt, adds, choices)
+        self._check_text(params, request.text)
+        self._check_request(request)
+        bad_sequences = self._bad_sequences(params)
+        self._check_choice_left(params, bad_sequences)
+        return params.for_engine(seed=None, bad_token_sequences=bad_sequences)
 
     def _detokenizer(self, params: SamplingParams, text: bool, stops: StopStrings) -> Detokenizer | None:
         if not stops and not (text and params.detokenize):
@@ -154,29 +148,28 @@ class Inputs:
             spaces_between_special=params.spaces_between_special_tokens, min_tokens=params.min_tokens,
         )  # fmt: skip
 
-    def _check_prompt(self, prompt: Sequence[int] | bytes) -> tuple[bytes, int]:
-        """The prompt as packed int32, and its length in tokens."""
-        packed = pack_prompt(prompt, self._ready.vocab_size)
+    def _check_prompt(self, packed: bytes, outputs: int) -> int:
+        """The prompt's length in tokens.  `outputs`: how many tokens the context must have room for after it."""
         length = len(packed) // 4
         if length == 0:
             _refuse("token_ids", "must not be empty")
         ids = np.frombuffer(packed, dtype="<i4")
-        if int(ids.min()) < 0 or int(ids.max()) >= self._ready.vocab_size:
-            place = int(np.flatnonzero((ids < 0) | (ids >= self._ready.vocab_size))[0])
-            _refuse_id("token_ids", f"token_ids[{place}]", int(ids[place]), self._ready.vocab_size)
-        if length + 1 > self._ready.max_model_len:
+        if int(ids.min()) < 0 or int(ids.max()) >= self.ready.vocab_size:
+            index = int(np.flatnonzero((ids < 0) | (ids >= self.ready.vocab_size))[0])
+            _refuse_id("token_ids", f"token_ids[{index}]", int(ids[index]), self.ready.vocab_size)
+        if length + outputs > self.ready.max_model_len:
             raise RequestError(  # clients recognise this error, and shorten the prompt, by the first words or the code
-                f"This model's maximum context length is {self._ready.max_model_len} tokens (max_model_len), and the "
-                f"prompt has {length}: no room for at least one output token",
+                f"This model's maximum context length is {self.ready.max_model_len} tokens (max_model_len), and the "
+                f"prompt has {length}{': no room for at least one output token' if outputs else ''}",
                 field="token_ids", code="context_length_exceeded",
             )  # fmt: skip
-        if -(-length // self._ready.block_size) > self._ready.num_blocks:
+        if -(-length // self.ready.block_size) > self.ready.num_blocks:
             raise RequestError(
                 f"the prompt has {length} tokens and the whole KV cache holds "
-                f"{self._ready.num_blocks * self._ready.block_size}",
+                f"{self.ready.num_blocks * self.ready.block_size}",
                 field="token_ids",
             )
-        return packed, length
+        return length
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids", "logprob_token_ids"):
@@ -186,15 +179,15 @@ class Inputs:
                 self._check_ids(f"{name}[{i}]", sequence)
         if params.logit_bias:
             for token in params.logit_bias:
-                if not 0 <= token < self._ready.vocab_size:
-                    _refuse_id(f"logit_bias.{token}", f"logit_bias.{token}", token, self._ready.vocab_size)
+                if not 0 <= token < self.ready.vocab_size:
+                    _refuse_id(f"logit_bias.{token}", f"logit_bias.{token}", token, self.ready.vocab_size)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        size = self._ready.vocab_size
+        size = self.ready.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
             return
-        place = next(i for i, token in enumerate(ids) if not 0 <= token < size)
-        _refuse_id(f"{field}[{place}]", f"{field}[{place}]", ids[place], size)
+        index = next(i for i, token in enumerate(ids) if not 0 <= token < size)
+        _refuse_id(f"{field}[{index}]", f"{field}[{index}]", ids[index], size)
 
     def _check_choice_left(self, params: SamplingParams, bad_sequences: Sequence[Sequence[int]]) -> None:
         """At least one token id must be possible at every position, as far as that can be known in advance."""
@@ -202,24 +195,24 @@ class Inputs:
         bad.update(sequence[0] for sequence in bad_sequences if len(sequence) == 1)
         if params.min_tokens:
             bad.update(params.stop_token_ids)
-            bad.update(() if params.ignore_eos else self._ready.eos_token_ids)
+            bad.update(() if params.ignore_eos else self.ready.eos_token_ids)
         allowed = params.allowed_token_ids
         if allowed is None:
-            if len(bad) >= self._ready.vocab_size:
+            if len(bad) >= self.ready.vocab_size:
                 _refuse("bad_token_ids", "and the other constraints leave no token to sample")
         elif bad.issuperset(allowed):
             _refuse("allowed_token_ids", "leaves no token to sample: every id in it is forbidden (min_tokens forbids "
                     "those that end the request)")  # fmt: skip
 
     def _check_logprobs(self, params: SamplingParams, length: int) -> None:
-        vocab = self._ready.vocab_size
+        vocab = self.ready.vocab_size
         limit = vocab if self._max_logprobs == -1 else min(self._max_logprobs, vocab)
         for name in ("logprobs", "prompt_logprobs"):
-            asked: int | None = getattr(params, name)
-            wanted = vocab if asked == -1 else asked or 0
-            if wanted > limit:
-                whole = f" (the whole vocabulary: {wanted})" if asked == -1 else ""
-                _refuse(name, f"must be at most {limit} (--max-logprobs), got {asked}{whole}")
+            value: int | None = getattr(params, name)
+            count = vocab if value == -1 else value or 0
+            if count > limit:
+                whole = f" (the whole vocabulary: {count})" if value == -1 else ""
+                _refuse(name, f"must be at most {limit} (--max-logprobs), got {value}{whole}")
         if params.prompt_logprobs_start and params.prompt_logprobs_start >= length:
             _refuse(
                 "prompt_logprobs_start",
@@ -241,15 +234,11 @@ class Inputs:
             _refuse("bad_words", f"need text, and {NO_TOKENIZER}; use bad_token_sequences")
         raise RequestError(f"text output is not possible: {NO_TOKENIZER}", field="output_mode")
 
-    def _check_terms(self, order: Order) -> None:
-        if order.priority and not self._has_priority:
+    def _check_request(self, request: GenerateRequest) -> None:
+        request.options.validate()
+        if request.options.priority and not self._has_priority:
             _refuse("priority", "is not served with --scheduling-policy fcfs")
-        if len(order.cache_salt) > MAX_SALT:
-            _refuse("cache_salt", f"must have 1 to {MAX_SALT} characters, got {len(order.cache_salt)}")
-        for name, value in (("deadline_ms", order.deadline_ms), ("queue_timeout_ms", order.queue_timeout_ms)):
-            if value is not None and value < 1:
-                _refuse(name, f"must be at least 1, got {value}")
-        if order.request_id is not None and not 0 < len(order.request_id) <= MAX_ID:
+        if not 0 < len(request.request_id) <= MAX_ID:
             _refuse("request_id", f"must have 1 to {MAX_ID} characters")
 
     def _bad_sequences(self, params: SamplingParams) -> list[list[int]]:
@@ -258,24 +247,17 @@ class Inputs:
             return params.bad_token_sequences
         tokenizer = self._tokenizer()
         assert tokenizer is not None  # `_check_text`
-        found = [tuple(sequence) for sequence in params.bad_token_sequences]
+        sequences = [tuple(sequence) for sequence in params.bad_token_sequences]
         for i, word in enumerate(params.bad_words):
             for spelling in (word, " " + word.lstrip()):
                 ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
                 if ids:
                     self._check_ids(f"bad_words[{i}]", ids)
-                    found.append(ids)
-        return [list(sequence) for sequence in dict.fromkeys(found)]
+                    sequences.append(ids)
+        return [list(sequence) for sequence in dict.fromkeys(sequences)]
 
 
-def _check_sizes(order: Order) -> None:
-    """Refuse numbers that a message to the engine, or the engine's clock, cannot hold."""
-    params = order.params
-    numbers = [(name, getattr(params, name), INT32) for name in COUNTS]
-    numbers += [("deadline_ms", order.deadline_ms, INT32), ("queue_timeout_ms", order.queue_timeout_ms, INT32)]
-    for name, value, end in (*numbers, ("priority", order.priority, INT64)):
-        if value is not None and not -end <= value < end:
-            _refuse(name, f"must fit in {end.bit_length()} bits")
+def _check_extra(params: SamplingParams) -> None:
     if params.extra_args is not None:
         try:
             size = len(msgspec.msgpack.encode(params.extra_args))
@@ -288,14 +270,14 @@ def _check_sizes(order: Order) -> None:
 def check_lists(params: SamplingParams, limits: LimitsConfig, vocab_size: int) -> None:
     """Refuse lists that are longer than any use of them, before anything is done with their entries."""
     stops, words = params.stop_strings(), params.bad_words
-    for name, entries, most, option in (
+    for name, entries, limit, option in (
         ("stop", stops, limits.max_stop_strings, "--max-stop-strings"),
         ("stop_token_sequences", params.stop_token_sequences, limits.max_stop_strings, "--max-stop-strings"),
         ("bad_words", words, limits.max_bad_words, "--max-bad-words"),
         ("bad_token_sequences", params.bad_token_sequences, limits.max_bad_words, "--max-bad-words"),
     ):
-        if len(entries) > most:
-            _refuse(name, f"must have at most {most} entries ({option}), got {len(entries)}")
+        if len(entries) > limit:
+            _refuse(name, f"must have at most {limit} entries ({option}), got {len(entries)}")
     for name, texts in (("stop", stops), ("bad_words", words)):
         size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if size > limits.max_words_bytes:
@@ -305,13 +287,17 @@ def check_lists(params: SamplingParams, limits: LimitsConfig, vocab_size: int) -
         if count > limits.max_words_bytes:
             _refuse(name, f"must have at most {limits.max_words_bytes} ids together (--max-words-bytes), got {count}")
     for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids", "logit_bias"):
-        count, most = len(getattr(params, name) or ()), max(vocab_size, REPETITIONS)
-        if count > most:
-            _refuse(name, f"must have at most {most} entries, got {count}")
+        count, limit = len(getattr(params, name) or ()), max(vocab_size, REPETITIONS)
+        if count > limit:
+            _refuse(name, f"must have at most {limit} entries, got {count}")
 
 
-def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
-    """Token ids as little-endian int32 bytes; packed ids are returned as they are."""
+def token_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> TokenPrompt:
+    """Token ids, as a sequence or packed (little-endian int32), as a prompt.  Raises RequestError."""
+    return TokenPrompt(_packed(prompt, vocab_size))
+
+
+def _packed(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
     if isinstance(prompt, bytes | bytearray | memoryview):
         packed = bytes(prompt)
         if len(packed) % 4:
@@ -320,8 +306,8 @@ def pack_prompt(prompt: Sequence[int] | bytes, vocab_size: int) -> bytes:
     try:
         return array("i", prompt).tobytes()
     except OverflowError:
-        place, token = next((i, t) for i, t in enumerate(prompt) if not -(1 << 31) <= t < 1 << 31)
-        _refuse_id("token_ids", f"token_ids[{place}]", token, vocab_size)
+        index, token = next((i, t) for i, t in enumerate(prompt) if not -(1 << 31) <= t < 1 << 31)
+        _refuse_id("token_ids", f"token_ids[{index}]", token, vocab_size)
     except TypeError:
         raise RequestError("token_ids must be a list of integers", field="token_ids") from None
 
@@ -341,8 +327,8 @@ def generation_defaults(model: ModelConfig) -> SamplingParams:
     directory = Path(model.model if model.generation_config == "auto" else model.generation_config)
     if not directory.is_dir():
         raise StartError(f"option generation_config: {str(directory)!r} is not a directory")
-    found = checkpoint.read_json(directory, "generation_config.json") or {}
-    values = {name: found[name] for name in RECOMMENDED if found.get(name) is not None}
+    given = checkpoint.read_json(directory, "generation_config.json") or {}
+    values = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
     try:
         params = msgspec.convert(values, SamplingParams)
         params.validate()
@@ -351,12 +337,14 @@ def generation_defaults(model: ModelConfig) -> SamplingParams:
     return params
 
 
-def typed(params: Any) -> SamplingParams:
-    """`params` with every field checked for its type, as the HTTP edge has done already."""
-    values = msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params
+def typed(kind: type[S], value: Any) -> S:
+    """`value`, a struct of this kind or its fields, with every field checked for its type and range."""
+    values = msgspec.structs.asdict(value) if isinstance(value, kind) else value
     try:
-        return msgspec.convert(values, SamplingParams)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
+        if isinstance(values, dict):
+            check_ranges(kind, values)
         what, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`").replace("[...]", "") or None
         raise RequestError(f"{field}: {what}" if field else what, field=field) from None

@@ -210,7 +210,7 @@ class LLM:
 
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [typed(params or self._defaults)] * count
+            return [typed(SamplingParams, params or self._defaults)] * count
         if not isinstance(params, Sequence):
             raise RequestError(
                 f"sampling_params must be SamplingParams, or a list with one for each prompt, got {params!r}",
@@ -218,7 +218,7 @@ class LLM:
             )
         if len(params) != count:
             raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
-        return [typed(each) for each in params]
+        return [typed(SamplingParams, each) for each in params]
 
     async def _serve(
         self, asked: Sequence[Asked], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any

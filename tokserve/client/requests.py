@@ -1,131 +1,145 @@
-"""The requests in flight: which consumer waits for each, and which request an output of the engine belongs to.
+"""The requests in flight: which request an output of the engine belongs to, and which consumers to notify.
 
-Knows the engine's messages but sends none: what the engine must be told is returned to the caller.
+Sends nothing: what the engine must be told is returned to the caller.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from tokserve.client.inputs import Prepared
-from tokserve.client.outputs import Choice, Delivery
-from tokserve.client.stream import Submission
-from tokserve.errors import Conflict, EngineDead, refused
-from tokserve.messages import Step, Verdict
+from tokserve.client.request_state import ChoiceState, RequestState
+from tokserve.errors import Conflict, EngineDead, RequestError, refused
+from tokserve.messages import StepOutput, SubmitReply
 
-TURN = 0.02  # seconds of telling consumers before the loop's other work gets its turn
+TURN = 0.02  # seconds of notifying consumers before the event loop's other work gets its turn
 
 
 class Requests:
     """What was sent and has not ended; `len` is the number of requests."""
 
     def __init__(self) -> None:
-        self._deliveries: dict[str, Delivery] = {}  # by the engine's id of their first choice
-        self._owners: dict[str, Choice] = {}  # by engine request
-        self._leaving: Counter[str] = Counter()  # engine requests given up that have not ended, by rid
-        self._submissions: dict[int, Submission] = {}  # waiting for their verdict, by call
-        self._news: deque[Delivery] = deque()  # with something to fetch, the longest waiting first
+        self._requests: set[RequestState] = set()
+        self._choices: dict[str, ChoiceState] = {}  # by the engine's request id
+        self._abandoned: Counter[str] = Counter()  # engine requests given up that have not ended, by id
+        self._submissions: dict[int, Sequence[RequestState]] = {}  # waiting for their admission, by call
+        self._news: deque[RequestState] = deque()  # with something to take, the longest waiting first
+        self._notifying_later = False
 
     def __len__(self) -> int:
-        return len(self._deliveries)
+        return len(self._requests)
 
     @property
-    def settled(self) -> bool:
-        """Nothing is in flight, and no output of a request given up is still to come."""
-        return not (self._deliveries or self._owners or self._leaving or self._submissions)
+    def idle(self) -> bool:
+        """Nothing is in flight, and no output of an abandoned request is still to come."""
+        return not (self._requests or self._choices or self._abandoned or self._submissions)
 
-    def keys(self) -> list[str]:
-        """The engine's keys of all requests in flight."""
-        return sorted({rid.rpartition("#")[0] for rid in self._owners})
+    def ids(self) -> list[str]:
+        """The ids of all requests in flight, without prefixes."""
+        return sorted({request_id.rpartition("#")[0] for request_id in self._choices})
 
-    def enter(self, call_id: int, prepared: Sequence[Prepared]) -> Submission:
-        """Register prompts that are about to be sent as one request.  Raises Conflict for an id in use here."""
-        choices = [choice for each in prepared for choice in each.choices]
-        if any(choice.rid in self._owners for choice in choices):
-            message = f"request_id {prepared[0].request_id!r} is in use by a request in flight"
+    def add(self, call_id: int, requests: Sequence[RequestState]) -> None:
+        """Register requests that are about to be sent as one submission.  Raises Conflict for an id in use here."""
+        choices = {choice.request_id: choice for request in requests for choice in request.choices}
+        if not self._choices.keys().isdisjoint(choices):
+            message = f"request_id {requests[0].request_id!r} is in use by a request in flight"
             raise Conflict(message, field="request_id", code="duplicate_id")
-        deliveries = [Delivery(each.choices[0].rid, each.choices) for each in prepared]
-        self._deliveries.update((delivery.request_id, delivery) for delivery in deliveries)
-        self._owners.update((choice.rid, choice) for choice in choices)
-        self._submissions[call_id] = submission = Submission(deliveries)
-        return submission
+        admission: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
+        for request in requests:
+            request.admission = admission
+        self._choices.update(choices)
+        self._requests.update(requests)
+        self._submissions[call_id] = requests
 
-    def judge(self, verdict: Verdict) -> None:
-        """Accept or refuse a submission, as the engine says."""
-        submission = self._submissions.pop(verdict.call_id)
-        if not verdict.refusal:
-            return submission.settle(None)
-        error = refused(verdict.refusal, verdict.message, verdict.retry_after, verdict.field)
-        for delivery in submission.deliveries:
-            if self._deliveries.get(delivery.request_id) is delivery:
-                self._discard(delivery)
-                delivery.fail(error)
-            else:  # given up meanwhile
-                self._left(choice.rid for choice in delivery.choices)
-        submission.settle(error)
+    def resolve(self, reply: SubmitReply) -> None:
+        """Accept or refuse a submission, as the engine's reply says."""
+        requests = self._submissions.pop(reply.call_id)
+        error = None
+        if reply.refusal:
+            error = refused(reply.refusal, reply.message, reply.retry_after, reply.field)
+            for request in requests:
+                if request in self._requests:
+                    self._remove(request)
+                    request.fail(error)
+                else:  # abandoned meanwhile
+                    self._forget_abandoned(choice.request_id for choice in request.choices)
+        _set_admission(requests, error)
 
-    def take(self, step: Step) -> list[str]:
-        """Take a step's outputs; returns the engine requests ended by a stop string, for the engine to abort."""
+    def receive(self, output: StepOutput) -> list[str]:
+        """Receive a step's output; returns the engine requests ended by a stop string, for the engine to abort."""
         stopped = []
-        for rid, ids, logprobs, extra in step.rows():
-            if self._leaving and rid in self._leaving:  # the id may be in use again: this is not for the new request
-                if extra is not None and extra.finish is not None:
-                    self._left([rid])
+        for request_id, token_ids, logprobs, rare in output.rows():
+            if self._abandoned and request_id in self._abandoned:
+                # the id may be in use again: this row is not for the new request
+                if rare is not None and rare.finish is not None:
+                    self._forget_abandoned([request_id])
                 continue
-            choice = self._owners.get(rid)
+            choice = self._choices.get(request_id)
             if choice is None:
                 continue
-            if choice.accept(ids, logprobs, extra):
-                stopped.append(choice.rid)
-            delivery = choice.delivery
-            if delivery.offer(choice):
-                self._news.append(delivery)
+            if choice.accept(token_ids, logprobs, rare):
+                stopped.append(request_id)
+            request = choice.request
             if choice.finished:
-                del self._owners[choice.rid]
-                if delivery.num_open == 0:
-                    del self._deliveries[delivery.request_id]
+                del self._choices[request_id]
+                request.num_open -= 1
+                if request.num_open == 0:
+                    self._requests.remove(request)
+            if request.enqueue(choice):
+                self._news.append(request)
         return stopped
 
-    def tell(self) -> bool:
-        """Tell the consumers, once for all the steps that came together, for `TURN` seconds.  True: some are left."""
+    def notify(self) -> None:
+        """Notify the consumers, once for all the output received so far.  After `TURN` seconds of it the event loop's
+        other work comes first."""
         end = time.monotonic() + TURN
-        while self._news:
-            self._news.popleft().tell()
-            if time.monotonic() > end:
-                break
-        return bool(self._news)
+        while self._news and not self._notifying_later:
+            self._news.popleft().notify()
+            if self._news and time.monotonic() > end:
+                self._notifying_later = True
+                asyncio.get_running_loop().call_soon(self._notify_rest)
 
-    def give_up(self, delivery: Delivery) -> list[str]:
-        """Forget a request; returns the engine requests that have not ended, for the engine to abort."""
-        if self._deliveries.get(delivery.request_id) is not delivery:
+    def _notify_rest(self) -> None:
+        self._notifying_later = False
+        self.notify()
+
+    def abandon(self, request: RequestState) -> list[str]:
+        """Give a request up; returns its engine requests that have not ended, for the engine to abort."""
+        if request not in self._requests:
             return []
-        rids = self._discard(delivery)
-        delivery.abandon()
-        self._leaving.update(rids)
-        return rids
+        request_ids = self._remove(request)
+        request.abandon()
+        self._abandoned.update(request_ids)
+        return request_ids
 
     def fail(self, error: EngineDead) -> None:
         """The engine is gone: all requests end with the error."""
-        for delivery in self._deliveries.values():
-            delivery.fail(error.again())
-        for submission in self._submissions.values():
-            submission.settle(error.again())
-        self._deliveries.clear()
-        self._owners.clear()
-        self._leaving.clear()
+        requests, submissions = list(self._requests), list(self._submissions.values())
+        self._requests.clear()
+        self._choices.clear()
+        self._abandoned.clear()
         self._submissions.clear()
+        for request in requests:
+            request.fail(error.again())
+        for submission in submissions:
+            _set_admission(submission, error.again())
 
-    def _discard(self, delivery: Delivery) -> list[str]:
-        """Remove it from the tables; returns the engine requests that have not ended."""
-        del self._deliveries[delivery.request_id]
-        rids = delivery.open_rids()
-        for rid in rids:
-            del self._owners[rid]
-        return rids
+    def _remove(self, request: RequestState) -> list[str]:
+        """Remove it from the tables; returns its engine requests that have not ended."""
+        self._requests.remove(request)
+        request_ids = request.open_ids()
+        for request_id in request_ids:
+            del self._choices[request_id]
+        return request_ids
 
-    def _left(self, rids: Iterable[str]) -> None:
-        """Requests given up have ended: nothing more will come of them."""
-        self._leaving.subtract(rids)
-        self._leaving = +self._leaving
+    def _forget_abandoned(self, request_ids: Iterable[str]) -> None:
+        """Abandoned requests have ended: no more output of them will come."""
+        self._abandoned.subtract(request_ids)
+        self._abandoned = +self._abandoned
+
+
+def _set_admission(requests: Sequence[RequestState], error: RequestError | None) -> None:
+    if not requests[0].admission.done():
+        requests[0].admission.set_result(error)

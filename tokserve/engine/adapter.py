@@ -1,7 +1,4 @@
-"""A LoRA adapter as the engine sees it: a name, a slot on the device, and a number that tells its weights from others.
-
-Knows no weights and no requests.
-"""
+"""A LoRA adapter as the engine sees it: a name, a slot on the device, and a number for its weights."""
 
 from __future__ import annotations
 
@@ -19,5 +16,5 @@ class Adapter:
 
     @property
     def label(self) -> str:
-        """What stands behind a weight version to say which adapter made a token."""
+        """The suffix of a weight version that says which adapter made a token."""
         return f"{self.name}@{self.generation}"

@@ -1,7 +1,7 @@
-"""Which LoRA adapters are loaded, and the verbs that load and unload them while requests run.
+"""Which LoRA adapters are loaded, and the commands that load and unload them while requests run.
 
-The one authority on adapters for all front ends.  A load reads beside the steps and takes effect between two; an
-unload lets the adapter's requests end first.  Knows no weights: the executor puts them into the slot it is told.
+The one authority on adapters for all front ends.  A load reads in the background thread and takes effect between two
+steps; an unload lets the adapter's requests end first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.cache import Cache
-from tokserve.engine.verb import STEP_BOUNDARY, Requests, Verb, Wait
+from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests, Wait
+from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
 from tokserve.messages import LoadedAdapter
@@ -30,7 +30,7 @@ class Adapters:
     """
 
     def __init__(
-        self, config: LoraConfig, requests: Requests, cache: Cache, executor: Executor, taken: list[str]
+        self, config: LoraConfig, requests: LiveRequests, cache: PrefixCache, executor: Executor, taken: list[str]
     ) -> None:
         self._config = config
         self._requests = requests
@@ -41,23 +41,26 @@ class Adapters:
         self._free = list(range(config.max_loras - 1, -1, -1))  # slots, a stack
         self._loading = False
         self.num_loads = 0
-        self.verbs: dict[str, Callable[..., Verb]] = {
+        self.commands: dict[str, Callable[..., Command]] = {
             "load_lora_adapter": self.load,
             "unload_lora_adapter": self.unload,
         }
         self._load_at_start()
 
-    def find(self, name: str) -> Adapter | None:
+    def get(self, name: str) -> Adapter | None:
         """The adapter of this name."""
         return self._by_name.get(name)
 
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
-        return [LoadedAdapter(each.name, each.path, each.generation) for _, each in sorted(self._by_name.items())]
+        return [
+            LoadedAdapter(adapter.name, adapter.path, adapter.generation)
+            for _, adapter in sorted(self._by_name.items())
+        ]
 
     def take_over(self, listed: Collection[LoadedAdapter], num_loads: int) -> None:
-        """Forget what was loaded at the start unless the engine before had it unchanged, and number loads as it would
-        have.  There must be no requests."""
+        """Failover: forget what was loaded at the start unless the engine before had it unchanged, and go on with its
+        number of loads.  There must be no requests."""
         for adapter in self.listed():
             if adapter not in listed:
                 self._free.append(self._by_name.pop(adapter.name).slot)
@@ -70,11 +73,11 @@ class Adapters:
                 self._check(name)
                 for wait in self._load(name, path, None, anywhere=True):
                     if isinstance(wait, Future):
-                        wait.exception()  # is there: the verb goes on
+                        wait.exception()  # is there: the command goes on
             except RequestError as error:
                 raise StartError(f"option lora_modules: {name}: {error.message}") from None
 
-    def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Verb:
+    def load(self, lora_name: str, lora_path: str, load_inplace: bool | None = None) -> Command:
         """Load a PEFT directory under a name, in place of what has that name (`load_inplace` False: if none has).
 
         Requests in flight go on with the new weights, and keep the KV that the old ones made.
@@ -109,7 +112,7 @@ class Adapters:
             adapter = self._by_name[name] = Adapter(name, path, slot, self.num_loads)
         else:
             adapter.path, adapter.generation = path, self.num_loads
-            self._cache.replaced(adapter)
+            self._cache.on_adapter_replaced(adapter)
         return {"lora_name": name, "lora_path": path, "generation": adapter.generation}
 
     def _slot(self, name: str) -> int:
@@ -122,7 +125,7 @@ class Adapters:
             )
         return self._free[-1]
 
-    def unload(self, lora_name: str) -> Verb:
+    def unload(self, lora_name: str) -> Command:
         """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
         self._check_enabled()
         adapter = self._by_name.pop(lora_name, None)

@@ -1,19 +1,19 @@
 """Output on its way to the front end, in columns: the logprobs of one request, and a step's message.
 
 A step's arrays are as wide as its widest row; a request keeps its own width, as packed bytes that are
-joined, never as objects per token.  Knows nothing of requests or of the scheduler.
+joined, never as objects per token.
 """
 
 from __future__ import annotations
 
 from array import array
 
-from tokserve.messages import Extra, Finish, Logprobs, RowLogprobs, Step, StepStats
+from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
 from tokserve.plan import LogprobRows
 
 
 class PackedRows:
-    """The logprobs of a step's drawn tokens as bytes, so that taking a row out of them is a slice."""
+    """The logprobs of a step's sampled tokens as bytes, so that taking a row out of them is a slice."""
 
     __slots__ = ("ranks", "stride", "token_logprobs", "top_ids", "top_logprobs")
 
@@ -81,45 +81,46 @@ class LogprobColumns:
 class StepColumns:
     """What one step has for one front end, row by row."""
 
-    __slots__ = ("_counts", "_extras", "_logprobs", "_rids", "_tokens")
+    __slots__ = ("_counts", "_logprobs", "_rare", "_request_ids", "_tokens")
 
     def __init__(self) -> None:
-        self._rids: list[str] = []
+        self._request_ids: list[str] = []
         self._tokens = array("i")
         self._counts: list[int] = []
         self._logprobs: dict[tuple[int, str], tuple[LogprobColumns, list[int]]] = {}  # with the rows they are of
-        self._extras: list[Extra] = []
+        self._rare: list[RareFields] = []
 
-    def add(self, rid: str, tokens: array[int], logprobs: LogprobColumns | None = None) -> None:
+    def add(self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None) -> None:
         """A row: new tokens, and their logprobs, which are moved here."""
         if logprobs is not None:
             kind = (logprobs.width, logprobs.mode)
-            found = self._logprobs.get(kind)
-            if found is None:
-                found = self._logprobs[kind] = (LogprobColumns(*kind), [])
-            logprobs.move(found[0])
-            found[1].append(len(self._rids))
-        self._rids.append(rid)
+            if kind not in self._logprobs:
+                self._logprobs[kind] = (LogprobColumns(*kind), [])
+            columns, rows = self._logprobs[kind]
+            logprobs.move(columns)
+            rows.append(len(self._request_ids))
+        self._request_ids.append(request_id)
         self._tokens += tokens
         self._counts.append(len(tokens))
 
-    def describe(
-        self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached: int = 0,
-        spans: list[tuple[str, int, int]] | None = None,
+    def set_rare(
+        self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,
+        weight_versions: list[tuple[str, int, int]] | None = None, pooled: bytes = b"",
     ) -> None:  # fmt: skip
         """What few rows have, of the row just added."""
-        scores = None if prompt_logprobs is None else prompt_logprobs.packed()
-        self._extras.append(Extra(len(self._rids) - 1, finish, scores, cached, spans or []))
+        packed = None if prompt_logprobs is None else prompt_logprobs.packed()
+        row = len(self._request_ids) - 1
+        self._rare.append(RareFields(row, finish, packed, cached_tokens, weight_versions or [], pooled))
 
-    def step(self, stats: StepStats) -> Step:
+    def step(self, stats: StepStats) -> StepOutput:
         """The message."""
-        count = len(self._rids)
+        count = len(self._request_ids)
         single = self._counts.count(1) == count
-        return Step(
-            stats, self._rids, self._tokens.tobytes(), b"" if single else array("i", self._counts).tobytes(),
+        return StepOutput(
+            stats, self._request_ids, self._tokens.tobytes(), b"" if single else array("i", self._counts).tobytes(),
             [
                 RowLogprobs(columns.packed(), b"" if len(rows) == count else array("i", rows).tobytes())
                 for columns, rows in self._logprobs.values()
             ],
-            self._extras,
+            self._rare,
         )  # fmt: skip

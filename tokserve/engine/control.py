@@ -1,7 +1,6 @@
-"""Whether steps are planned: pause, sleep, and what weights there are to plan them with.
+"""Whether steps are planned: the commands pause, sleep and wake_up, and the engine's state as front ends see it.
 
-Each verb is a generator (`verb`), and its caller is answered when the state it asked for is there.  Knows no messages,
-no sockets and no tensors; how weights are updated is `weights`' business.
+How weights are updated is in `weights`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokserve.engine.cache import Cache
+from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests
+from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.verb import STEP_BOUNDARY, Requests, Verb
 from tokserve.engine.weights import Weights
 from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
@@ -24,10 +23,10 @@ LEVELS = (("scheduling",), TAGS, TAGS)  # what each sleep level puts to sleep
 
 
 class Control:
-    """See the module.  `frozen`, `idle_is_fine` and `status` tell the core what to do; `verbs` is the table."""
+    """`frozen`, `idle_is_fine` and `status` are for the core; `commands` is the table, with that of the weights."""
 
     def __init__(
-        self, requests: Requests, scheduler: Scheduler, cache: Cache, executor: Executor, weight_version: str
+        self, requests: LiveRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, weight_version: str
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
@@ -35,14 +34,14 @@ class Control:
         self._executor = executor
         self._weights = Weights(requests, scheduler, cache, executor, weight_version, lambda: not self._dropping)
         self._paused = False
-        self._pausing = 0  # verbs that are about to pause
+        self._pausing = 0  # commands that are about to pause
         self._resumes = 0  # how often `resume` was called
-        self._barriers: list[int] = []  # of verbs that wait for requests to end
+        self._barriers: list[int] = []  # of commands that wait for requests to end
         self._asleep: set[str] = set()
         self._dropping = 0  # sleeps that are about to drop the weights
         self.since = time.time()  # of the state
         self._last_state = "running"
-        self.verbs: dict[str, Callable[..., Verb]] = {
+        self.commands: dict[str, Callable[..., Command]] = {
             "pause": self.pause,
             "resume": self.resume,
             "sleep": self.sleep,
@@ -50,10 +49,10 @@ class Control:
             "release_kv_cache_memory": self.release_kv_cache_memory,
             "collective_rpc": self.collective_rpc,
             "apply_model": self.apply_model,
-            **self._weights.verbs,
+            **self._weights.commands,
         }
 
-    # --- what the core asks ---
+    # --- for the core ---
 
     @property
     def frozen(self) -> bool:
@@ -75,14 +74,14 @@ class Control:
             return "sleeping"
         if weights.update is not None:
             return "updating"
-        if not weights.are_there:
+        if not weights.loaded:
             return "sleeping"
         if self._paused:
             return "paused"
         return "pausing" if self._pausing else "running"
 
     def status(self) -> Status:
-        """What front ends must know."""
+        """The state for front ends."""
         state = self.state
         if state != self._last_state:
             self._last_state, self.since = state, time.time()
@@ -94,10 +93,10 @@ class Control:
             asleep=sorted(self._asleep), dropped=weights.dropped,
         )  # fmt: skip
 
-    # --- in another engine's place ---
+    # --- failover ---
 
-    def take_over(self, was: Status) -> Verb:
-        """Be paused and asleep as an engine was that has ended, with its weights and its epoch."""
+    def take_over(self, was: Status) -> Command:
+        """Failover: be paused and asleep as the engine before was, with its weights and its epoch."""
         yield STEP_BOUNDARY
         self._paused = was.paused
         self._asleep.update(was.asleep)
@@ -109,7 +108,7 @@ class Control:
 
     # --- pause ---
 
-    def pause(self, mode: str = "abort", clear_cache: bool = True) -> Verb:
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> Command:
         """Stop generating: `abort` ends what is in flight, `wait` lets it end, `keep` freezes it with its KV."""
         if mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", field="mode")
@@ -126,16 +125,16 @@ class Control:
             self._cache.reset()
         return {"status": "paused"}
 
-    def _quiet(self, mode: str, reason: str, off: Callable[[], bool] = lambda: False) -> Verb:
-        """Until nothing is computed and what `mode` says has become of the requests; `off`: give up waiting."""
+    def _quiet(self, mode: str, reason: str, off: Callable[[], bool] = lambda: False) -> Command:
+        """Until requests are treated as `mode` says and no step is in flight; `off`: stop waiting."""
         if mode == "abort":
             self._requests.end_all(reason)
         elif mode == "wait":
             yield from self._drained(off)
         yield STEP_BOUNDARY
 
-    def _drained(self, off: Callable[[], bool]) -> Verb:
-        """Until the requests received so far have ended; later ones wait.  If nothing can run, so be it."""
+    def _drained(self, off: Callable[[], bool]) -> Command:
+        """Until the requests received so far have ended, or nothing can run; later ones wait."""
         last = self._requests.num_received
         self._barriers.append(last)
         try:
@@ -145,7 +144,7 @@ class Control:
             self._barriers.remove(last)
             self._scheduler.barrier = min(self._barriers, default=None)
 
-    def resume(self) -> Verb:
+    def resume(self) -> Command:
         """Go on; also ends a sleep of level 0.  Always succeeds."""
         yield from ()
         self._resumes += 1
@@ -156,7 +155,7 @@ class Control:
 
     # --- sleep ---
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> Verb:
+    def sleep(self, level: int = 1, mode: str = "abort") -> Command:
         """0: only scheduling stops; 1: the KV cache's memory is given back; 2: the weights' as well."""
         if level not in range(len(LEVELS)):
             raise RequestError(f"level must be 0, 1 or 2, got {level}", field="level")
@@ -174,7 +173,7 @@ class Control:
             self._dropping -= level == 2
         return {"status": "sleeping", "level": level}
 
-    def release_kv_cache_memory(self) -> Verb:
+    def release_kv_cache_memory(self) -> Command:
         """Give back the KV cache's memory until `wake_up`; running requests are computed again then."""
         yield STEP_BOUNDARY
         self._asleep.add("kv_cache")
@@ -182,41 +181,43 @@ class Control:
         return {"success": True}
 
     def _release(self, tags: list[str]) -> None:
-        """At a step boundary: nobody holds KV any more, then the device lets go of what `tags` name."""
+        """At a step boundary: preempt all requests, then release the memory that `tags` name."""
         self._scheduler.preempt_all()
         self._cache.reset()
         self._executor.call("release", {"tags": tags})
         if "weights" in tags:
-            self._weights.are_there = False
+            self._weights.loaded = False
 
-    def wake_up(self, tags: Iterable[str] | None = None) -> Verb:
+    def wake_up(self, tags: Iterable[str] | None = None) -> Command:
         """Undo `sleep`, or parts of it.  When both memories are back, scheduling goes on too."""
-        wanted = set(tags or TAGS)
-        unknown = wanted - set(TAGS)
+        waking = set(tags or TAGS)
+        unknown = waking - set(TAGS)
         if unknown:
             raise RequestError(f"tags must be among {', '.join(TAGS)}, got {min(unknown)!r}", field="tags")
         if not tags and self._weights.dropped:
             raise Conflict("there are no weights (sleep level 2 drops them): push some; tags=weights allows that")
         yield STEP_BOUNDARY
-        if "kv_cache" in wanted & self._asleep:
+        if "kv_cache" in waking & self._asleep:
             self._executor.call("restore", {"tags": ["kv_cache"]})
         slept_deep = len(self._asleep) > 1 or self._asleep == {"kv_cache"}
-        self._asleep -= wanted
+        self._asleep -= waking
         if slept_deep and self._asleep == {"scheduling"}:
             self._asleep.clear()
         return {"status": "awake" if not self._asleep else "sleeping", "asleep": sorted(self._asleep)}
 
     # --- other calls of the executor ---
 
-    def collective_rpc(self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None) -> Verb:
+    def collective_rpc(
+        self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Command:
         """Call a method of the worker extension between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        asked = {"method": method, "args": args or [], "kwargs": kwargs or {}}
-        self._weights.touched = True
-        return [self._executor.call("collective_rpc", asked)]
+        self._weights.modified_by_rpc = True
+        call = {"method": method, "args": args or [], "kwargs": kwargs or {}}
+        return [self._executor.call("collective_rpc", call)]
 
-    def apply_model(self, function: str) -> Verb:
+    def apply_model(self, function: str) -> Command:
         """Call the function `module:name` with the model between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.touched = True
+        self._weights.modified_by_rpc = True
         return [self._executor.call("apply_model", {"function": function})]

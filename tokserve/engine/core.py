@@ -1,84 +1,52 @@
-"""The engine's loop: take messages, plan, submit, collect, answer; and the table of admin verbs.
+"""The engine's loop: take messages, plan, forward, sample, update, send.
 
-Depth 1 and depth 2 are the same turn: plan if fewer than `depth` steps are in flight, else collect the oldest.
-Messages are taken between turns, so an abort takes effect at the next step boundary and is acknowledged when
-the request's blocks are free.  Knows no sockets, no threads and no device: `emit` carries answers away, the
-clock is given.
+    depth 1   plan 0 | forward 0 | sample 0 | update 0 | plan 1 | forward 1 | ...
+    depth 2   plan 0 | forward 0 | sample 0 | plan 1 | forward 1 | update 0 | sample 1 | plan 2 | ...
+
+Depth 1 and depth 2 are the same turn: plan if fewer than `depth` steps are in flight, then collect the oldest once
+there are that many.  A step is sampled from at once, unless a grammar in it depends on a token of the step before: then
+that is collected first, and its masks are computed while the forward pass runs.  Messages are taken between turns, so
+an abort takes effect at the next step boundary and is acknowledged when the request's blocks are free.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from tokserve.config import Config
-from tokserve.engine import listing
 from tokserve.engine.adapters import Adapters
 from tokserve.engine.admission import Admission
-from tokserve.engine.cache import Cache
+from tokserve.engine.command import Command, Commands, immediate
 from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
-from tokserve.engine.following import Following
+from tokserve.engine.drafter import Drafter
 from tokserve.engine.front_ends import Emit, FrontEnds
 from tokserve.engine.grammars import Grammars
+from tokserve.engine.mask_worker import MaskWorker
+from tokserve.engine.output_buffer import Limits
+from tokserve.engine.plan_builder import InFlightStep
+from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.registry import Registry
-from tokserve.engine.request import Limits, Request
+from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.verb import STEP_BOUNDARY, Verb, Wait
-from tokserve.errors import RequestError, StartError, Unavailable
 from tokserve.executor.base import Executor
-from tokserve.messages import Abort, Call, Ready, Reply, Stall, Status, StepStats, Submit, ToEngine
-from tokserve.plan import DeviceFacts, StepPlan, StepResult
+from tokserve.messages import Abort, Call, Ready, Stall, Status, StepStats, Submit, ToEngine
+from tokserve.plan import DeviceFacts
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.5  # seconds
 
 
-@dataclass(slots=True)
-class _Acknowledgement:
-    """A reply that is due when all these requests are released."""
-
-    identity: bytes
-    call_id: int
-    result: dict[str, str]
-    requests: list[Request]
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A verb on its way, and what it waits for before it goes on."""
-
-    identity: bytes
-    call_id: int
-    work: Verb
-    wait: Wait = STEP_BOUNDARY
-
-
-def _at_once() -> bool:
-    return True
-
-
-def _warn_of_little_room(context: int, config: Config) -> None:
-    if context < (config.model.max_model_len or 0):
-        logger.warning(
-            "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
-            "to that; raise kv_cache_memory_bytes or lower max_model_len",
-            context, config.model.max_model_len,
-        )  # fmt: skip
-
-
 class EngineCore:
-    """One model's requests.  `receive` and `step` are called from one thread; see the module.
+    """One model's requests.  `receive` and `step` are called from one thread.
 
-    `wake` is called, from any thread, when there is something to do that no message announces.
+    `emit` sends messages; `wake` is called, from any thread, when there is something to do that no message announces.
     """
 
     def __init__(
@@ -89,161 +57,154 @@ class EngineCore:
         emit: Emit,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
+        drafter: Drafter | None = None,
     ) -> None:
         layout = facts.layout
         capacity = layout.num_blocks * layout.block_size
         context = min(config.model.max_model_len or capacity, capacity)
         eos = tuple(config.model.eos_token_ids or ())
         self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode)
-        self.cache = Cache(
+        self.cache = PrefixCache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
             model=config.model.model,
         )  # fmt: skip
-        self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version)
+        self.scheduler = Scheduler(config.scheduler, self.cache, facts.weight_version, drafter)
         self.control = Control(self, self.scheduler, self.cache, executor, facts.weight_version)
         self.adapters = Adapters(config.lora, self, self.cache, executor, config.server.served_model_name or [])
         self.grammars = Grammars(config, facts.vocab_size, eos)
         self.stopped = False
         self._facts = facts
         self._executor = executor
-        self._emit = emit
         self._clock = clock
-        self._wake = wake
         self._depth = config.scheduler.depth
-        self._flights: deque[tuple[StepPlan, Future[StepResult]]] = deque()
-        self._last_plan: StepPlan | None = None
+        self._last_step: InFlightStep | None = None  # since the engine was last idle
         self._registry = Registry()
         self._deadlines = Deadlines()
-        self._following = Following(wake)
+        self._mask_worker = MaskWorker(wake)
         self._front_ends = FrontEnds(emit, clock, self._gauges)
         self._admission = Admission(
-            config, self.limits, self._registry, self.scheduler, self.adapters, self.grammars, self._deadlines,
-            emit, self._fail, wake,
+            config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
+            grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, wake=wake,
         )  # fmt: skip
-        self._tasks: list[_Task] = []
         self._status = self._state_now()
-        self._acknowledgements: deque[_Acknowledgement] = deque()
-        self._begins = self.control.verbs | self.adapters.verbs | {"take_over": self._take_over}
-        self._verbs: dict[str, Callable[..., Any]] = {
-            "hello": self._hello,
-            "ping": self._ping,
-            "state": self._state,
-            "stats": self._stats,
-            "requests": self._requests,
-            "abort": self._abort_keys,
-            "abort_group": self._abort_group,
-            "abort_all": self._abort_all,
-            "leave": self._leave,
-            "shutdown": self._shutdown,
-            "reset_prefix_cache": self._reset_prefix_cache,
-            "check": self._check,
-        }
-        _warn_of_little_room(context, config)
+        self._commands = Commands(
+            self.control.commands | self.adapters.commands | self._table(), with_caller=("stats",), emit=emit,
+            at_boundary=lambda: not self.scheduler.in_flight, on_progress=self._send_status, wake=wake,
+        )  # fmt: skip
+        if context < (config.model.max_model_len or 0):
+            logger.warning(
+                "the KV cache holds %d tokens, less than max_model_len %d: prompt and output together are limited "
+                "to that; raise kv_cache_memory_bytes or lower max_model_len",
+                context, config.model.max_model_len,
+            )  # fmt: skip
 
     # --- the loop ---
 
     def step(self) -> bool:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
-        self._advance_grammars()
-        while any([self._go_on(task) for task in list(self._tasks)]):
-            pass  # a verb may have waited for what another has just done
-        if len(self._flights) < self._depth and not self._held_back:
-            plan = self.scheduler.schedule(self._clock())
-            if plan is not None:
-                self._last_plan = plan
-                self._flights.append((plan, self._executor.submit(plan)))
-                if len(self._flights) < self._depth:
-                    return True
-        if self._flights:
+        self._poll_grammars()
+        self._commands.resume()
+        in_flight = self.scheduler.in_flight
+        if len(in_flight) < self._depth and self._may_plan and self._begin_step() and len(in_flight) < self._depth:
+            return True
+        if in_flight:
             self._collect()
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
-        self._rest()
+        self._on_idle()
         return False
 
     @property
-    def _held_back(self) -> bool:
-        """Nothing may be planned: by the state, because a verb waits for the steps in flight to end, or because the
-        tokens of the last step say what grammars allow in the next."""
-        if self._flights and self._flights[-1][0].masks is not None:
-            return True
-        return self.control.frozen or any(task.wait is STEP_BOUNDARY for task in self._tasks)
+    def _may_plan(self) -> bool:
+        """Neither the engine's state nor a command that waits for the steps in flight forbids another step."""
+        return not self.control.frozen and not self._commands.wait_for_boundary
 
     @property
     def _may_wait(self) -> bool:
-        """Requests may wait although nothing runs: for a verb, a grammar, a mask that is late, or their client."""
-        if self.control.idle_is_fine or self._admission.undecided or self._following:
+        """Requests may wait although nothing runs: for a command, a grammar, a late mask, or their client."""
+        if self.control.idle_is_fine or self._admission.pending or self._mask_worker:
             return True
         return self.scheduler.num_stalled > 0
 
-    def _advance_grammars(self) -> None:
-        """Take the grammars and the masks that have come since the last turn."""
-        begun = self._admission.undecided.decide()
-        if begun:
-            self._following.advance(begun)
-        if self._following:
-            self._front_ends.send(self._end_followed())
+    def _begin_step(self) -> bool:
+        """Plan a step and begin its forward pass; whether there was anything to compute."""
+        plan = self.scheduler.schedule(self._clock())
+        if plan is None:
+            return False
+        self._last_step = self.scheduler.in_flight[-1]
+        self._executor.forward(plan)
+        self._sample()
+        return True
 
-    def _end_followed(self) -> list[Request]:
-        """Of the requests whose masks have come, those whose grammar ends them."""
+    def _sample(self) -> None:
+        """Sample from the newest step, unless a mask still depends on a step before it."""
+        step = self.scheduler.in_flight[-1]
+        if step.future is None and step.can_sample():
+            step.future = self._executor.sample(step.bitmask())
+
+    def _collect(self) -> None:
+        """Take the result of the oldest step, and send what it brought."""
+        step = self.scheduler.in_flight[0]
+        assert step.future is not None
+        result = step.future.result()
+        now = self._clock()
+        requests = self.scheduler.update(result, now)
+        for request in requests:
+            if request.finish is not None:
+                self._registry.remove(request)
+        if step.grammar_rows:
+            self._mask_worker.submit(row.request for row in step.grammar_rows if row.request.finish is None)
+            requests += [request for request in self._end_by_masks() if request not in requests]
+        if self.scheduler.in_flight:
+            self._sample()
+        self._front_ends.send(requests)
+        self._front_ends.refresh_stats(now - STATS_INTERVAL)
+        self._commands.resume()
+
+    def _poll_grammars(self) -> None:
+        """Take the grammars and the masks that are ready since the last turn."""
+        ready = self._admission.pending.poll()
+        if ready:
+            self._mask_worker.submit(ready)
+        if self._mask_worker:
+            self._front_ends.send(self._end_by_masks())
+
+    def _end_by_masks(self) -> list[Request]:
+        """Of the requests whose masks are computed, those that end by them."""
         now = self._clock()
         ended: list[Request] = []
-        for request in self._following.done():
-            if request.follower is not None and request.follower.error is not None:
-                self.grammars.forget(request.follower.grammar)
+        for request in self._mask_worker.poll():
+            if request.grammar is not None and request.grammar.error is not None:
+                self.grammars.forget(request.grammar.grammar)
             if request.finish is None:
-                request.followed(now)
+                request.on_bitmask(now)
                 if request.finish is not None:
                     self._end(request)
                     ended.append(request)
         return ended
 
-    def _collect(self) -> None:
-        plan, future = self._flights[0]
-        result = future.result()
-        self._flights.popleft()
-        now = self._clock()
-        told = self.scheduler.update(result, now)
-        for request in told:
-            if request.finish is not None:
-                self._forget(request)
-        if plan.masks is not None:
-            self._following.advance(self.scheduler.running)
-            told += [request for request in self._end_followed() if request not in told]
-        self._front_ends.send(told)
-        self._front_ends.refresh_stats(now - STATS_INTERVAL)
-        self._acknowledge()
-
-    def _rest(self) -> None:
-        """Nothing to do: look for lost blocks, and send the last gauges to front ends that have seen others."""
+    def _on_idle(self) -> None:
+        """Nothing to do: check for lost blocks, and send the last gauges to front ends that were sent others."""
         if len(self._registry):  # frozen, and more may come in
             self._front_ends.refresh_stats(self._clock())
-        elif self._last_plan is not None:
-            self._last_plan = None
+        elif self._last_step is not None:
+            self._last_step = None
             self.cache.check_idle()
             self._front_ends.refresh_stats(self._clock())
 
     def close(self) -> None:
         """End the threads and the process of grammars."""
         self.grammars.close()
-        self._following.close()
+        self._mask_worker.close()
 
     def summary(self) -> str:
         """What was being computed, for the log of a crash."""
-        plans = [plan for plan, _ in self._flights]
-        if self._last_plan is not None and all(plan is not self._last_plan for plan in plans):
-            plans.append(self._last_plan)
-        return "; ".join(plan.summary() for plan in plans) or "no step was in flight"
-
-    def _acknowledge(self) -> None:
-        """In order: a second abort of the same request must not be answered before its blocks are free either."""
-        due = self._acknowledgements
-        while due and all(request.released for request in due[0].requests):
-            done = due.popleft()
-            self._emit(done.identity, Reply(done.call_id, done.result))
-        self.stopped = self._admission.closed and not due
+        steps = list(self.scheduler.in_flight)
+        if self._last_step is not None and self._last_step not in steps:
+            steps.append(self._last_step)
+        return "; ".join(step.summary() for step in steps) or "no step was in flight"
 
     # --- messages ---
 
@@ -255,53 +216,20 @@ class EngineCore:
         if isinstance(message, Submit):
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
-        elif isinstance(message, Stall):
-            for rid in message.rids:
-                stalled = self._registry.find(rid, identity)
-                if stalled is not None:
-                    self.scheduler.stall(stalled, message.stalled)
-        elif isinstance(message, Abort):
-            found = [self._registry.find(rid, identity) for rid in message.rids]
-            self._abort([request for request in found if request is not None], message.reason)
+        elif isinstance(message, Call):
+            self._commands.call(identity, message)
         else:
-            self._call(identity, message)
-
-    def _fail(self, request: Request, message: str) -> None:
-        """End a request that cannot go on."""
-        request.end("error", "error", self._clock(), message=message)
-        self._end(request)
-        self._front_ends.send([request])
-
-    def _abort(self, requests: list[Request], reason: str) -> None:
-        """End these, and tell their owners."""
-        for request in requests:
-            request.end("abort", reason, self._clock())
-            self._end(request)
-        self._front_ends.send(requests)
-
-    def _abort_acknowledged(self, identity: bytes, call_id: int, keys: Iterable[str], reason: str) -> None:
-        """The reply, {key: "aborted" | "finished" | "not_found"}, comes when all is free again."""
-        result: dict[str, str] = {}
-        aborted: list[Request] = []
-        for key in dict.fromkeys(keys):
-            found = self._registry.under(key)
-            aborted += found
-            ended = "finished" if self._registry.has_ended(key) else "not_found"
-            result[key] = "aborted" if found else ended
-        self._abort(aborted, reason)
-        self._acknowledgements.append(_Acknowledgement(identity, call_id, result, aborted))
-        self._acknowledge()
-
-    def _end(self, request: Request) -> None:
-        """A request that got its `finish` between steps."""
-        if request.grammar is not None:
-            self._admission.undecided.ending(request)
-        self.scheduler.drop(request)
-        self._forget(request)
+            owned = (self._registry.get(request_id, identity) for request_id in message.request_ids)
+            requests = [request for request in owned if request is not None]
+            if isinstance(message, Abort):
+                self._abort(requests, message.reason)
+            elif isinstance(message, Stall):
+                for request in requests:
+                    self.scheduler.stall(request, message.stalled)
 
     @property
     def num_received(self) -> int:
-        """The number that the next request will get."""
+        """The number of the next request."""
         return self._admission.num_received
 
     @property
@@ -313,8 +241,23 @@ class EngineCore:
         """Abort all requests with what they have."""
         self._abort(list(self._registry), reason)
 
-    def _forget(self, request: Request) -> None:
-        self.scheduler.count_ages(request)
+    def _abort(self, requests: list[Request], reason: str) -> None:
+        for request in requests:
+            request.end("abort", reason, self._clock())
+            self._end(request)
+        self._front_ends.send(requests)
+
+    def _fail(self, request: Request, message: str) -> None:
+        """End a request that cannot go on."""
+        request.end("error", "error", self._clock(), message=message)
+        self._end(request)
+        self._front_ends.send([request])
+
+    def _end(self, request: Request) -> None:
+        """Take out a request that got its `finish` between steps."""
+        if request.pending_grammar is not None:
+            self._admission.pending.on_abort(request)
+        self.scheduler.drop(request)
         self._registry.remove(request)
 
     def _expire(self) -> None:
@@ -334,97 +277,18 @@ class EngineCore:
         """How long the loop may sleep when idle; None: until a message comes."""
         return self._deadlines.seconds_to_next(self._clock())
 
-    # --- verbs: called with (identity, call id) and the caller's arguments, each answers by itself ---
-
-    def _call(self, identity: bytes, call: Call) -> None:
-        begin = self._begins.get(call.method)
-        verb = self._verbs.get(call.method)
-        if verb is None and begin is None:
-            return self._emit(identity, Reply(call.call_id, error=f"the engine has no verb {call.method!r}"))
-        try:
-            if begin is not None:
-                task = _Task(identity, call.call_id, begin(**call.args), wait=_at_once)
-                self._tasks.append(task)
-                self._go_on(task)
-            elif verb is not None:
-                verb(identity, call.call_id, **call.args)
-        except Exception as error:  # a failed admin call is its caller's affair, the loop goes on
-            self._fail_call(identity, call.call_id, error)
-
-    def _fail_call(self, identity: bytes, call_id: int, error: Exception) -> None:
-        if isinstance(error, RequestError):
-            reply = Reply(call_id, error=error.message, status=error.status, field=error.field)
-        elif isinstance(error, StartError):  # what a sleep gave back cannot be had again
-            reply = Reply(call_id, error=str(error), status=Unavailable.status)
-        else:
-            logger.error("a verb failed", exc_info=error)
-            reply = Reply(call_id, error=f"{type(error).__name__} in the engine; its log says more")
-        self._emit(identity, reply)
-
-    def _go_on(self, task: _Task) -> bool:
-        """Resume a verb for as long as what it waits for is there, and answer at its end; whether it was resumed."""
-        resumed = False
-        while self._is_due(task.wait):
-            resumed = True
-            try:
-                task.wait = next(task.work)
-                if isinstance(task.wait, Future):
-                    task.wait.add_done_callback(lambda _: self._wake())
-            except StopIteration as end:
-                self._tasks.remove(task)
-                self._tell_status()
-                self._emit(task.identity, Reply(task.call_id, end.value))
-                return True
-            except Exception as error:  # as above
-                self._tasks.remove(task)
-                self._tell_status()
-                self._fail_call(task.identity, task.call_id, error)
-                return True
-        self._tell_status()
-        return resumed
-
-    def _take_over(self, last: Any) -> Verb:
-        """Be what an engine was that has ended, by the `Status` that it told last.  Nobody else may have called yet."""
-        was = msgspec.convert(last, Status)
-        self.adapters.take_over(was.adapters, was.num_loads)
-        return (yield from self.control.take_over(was))
-
-    def _is_due(self, wait: Wait) -> bool:
-        if wait is STEP_BOUNDARY:
-            return not self._flights
-        return wait.done() if isinstance(wait, Future) else wait()
+    # --- status ---
 
     def _state_now(self) -> Status:
         adapters = self.adapters
         return msgspec.structs.replace(self.control.status(), adapters=adapters.listed(), num_loads=adapters.num_loads)
 
-    def _tell_status(self) -> None:
+    def _send_status(self) -> None:
+        """Send a change of state to all front ends."""
         status = self._state_now()
         if status != self._status:
             self._status = status
             self._front_ends.send_status(status)
-
-    def _hello(self, identity: bytes, call_id: int) -> None:
-        layout = self._facts.layout
-        ready = Ready(
-            self.limits.context, self.limits.vocab_size, layout.num_blocks, layout.block_size,
-            list(self.limits.eos), self._facts.weight_version, self._facts.facts, self._status,
-        )  # fmt: skip
-        self._emit(identity, ready)
-
-    def _ping(self, identity: bytes, call_id: int) -> None:
-        self._emit(identity, Reply(call_id, {}))
-
-    def _state(self, identity: bytes, call_id: int) -> None:
-        stats = self.scheduler.stats()
-        status = self._status
-        state = {
-            "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
-            "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
-            "reason": status.quarantine or status.failure,
-            "in_flight": len(self._flights), "steps": stats.steps,
-        }  # fmt: skip
-        self._emit(identity, Reply(call_id, state))
 
     def _gauges(self) -> StepStats:
         grammars = self.grammars
@@ -433,45 +297,100 @@ class EngineCore:
             grammar_refusals=grammars.num_refused,
         )  # fmt: skip
 
-    def _stats(self, identity: bytes, call_id: int) -> None:
-        """Gauges and counters of this moment, ahead of the reply."""
-        self._front_ends.send_stats(identity)
-        self._emit(identity, Reply(call_id, {}))
+    # --- commands: those of pause, sleep and weights are in `control`, those of adapters in `adapters` ---
 
-    def _requests(self, identity: bytes, call_id: int, limit: int) -> None:
-        """All submissions, oldest first, whichever front end sent them."""
-        submissions = self._registry.submissions()
-        result = {
-            "weight_version": self.scheduler.weight_version, "total": len(submissions),
-            "requests": listing.rows(submissions, limit, self._clock()),
+    def _table(self) -> dict[str, Callable[..., Command]]:
+        return {
+            "hello": immediate(self._hello),
+            "ping": immediate(self._ping),
+            "state": immediate(self._state),
+            "stats": immediate(self._stats),
+            "requests": immediate(self._requests),
+            "check": immediate(self._check),
+            "reset_prefix_cache": immediate(self._reset_prefix_cache),
+            "leave": immediate(self._leave),
+            "abort": self._abort_requests,
+            "abort_group": self._abort_group,
+            "abort_all": self._abort_all,
+            "shutdown": self._shutdown,
+            "take_over": self._take_over,
+        }
+
+    def _hello(self) -> Ready:
+        """What the engine serves."""
+        layout = self._facts.layout
+        return Ready(
+            self.limits.context, self.limits.vocab_size, layout.num_blocks, layout.block_size,
+            list(self.limits.eos), self._facts.weight_version, self._facts.facts, self._status,
+        )  # fmt: skip
+
+    def _ping(self) -> dict[str, Any]:
+        return {}
+
+    def _state(self) -> dict[str, Any]:
+        stats, status = self.scheduler.stats(), self._status
+        return {
+            "state": status.state, "weight_version": status.weight_version, "epoch": status.epoch,
+            "running": stats.running, "waiting": stats.waiting, "since": self.control.since,
+            "reason": status.quarantine or status.failure,
+            "in_flight": len(self.scheduler.in_flight), "steps": stats.steps,
         }  # fmt: skip
-        self._emit(identity, Reply(call_id, result))
 
-    def _abort_keys(self, identity: bytes, call_id: int, keys: list[str], reason: str = "abort_user") -> None:
-        self._abort_acknowledged(identity, call_id, keys, reason)
+    def _stats(self, caller: bytes) -> dict[str, Any]:
+        """Send gauges and counters of this moment to the caller, ahead of the reply."""
+        self._front_ends.send_stats(caller)
+        return {}
 
-    def _abort_group(self, identity: bytes, call_id: int, group: str, reason: str = "abort_user") -> None:
-        self._abort_acknowledged(identity, call_id, self._registry.keys(group), reason)
+    def _requests(self, limit: int) -> dict[str, Any]:
+        """Submissions of all front ends, oldest first."""
+        return {"weight_version": self.scheduler.weights.version} | self._registry.summary(limit, self._clock())
 
-    def _abort_all(self, identity: bytes, call_id: int, reason: str = "abort_user") -> None:
-        self._abort_acknowledged(identity, call_id, self._registry.keys(), reason)
-
-    def _leave(self, identity: bytes, call_id: int, front_end: str) -> None:
-        """A front end's process has ended: so do its requests.  The reply is how many those were."""
-        gone = front_end.encode()
-        requests = self._registry.of(gone)
-        self._abort(requests, "abort_disconnect")
-        self._front_ends.leave(gone)
-        self._emit(identity, Reply(call_id, len(requests)))
-
-    def _shutdown(self, identity: bytes, call_id: int) -> None:
-        self._admission.closed = True
-        self._abort_acknowledged(identity, call_id, self._registry.keys(), "shutdown")
-
-    def _reset_prefix_cache(self, identity: bytes, call_id: int) -> None:
-        self.cache.reset()
-        self._emit(identity, Reply(call_id, True))
-
-    def _check(self, identity: bytes, call_id: int) -> None:
+    def _check(self) -> bool:
         self.cache.check()
-        self._emit(identity, Reply(call_id, True))
+        return True
+
+    def _reset_prefix_cache(self) -> bool:
+        self.cache.reset()
+        return True
+
+    def _leave(self, front_end: str) -> int:
+        """A front end's process has ended: so do its requests.  The reply is how many those were."""
+        identity = front_end.encode()
+        requests = self._registry.owned_by(identity)
+        self._abort(requests, "abort_disconnect")
+        self._front_ends.leave(identity)
+        return len(requests)
+
+    def _abort_requests(self, keys: list[str], reason: str = "abort_user") -> Command:
+        """Abort by the client's ids.  The reply, {id: "aborted" | "finished" | "not_found"}, comes when all slots and
+        blocks of ended requests are free: a second abort is not answered before that either."""
+        result: dict[str, str] = {}
+        aborted: list[Request] = []
+        for request_id in dict.fromkeys(keys):
+            requests = self._registry.requests(request_id)
+            aborted += requests
+            ended = "finished" if self._registry.has_ended(request_id) else "not_found"
+            result[request_id] = "aborted" if requests else ended
+        self._abort(aborted, reason)
+        unreleased = self.scheduler.unreleased()
+        yield lambda: all(request.released for request in unreleased)
+        return result
+
+    def _abort_group(self, group: str, reason: str = "abort_user") -> Command:
+        return (yield from self._abort_requests(self._registry.request_ids(group), reason))
+
+    def _abort_all(self, reason: str = "abort_user") -> Command:
+        return (yield from self._abort_requests(self._registry.request_ids(), reason))
+
+    def _shutdown(self) -> Command:
+        """Abort all requests and stop; no more are accepted."""
+        self._admission.closed = True
+        result = yield from self._abort_requests(self._registry.request_ids(), "shutdown")
+        self.stopped = True
+        return result
+
+    def _take_over(self, last: Any) -> Command:
+        """Failover: be what the engine before was, by the `Status` that it sent last.  The first call of all."""
+        was = msgspec.convert(last, Status)
+        self.adapters.take_over(was.adapters, was.num_loads)
+        return (yield from self.control.take_over(was))

@@ -1,7 +1,4 @@
-"""When requests must have ended, or must have left the queue: the earliest first.
-
-Knows no clock: the moment is given.  What becomes of a request that is late is the core's business.
-"""
+"""When requests must have ended, or must have left the queue: the earliest first."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import heapq
 from collections.abc import Iterator
 
 from tokserve.engine.request import Request
-from tokserve.messages import Add
 
 SPARE = 64  # entries of ended requests that are not worth removing
 
@@ -23,9 +19,10 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, request: Request, add: Add) -> None:
-        """Those that the request came with, counted from when it was received."""
-        for which, limit in (("deadline", add.deadline_ms), ("queue_timeout", add.queue_timeout_ms)):
+    def add(self, request: Request) -> None:
+        """The deadlines in the request's options, counted from when it was received."""
+        options = request.options
+        for which, limit in (("deadline", options.deadline_ms), ("queue_timeout", options.queue_timeout_ms)):
             if limit is not None:
                 heapq.heappush(self._heap, (request.received + limit / 1e3, request.number, which, request))
 

@@ -1,17 +1,16 @@
-"""Who is next among several clients: the one with the fewest slots, then the one whose last turn was longest ago.
+"""Fairness between clients: who is admitted next, and who is preempted.
 
-The policy orders the requests of a client, and levels of priority stand above clients.  With one client all of this
-is the order of the policy.  Knows neither blocks nor budgets.
+The client with the fewest slots is next, then the one whose last turn was longest ago.  The policy orders the requests
+of a client, and levels of priority stand above clients.  With one client all of this is the order of the policy.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from tokserve.engine.policies import Policy
-from tokserve.engine.queue import Queue
+from tokserve.engine.queue import Policy, Queue
 from tokserve.engine.request import Request
 
 
@@ -28,8 +27,8 @@ class Shares:
         self._turns: dict[str, int] = {}
         self._turn = 0
 
-    def came(self, request: Request) -> None:
-        """A request is live."""
+    def added(self, request: Request) -> None:
+        """Count a new request."""
         self.live[request.client] += 1
         self.present[request.share] += 1
 
@@ -40,7 +39,7 @@ class Shares:
         if request.share not in self.present:
             self._turns.pop(request.share, None)
 
-    def entered(self, request: Request) -> None:
+    def admitted(self, request: Request) -> None:
         """A request got a slot."""
         self.running[request.share] += 1
         self._turn += 1
@@ -94,28 +93,59 @@ class FairQueue:
                 del self._levels[level]
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they would be served if all of them entered at once."""
+        """In the order in which they would be served if all of them were admitted at once."""
         return self.order(assume=True)
 
     def order(self, assume: bool = False) -> Iterator[Request]:
-        """The next request; then, if it was removed, the next after it has entered, and else the one that follows it.
-        `assume`: each enters, and none is removed."""
+        """The next request; then, if it was removed, the next after its admission, else the one that follows it.
+        `assume`: as if all were admitted, though none is removed."""
         for level in sorted(self._levels):
-            places = {client: 0 for client in self._levels[level]}
+            indexes = {client: 0 for client in self._levels[level]}
             queues = dict(self._levels[level])
             heap = [(self._rank(client, 0), self._policy(queue[0]), client) for client, queue in queues.items()]
             heapq.heapify(heap)
             while heap:
                 *_, client = heapq.heappop(heap)
-                queue, place = queues[client], places[client]
-                request = queue[place]
+                queue, index = queues[client], indexes[client]
+                request = queue[index]
                 yield request
-                if place < len(queue) and queue[place] is request:
-                    places[client] = place = place + 1
-                if place < len(queue):
-                    entered = place if assume else 0
-                    heapq.heappush(heap, (self._rank(client, entered), self._policy(queue[place]), client))
+                if index < len(queue) and queue[index] is request:
+                    indexes[client] = index = index + 1
+                if index < len(queue):
+                    admitted = index if assume else 0
+                    heapq.heappush(heap, (self._rank(client, admitted), self._policy(queue[index]), client))
 
-    def _rank(self, client: str, entered: int) -> tuple[int, int]:
+    def _rank(self, client: str, admitted: int) -> tuple[int, int]:
         running, turn = self._shares.rank(client)
-        return running + entered, turn
+        return running + admitted, turn
+
+
+def choose_victim(running: Queue, shares: Shares, is_idle: Callable[[Request], bool]) -> Request:
+    """Which running request gives up its blocks to another: an idle one, else the last of the client with the most
+    slots.  Where no client has two, the last of all: so the first of all always gets on."""
+    most = max(shares.running.values())
+    last: Request | None = None
+    for request in reversed(running):
+        if is_idle(request):
+            return request
+        if last is None and (most == 1 or shares.running[request.share] == most):
+            last = request
+    assert last is not None
+    return last
+
+
+def choose_displaced(
+    waiting: Request, running: Queue, slots: Mapping[str, int], policy: Policy, is_idle: Callable[[Request], bool]
+) -> Request | None:
+    """Which running request gives up its slot and blocks to a waiting one: an idle one, else one of the client with the
+    most slots, if it has at least two more.  `slots`: by client."""
+    level = policy(waiting)[0]
+    heavy = max(slots, key=lambda share: slots[share], default="")
+    owed = slots.get(heavy, 0) > slots.get(waiting.share, 0) + 1
+    last: Request | None = None
+    for request in reversed(running):
+        if is_idle(request):
+            return request
+        if last is None and owed and request.share == heavy and policy(request)[0] >= level:
+            last = request
+    return last

@@ -1,7 +1,6 @@
-"""Who listens to the engine, and what each was told last: outputs, gauges, changes of state.
+"""The front ends that get output, gauges and changes of state, and the gauges each was sent last.
 
-A front end is there from its first message until it leaves, or until too many others have written since.  Knows the
-columns of a message and no sockets: `emit` carries them away.
+A front end is known from its first message until it leaves, or until `KEPT` others have written since.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ class FrontEnds:
         self._emit = emit
         self._clock = clock
         self._stats = stats
-        self._told: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
+        self._sent: OrderedDict[bytes, tuple[float, StepStats | None]] = OrderedDict()  # last stats: when, what
         self._left: set[bytes] = set()  # their processes have ended
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._sent)
 
     def has_left(self, identity: bytes) -> bool:
-        """Whether its process has ended; messages of it may still arrive after the news of that."""
+        """Whether its process has ended; its last messages may arrive after that."""
         return identity in self._left
 
     def enter(self, identity: bytes) -> None:
-        """It has written."""
-        if identity in self._told:
-            self._told.move_to_end(identity)
+        """It has sent a message; the one that has not for the longest time is forgotten beyond `KEPT`."""
+        if identity in self._sent:
+            self._sent.move_to_end(identity)
         else:
             self._remember(identity, None)
 
     def leave(self, identity: bytes) -> None:
         """Its process has ended."""
         self._left.add(identity)
-        self._told.pop(identity, None)
+        self._sent.pop(identity, None)
 
     def send(self, requests: Iterable[Request]) -> None:
         """The new output of these requests, one message per front end."""
@@ -54,26 +53,26 @@ class FrontEnds:
             columns = steps.get(request.owner)
             if columns is None:
                 columns = steps[request.owner] = StepColumns()
-            request.tell(columns)
+            request.emit(columns)
         for identity, columns in steps.items():
             self._send_step(identity, columns, self._stats())
 
     def send_stats(self, identity: bytes) -> None:
-        """Gauges alone, to a front end that has asked."""
+        """Gauges alone, to one front end."""
         self._send_step(identity, StepColumns(), self._stats())
 
     def refresh_stats(self, before: float) -> None:
         """Gauges alone, to front ends that were sent none since `before` and would see a difference."""
-        stale = [identity for identity, (when, _) in self._told.items() if when <= before]
+        stale = [identity for identity, (when, _) in self._sent.items() if when <= before]
         if stale:
             stats = self._stats()
             for identity in stale:
-                if self._told[identity][1] != stats:
+                if self._sent[identity][1] != stats:
                     self._send_step(identity, StepColumns(), stats)
 
     def send_status(self, status: Status) -> None:
         """A change of state, to all."""
-        for identity in self._told:
+        for identity in self._sent:
             self._emit(identity, status)
 
     def _send_step(self, identity: bytes, columns: StepColumns, stats: StepStats) -> None:
@@ -81,6 +80,6 @@ class FrontEnds:
         self._emit(identity, columns.step(stats))
 
     def _remember(self, identity: bytes, stats: StepStats | None) -> None:
-        self._told[identity] = (self._clock(), stats)
-        if len(self._told) > KEPT:
-            self._told.popitem(last=False)
+        self._sent[identity] = (self._clock(), stats)
+        if len(self._sent) > KEPT:
+            self._sent.popitem(last=False)

@@ -1,10 +1,9 @@
 """Structured outputs: a grammar is compiled, and an output follows it token by token.
 
-llguidance does both: it reads the model's tokenizer.json and says, as a bit per vocabulary id, which tokens keep the
-text on a path to a sentence.  It is loaded, with the tokenizer, when the first grammar comes.  `LIMITS` bound what the
-library spends on a token and how many states a grammar may have.  What compiling costs is not bounded here: a few
-hundred bytes of grammar can need all the memory there is, so `trials` compiles each in another process first.  Knows no
-requests, no steps and no logits.
+llguidance does both: it reads the model's tokenizer.json and computes, as a bit per vocabulary id, which tokens keep
+the text on a path to a sentence.  It is loaded, with the tokenizer, when the first grammar comes.  `LIMITS` bound what
+the library spends on a token and how many states a grammar may have.  What compiling costs is not bounded here: a few
+hundred bytes of grammar can need all the memory there is, so `trials` compiles each in another process first.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class Cost:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Grammar:
-    """What outputs of one form begin from, and sets of ids, a bit for each.
+    """A compiled grammar that the states of outputs are copied from, and sets of ids, a bit for each.
 
     `sentinels`: the library's EOS tokens, of the tokenizer's vocabulary.  Of the model's: `eos`, its own, and `barred`,
-    ids that no text has (the sentinels, and bits past the last id).  `cost`: as measured in a trial; `followed`: tokens
-    of outputs that have followed it.
+    ids that no text has (the sentinels, and bits past the last id).  `cost`: as measured in a trial; `num_accepted`:
+    tokens that all its states have accepted.
     """
 
     machine: LLMatcher
@@ -69,107 +68,89 @@ class Grammar:
     barred: UInt32
     eos: UInt32
     cost: Cost = Cost()
-    followed: int = 0
+    num_accepted: int = 0
 
     @property
     def size(self) -> int:
         """Bytes of memory, estimated: the size that the trial measured, and since then growth at the trial's pace, up
         to the limit of lexer states.  The library does not report its memory."""
-        growth = min(self.cost.per_token * self.followed, STATE_BYTES * LIMITS["max_lexer_states"])
+        growth = min(self.cost.per_token * self.num_accepted, STATE_BYTES * LIMITS["max_lexer_states"])
         return self.cost.size + int(growth)
 
 
-class Matcher:
-    """A grammar on its way through one output.  `ends`: the model's EOS tokens end it.
+class GrammarState:
+    """How far one output has come in its grammar.  `ends`: the model's EOS tokens may end it.
 
-    `words`: what may come next, a bit per vocabulary id, uint32[ceil(V / 32)]; EOS where the text is a sentence, and
-    only if it `ends`.  `complete`: nothing but EOS may come.  Raises RequestError if there is no way to a sentence.
+    It is `pending` from its making, and from every `accept`, until `commit`.  Meanwhile `compute_bitmask` runs once, in
+    any one thread, and nothing else is used.  `is_slow`: the last mask took long.  `error`: why the output cannot go
+    on; `limited`: because the grammar has reached a limit.
     """
 
-    words: UInt32
-    complete: bool
-
     def __init__(self, grammar: Grammar, *, ends: bool) -> None:
-        self._machine = grammar.machine.deep_copy()
-        self._grammar = grammar
-        self._ends = ends
-        self._look()
-
-    def advance(self, token: int) -> None:
-        """The token has come.  Raises RequestError if it may not, or if a limit is reached."""
-        self._machine.consume_token(token)
-        self._look()
-
-    def _look(self) -> None:
-        grammar = self._grammar
-        words = np.zeros(len(grammar.eos), np.uint32)
-        sentence = False
-        if not self._machine.is_error():
-            mask = np.frombuffer(self._machine.compute_bitmask(), np.uint32)  # as wide as the tokenizer, or wider
-            words[:] = mask[: len(words)]
-            sentence = bool((mask[: len(grammar.sentinels)] & grammar.sentinels).any())
-            words &= ~grammar.barred
-        if self._machine.is_error():
-            raise RequestError(_shortened(self._machine.get_error()))
-        self.complete = not words.any()
-        if sentence and self._ends:
-            words |= grammar.eos
-        self.words = words
-
-
-class Follower:
-    """A matcher whose work is done elsewhere: `push` here, then `look` in one other thread, and until that returns
-    nothing else.  It is `due` from its making, and from every `push`, until whoever has had it look is `done`."""
-
-    def __init__(self, grammar: Grammar, *, ends: bool) -> None:
-        self.due = True
-        self.slow = False  # the last `look` took long
-        self.error: str | None = None  # why it cannot go on
-        self.limited = False  # because the grammar has come to a limit
         self.grammar = grammar
+        self.pending = True
+        self.is_slow = False
+        self.error: str | None = None
+        self.limited = False
         self._ends = ends
-        self._matcher: Matcher | None = None
-        self._token = -1
+        self._machine: LLMatcher | None = None
+        self._token: int | None = None  # accepted, not yet consumed by the machine
+        self._bits: UInt32 | None = None
+        self._complete = False
 
-    def push(self, token: int) -> None:
-        """The token has come."""
+    def accept(self, token: int) -> None:
+        """The output has a new token."""
         self._token = token
-        self.grammar.followed += 1
-        self.due = True
+        self.grammar.num_accepted += 1
+        self.pending = True
 
-    def look(self) -> None:
-        """What may come next."""
-        self.error = "its mask could not be computed"  # unless one of the next lines says otherwise
-        try:
-            if self._matcher is None:
-                self._matcher = Matcher(self.grammar, ends=self._ends)
-            else:
-                self._matcher.advance(self._token)
-            self.error = None
-        except RequestError as error:
-            self.error = error.message
-            self.limited = True
+    def compute_bitmask(self) -> None:
+        """Compute which tokens may come next."""
+        self.error = "its mask could not be computed"  # if one of the next lines raises
+        if self._machine is None:
+            self._machine = self.grammar.machine.deep_copy()
+        if self._token is not None:
+            self._machine.consume_token(self._token)
+            self._token = None
+        self._bits, self._complete = self._next_ids(self._machine)
+        self.limited = self._machine.is_error()
+        self.error = _shortened(self._machine.get_error()) if self.limited else None
 
-    def done(self) -> None:
-        """In the thread that pushes: what `look` has found may be used."""
-        self.due = False
+    def _next_ids(self, machine: LLMatcher) -> tuple[UInt32, bool]:
+        """The bits, and whether the text is complete."""
+        grammar = self.grammar
+        bits = np.zeros(len(grammar.eos), np.uint32)
+        is_sentence = False
+        if not machine.is_error():
+            mask = np.frombuffer(machine.compute_bitmask(), np.uint32)  # as wide as the tokenizer, or wider
+            bits[:] = mask[: len(bits)]
+            is_sentence = bool((mask[: len(grammar.sentinels)] & grammar.sentinels).any())
+            bits &= ~grammar.barred
+        complete = not bits.any()
+        if is_sentence and self._ends:
+            bits |= grammar.eos
+        return bits, complete
+
+    def commit(self) -> None:
+        """In the thread that accepts tokens: the result of `compute_bitmask` may be used."""
+        self.pending = False
 
     @property
-    def begun(self) -> bool:
-        """There has been a mask."""
-        return self._matcher is not None
+    def has_bitmask(self) -> bool:
+        """Whether a mask was computed before."""
+        return self._bits is not None
 
     @property
-    def words(self) -> UInt32:
-        """As of a matcher."""
-        assert self._matcher is not None and not self.due
-        return self._matcher.words
+    def bits(self) -> UInt32:
+        """Which ids may come next, uint32[ceil(V / 32)]: EOS where the text is a sentence, and only if it `ends`."""
+        assert self._bits is not None and not self.pending
+        return self._bits
 
     @property
     def complete(self) -> bool:
-        """As of a matcher."""
-        assert self._matcher is not None and not self.due
-        return self._matcher.complete
+        """Nothing but EOS may come."""
+        assert not self.pending
+        return self._complete
 
 
 class Compiler:
@@ -178,50 +159,43 @@ class Compiler:
     def __init__(self, tokenizer: str | None, vocab_size: int, eos: Sequence[int]) -> None:
         self._directory = tokenizer
         self._vocab_size = vocab_size
-        self._eos = _words(eos, vocab_size)
+        self._eos = _bits(eos, vocab_size)
         self._tokenizer: LLTokenizer | None = None
 
-    def compile(self, asked: StructuredOutputs) -> Grammar:
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Raises RequestError that names the field."""
         from llguidance import LLMatcher, LLParserLimits
 
-        field = f"structured_outputs.{asked.kind}"
+        field = f"structured_outputs.{outputs.kind}"
         tokenizer = self.load()
         try:
-            source = _source(asked)
+            source = _source(outputs)
         except ValueError as error:
             raise unusable(field, str(error)) from None
         machine = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False, **LIMITS))
         sentinels = tokenizer.eos_tokens
         room = 32 * len(self._eos)
-        barred = _words([*sentinels, *range(self._vocab_size, room)], room)
-        grammar = Grammar(machine, _words(sentinels, tokenizer.vocab_size), barred, self._eos)
-        try:
-            Matcher(grammar, ends=True)  # what can be known to be wrong before the first token is known now
-        except RequestError as error:
-            raise unusable(field, error.message) from None
+        barred = _bits([*sentinels, *range(self._vocab_size, room)], room)
+        grammar = Grammar(machine, _bits(sentinels, tokenizer.vocab_size), barred, self._eos)
+        state = GrammarState(grammar, ends=True)
+        state.compute_bitmask()  # finds what is wrong before the first token
+        if state.error is not None:
+            raise unusable(field, state.error)
         return grammar
 
-    def try_out(self, asked: StructuredOutputs) -> Cost:
+    def try_out(self, outputs: StructuredOutputs) -> Cost:
         """Compile, and write the beginnings of a few random texts: some grammars compile, but come to a limit with
         their second token.  Measures the memory as growth of this process, which must do nothing else meanwhile.
         Raises RequestError that names the field."""
         before, began = resident(), time.monotonic()
-        grammar = self.compile(asked)
+        grammar = self.compile(outputs)
         compiled, seconds = resident(), time.monotonic() - began
-        chance, tokens = random.Random(0), 0
+        chance = random.Random(0)
         try:
-            for _ in range(WALKS):
-                matcher = Matcher(grammar, ends=False)
-                for _ in range(WALK_TOKENS):
-                    if matcher.complete or time.monotonic() - began > seconds + WALK_SECONDS:
-                        break
-                    allowed = np.flatnonzero(np.unpackbits(matcher.words.view(np.uint8), bitorder="little"))
-                    matcher.advance(int(chance.choice(allowed)))
-                    tokens += 1
+            tokens = sum(_walk(grammar, chance, until=began + seconds + WALK_SECONDS) for _ in range(WALKS))
         except RequestError as error:
-            why = f"its texts come to a limit of grammars within {WALK_TOKENS} tokens: {error.message}"
-            raise unusable(f"structured_outputs.{asked.kind}", why) from None
+            reason = f"its texts come to a limit of grammars within {WALK_TOKENS} tokens: {error.message}"
+            raise unusable(f"structured_outputs.{outputs.kind}", reason) from None
         now = resident()
         return Cost(max(0, now - before), max(0, now - compiled) / max(1, tokens), seconds)
 
@@ -242,6 +216,22 @@ class Compiler:
         return self._tokenizer
 
 
+def _walk(grammar: Grammar, chance: random.Random, until: float) -> int:
+    """Write the beginning of a random text; returns its tokens.  Raises RequestError where there is no way on."""
+    state = GrammarState(grammar, ends=False)
+    tokens = 0
+    while True:
+        state.compute_bitmask()
+        state.commit()
+        if state.error is not None:
+            raise RequestError(state.error)
+        if tokens == WALK_TOKENS or state.complete or time.monotonic() > until:
+            return tokens
+        allowed = np.flatnonzero(np.unpackbits(state.bits.view(np.uint8), bitorder="little"))
+        state.accept(int(chance.choice(allowed)))
+        tokens += 1
+
+
 def resident() -> int:
     """Bytes of anonymous memory of this process, without what was freed."""
     give_back()
@@ -256,25 +246,25 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def unusable(field: str, why: str) -> RequestError:
+def unusable(field: str, reason: str) -> RequestError:
     """The library's complaint as a client's error."""
-    return RequestError(f"{field} cannot be used: {_shortened(why)}", field=field)
+    return RequestError(f"{field} cannot be used: {_shortened(reason)}", field=field)
 
 
-def _source(asked: StructuredOutputs) -> str:
+def _source(outputs: StructuredOutputs) -> str:
     """The grammar in the form that the library compiles."""
     from llguidance import LLMatcher
 
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(asked.regex)
-    if asked.choice is not None:
-        return LLMatcher.grammar_from_regex("|".join(map(_literal, asked.choice)))
-    if asked.grammar is not None:
-        return LLMatcher.grammar_from_lark(asked.grammar)
-    schema = asked.json if isinstance(asked.json, str) else '{"type":"object"}'
-    if asked.disable_any_whitespace:
+    if outputs.regex is not None:
+        return LLMatcher.grammar_from_regex(outputs.regex)
+    if outputs.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(_literal, outputs.choice)))
+    if outputs.grammar is not None:
+        return LLMatcher.grammar_from_lark(outputs.grammar)
+    schema = outputs.json if isinstance(outputs.json, str) else '{"type":"object"}'
+    if outputs.disable_any_whitespace:
         return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-    white = WHITE if asked.whitespace_pattern is None else asked.whitespace_pattern
+    white = WHITE if outputs.whitespace_pattern is None else outputs.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": white})
 
 
@@ -283,17 +273,17 @@ def _literal(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _words(ids: Sequence[int], vocab_size: int) -> UInt32:
+def _bits(ids: Sequence[int], vocab_size: int) -> UInt32:
     """The set of those ids that the vocabulary has, a bit for each: uint32[ceil(vocab_size / 32)]."""
-    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    bits = np.zeros(-(-vocab_size // 32), np.uint32)
     for token in ids:
         if 0 <= token < vocab_size:
-            words[token // 32] |= np.uint32(1 << token % 32)
-    return words
+            bits[token // 32] |= np.uint32(1 << token % 32)
+    return bits
 
 
 def _shortened(complaint: str) -> str:
-    """The library's words without its state and its picture of the place."""
+    """The library's message without its state and its picture of the position."""
     line = " ".join(complaint.partition("\n<")[0].split())
     if line == "NoExtensionBias":
         return "no text has this form"

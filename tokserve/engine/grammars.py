@@ -26,7 +26,7 @@ from tokserve.errors import QueueFull, RequestError, Unavailable
 from tokserve.params import StructuredOutputs
 
 IN_USE = 4  # times the bytes that may be kept may be in memory while outputs follow them
-LEAST_SIZE = 1 << 14  # bytes that a grammar counts at least: what the measurement cannot see
+MIN_SIZE = 1 << 14  # bytes that a grammar counts at least: the measurement misses some
 REFUSALS_KEPT = 1024
 REFUSAL_SECONDS = 600.0  # that a refusal is remembered: a busy machine may have caused it
 RETRY = 5  # seconds
@@ -34,7 +34,7 @@ RETRY = 5  # seconds
 
 @dataclass(eq=False)
 class _Job:
-    """A grammar on its way.  `futures`: of those who wait for it."""
+    """A grammar being tried or compiled.  `futures`: of the requests that wait for it."""
 
     key: bytes
     grammar: StructuredOutputs
@@ -76,17 +76,17 @@ class Grammars:
             if error is not None:
                 future.set_exception(error)
                 return future
-            waited_for = self._jobs.get(key)
-            job = self._jobs[key] = waited_for or _Job(key, grammar)
+            known = self._jobs.get(key)
+            job = self._jobs[key] = known or _Job(key, grammar)
             job.futures.append(future)
-        if waited_for is None:
+        if known is None:
             job.trial = Trial(grammar, client, lambda outcome: self._tried(job, outcome))
             self.trials.submit(job.trial)
         future.add_done_callback(lambda future: self._left(job) if future.cancelled() else None)
         return future
 
     def forget(self, grammar: Grammar) -> None:
-        """Compile it anew for the next request: outputs share what the library has found out about a grammar, and its
+        """Compile it anew for the next request: outputs share the library's state of a grammar, and its
         limits with it, so one that has come to a limit would fail others at once."""
         with self._lock:
             for key, kept in list(self._kept.items()):
@@ -95,7 +95,7 @@ class Grammars:
 
     @property
     def num_compiling(self) -> int:
-        """Grammars on their way."""
+        """Grammars being tried or compiled."""
         return len(self._jobs)
 
     def close(self) -> None:
@@ -136,9 +136,9 @@ class Grammars:
     def _make(self, job: _Job, cost: Cost) -> None:
         """Compile in this process, if there is room."""
         with self._lock:
-            if self._jobs.get(job.key) is not job:  # nobody waits for it any more
+            if self._jobs.get(job.key) is not job:  # no request waits for it
                 return
-        error = self._no_room(job.grammar, max(cost.size, LEAST_SIZE))
+        error = self._no_room(job.grammar, max(cost.size, MIN_SIZE))
         if error is None:
             try:
                 grammar = self._compiler.compile(job.grammar)
@@ -156,7 +156,7 @@ class Grammars:
             return unusable(f"structured_outputs.{grammar.kind}", why)
         with self._lock:
             kept = set(self._kept.values())
-            in_use = sum(_size(each) for each in self._all if each not in kept)
+            in_use = sum(_size(grammar) for grammar in self._all if grammar not in kept)
         if in_use + size > IN_USE * self._limit:
             return QueueFull("the grammars of running requests take all the memory that grammars may (--grammar-cache-"
                              "bytes)", retry_after=RETRY, code="queue_full")  # fmt: skip
@@ -199,7 +199,7 @@ class Grammars:
 
 
 def _size(grammar: Grammar) -> int:
-    return max(grammar.size, LEAST_SIZE)
+    return max(grammar.size, MIN_SIZE)
 
 
 def _yield_to_steps() -> None:

@@ -1,8 +1,7 @@
 """The engine as a process: `python -m tokserve.engine.process`, started by the front end and dying with it.
 
 The parent writes one line of JSON to stdin, {"address", "config"}, and leaves stdin open: its end means that
-the parent is gone.  Here are start-up, the loop around `EngineCore.step`, signals and the last words of a
-crash; what requests are is the core's business.
+the parent is gone.  This file has start-up, the loop around `EngineCore.step`, signals, and the report of a crash.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import msgspec
 from tokserve import log
 from tokserve.config import Config
 from tokserve.engine.core import EngineCore
-from tokserve.engine.wire import Wire
+from tokserve.engine.socket import EngineSocket
 from tokserve.errors import StartError, sendable
 from tokserve.executor.base import Executor, make
 from tokserve.messages import Dead
@@ -33,7 +32,7 @@ from tokserve.sockets import remove_stale
 logger = logging.getLogger("tokserve.engine.process")  # not __name__: that is __main__ here
 
 PARENT_ENDS = 1.0  # seconds from the end of stdin to that of the parent, if it is ending
-FIRST_HELLO = 2.0  # seconds a failed start waits for a front end to tell
+FIRST_HELLO = 2.0  # seconds that a failed start waits for the first front end
 DIRECTORY_PREFIX = "tokserve-"  # of the directory a front end makes for the socket
 
 
@@ -44,11 +43,11 @@ class Opening(msgspec.Struct, frozen=True):
     config: Config
 
 
-def serve(core: EngineCore, wire: Wire) -> None:
+def serve(core: EngineCore, socket: EngineSocket) -> None:
     """Turn until a front end asks for the end; asleep when there is nothing to do."""
     busy = True
     while not core.stopped:
-        for identity, message, received in wire.take(0 if busy else core.seconds_to_deadline()):
+        for identity, message, received in socket.take(0 if busy else core.seconds_to_deadline()):
             core.receive(identity, message, received)
         busy = core.step()
 
@@ -56,31 +55,31 @@ def serve(core: EngineCore, wire: Wire) -> None:
 def run(address: str, config: Config, executor: Executor) -> int:
     """The engine's life; returns the exit code."""
     try:
-        wire = Wire(address)
+        socket = EngineSocket(address)
     except StartError as error:
         logger.error("%s", error)
         return 1
     core = None
     try:
-        core = _start(config, executor, wire)
-        serve(core, wire)
+        core = _start(config, executor, socket)
+        serve(core, socket)
         core.close()
         executor.close()
         logger.info("stopped")
         return 0
     except StartError as error:
         logger.error("cannot start: %s", error)
-        _tell(wire, Dead(str(error), expected=True))
+        _tell(socket, Dead(str(error), expected=True))
         return 1
     except Exception as error:  # process entry: the parent and the log must hear of it, whatever it is
         logger.exception("the engine died; %s", "while starting" if core is None else core.summary())
-        _tell(wire, Dead(sendable(f"{type(error).__name__}: {error}")))
+        _tell(socket, Dead(sendable(f"{type(error).__name__}: {error}")))
         return 1
     finally:
-        wire.close()
+        socket.close()
 
 
-def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
+def _start(config: Config, executor: Executor, socket: EngineSocket) -> EngineCore:
     began = time.monotonic()
     logger.info("loading %s (%s)", config.model.model, config.model.dtype)
     facts = executor.start()
@@ -89,18 +88,18 @@ def _start(config: Config, executor: Executor, wire: Wire) -> EngineCore:
         "loaded in %.2f s; KV cache: %d blocks of %d tokens, %.1f MiB",
         time.monotonic() - began, layout.num_blocks, layout.block_size, layout.bytes() / (1 << 20),
     )  # fmt: skip
-    core = EngineCore(config, executor, facts, wire.send, wake=wire.wake)
+    core = EngineCore(config, executor, facts, socket.send, wake=socket.wake)
     gc.freeze()  # what start-up made lives as long as the process; later collections need not look at it
     return core
 
 
-def _tell(wire: Wire, dead: Dead) -> None:
+def _tell(socket: EngineSocket, dead: Dead) -> None:
     """Tell every front end that has written; if none has yet, wait a little for the first."""
-    if not wire.peers:
+    if not socket.peers:
         with suppress(RuntimeError):  # of a failed I/O thread
-            wire.take(FIRST_HELLO)
-    for identity in list(wire.peers):
-        wire.send(identity, dead)
+            socket.take(FIRST_HELLO)
+    for identity in list(socket.peers):
+        socket.send(identity, dead)
 
 
 # --- the process around it ---

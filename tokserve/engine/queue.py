@@ -1,7 +1,7 @@
-"""Requests in the order of a policy, and how much may wait: accepted requests without a slot so far, counted against
-the limits of the options.
+"""Requests in the order of a scheduling policy, and the limits on how many may wait.
 
-Who enters and who leaves is the scheduler's business.
+A policy maps a request to a sort key; the last in this order is the first to be preempted.  It is chosen by name at
+start-up, and a key must not depend on anything that changes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,28 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from tokserve.engine.policies import Place, Policy
 from tokserve.engine.request import Request
 
-PACE = 64  # requests that left the queue last, by which its speed is judged
+Key = tuple[float, float, int]
+Policy = Callable[[Request], Key]
+
+PACE = 64  # admissions by which the queue's speed is measured
 LONGEST_RETRY = 60  # seconds
+
+
+def fcfs(request: Request) -> Key:
+    """By arrival."""
+    return (0, request.arrival, request.number)
+
+
+def priority(request: Request) -> Key:
+    """By priority, lower first, then by arrival."""
+    return (request.options.priority, request.arrival, request.number)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
 
 
 class Queue:
@@ -23,7 +38,7 @@ class Queue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._places: list[Place] = []
+        self._keys: list[Key] = []
         self._requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -41,62 +56,63 @@ class Queue:
         return self._requests[index]
 
     def add(self, request: Request) -> None:
-        """Put it in its place."""
-        place = self._policy(request)
-        index = bisect_left(self._places, place)
-        self._places.insert(index, place)
+        """Insert it in order."""
+        key = self._policy(request)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
         self._requests.insert(index, request)
 
     def remove(self, request: Request) -> None:
         """Take out a request that is in the queue."""
-        index = bisect_left(self._places, self._policy(request))
+        index = bisect_left(self._keys, self._policy(request))
         assert self._requests[index] is request
-        del self._places[index], self._requests[index]
+        del self._keys[index], self._requests[index]
 
 
 class QueueLimits:
-    """`max_requests` and `max_tokens` (of prompts); None: no limit."""
+    """Limits on accepted requests that have had no slot so far: on their number, and on the tokens of their prompts;
+    None: no limit."""
 
     def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
         self.requests = 0
         self.tokens = 0
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._left: deque[tuple[float, int]] = deque(maxlen=PACE)  # when, prompt tokens
+        self._admitted: deque[tuple[float, int]] = deque(maxlen=PACE)  # when, prompt tokens
 
     @property
     def active(self) -> bool:
         """There is a limit."""
         return self._max_requests is not None or self._max_tokens is not None
 
-    def entered(self, length: int) -> None:
+    def added(self, length: int) -> None:
         """A request waits."""
         self.requests += 1
         self.tokens += length
 
-    def left(self, length: int, now: float) -> None:
+    def admitted(self, length: int, now: float) -> None:
         """A request got its first slot."""
-        self.gone(length)
-        self._left.append((now, length))
+        self.left(length)
+        self._admitted.append((now, length))
 
-    def gone(self, length: int) -> None:
+    def left(self, length: int) -> None:
         """A request waits no more."""
         self.requests -= 1
         self.tokens -= length
 
     def excess(self, lengths: Sequence[int], served: Sequence[int], now: float) -> tuple[str, int] | None:
-        """Why requests with prompts of these lengths may not wait too, and in how many seconds they might.
+        """Why requests with prompts of these lengths may not wait too, and after how many seconds to retry.
 
         `served`: the lengths of those, new or waiting, that need not wait.
         """
         requests = self.requests + len(lengths) - len(served)
         tokens = self.tokens + sum(lengths) - sum(served)
         if self._max_requests is not None and requests > self._max_requests:
-            pace = [1 for _ in self._left]
+            pace = [1 for _ in self._admitted]
             what = f"{requests} requests would wait, and at most {self._max_requests} may (--max-queued-requests)"
             return f"the queue is full: {what}", self._seconds(requests - self._max_requests, pace, now)
         if self._max_tokens is not None and tokens > self._max_tokens:
-            pace = [length for _, length in self._left]
+            pace = [length for _, length in self._admitted]
             what = f"{tokens} prompt tokens would wait, and at most {self._max_tokens} may (--max-queued-tokens)"
             return f"the queue is full: {what}", self._seconds(tokens - self._max_tokens, pace, now)
         return None
@@ -105,5 +121,5 @@ class QueueLimits:
         """How long it takes until `amount` has left the queue, at its recent speed."""
         if len(pace) < 2:
             return 1
-        speed = sum(pace[1:]) / max(now - self._left[0][0], 1e-3)
+        speed = sum(pace[1:]) / max(now - self._admitted[0][0], 1e-3)
         return min(LONGEST_RETRY, max(1, math.ceil(amount / speed)))

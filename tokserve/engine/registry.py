@@ -1,97 +1,126 @@
-"""Which requests there are: by their own id, by the client's id that they came under, by group and by front end.
+"""Which requests are in flight: by their own id, by the client's id of their submission, by group and by front end.
 
-The one authority on ids for all front ends.  Knows nothing of what requests do; the core says when one has ended.
+The one authority on ids for all front ends.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from tokserve.engine.request import Request
+from tokserve.engine.request import Request, State
 
-ENDED_KEPT = 10_000  # keys of ended submissions that an abort still finds
+ENDED_KEPT = 10_000  # client's ids of ended submissions that an abort still finds
 
 
 @dataclass(slots=True)
 class Submission:
-    """What came in one `Submit` and has not ended, by rid."""
+    """What came in one `Submit` and has not ended.  `request_id`: the client's id; `requests`: by their own."""
 
-    key: str
-    group: str
+    request_id: str
+    group_id: str | None
     requests: dict[str, Request]
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """What operators see: the choices that have not ended, for how long, and what they wait for; no tokens.
+
+        `state`: running if a choice has a slot, else preempted if one has had it, else waiting.  `prompt_tokens` is of
+        the longest prompt, `cached_tokens` and `output_tokens` are sums, `age` and `queued` (None: still) are seconds.
+        """
+        requests = list(self.requests.values())
+        running = sum(request.state is State.RUNNING for request in requests)
+        admitted = [request.admitted for request in requests if request.admitted is not None]
+        received = min(request.received for request in requests)
+        return {
+            "request_id": self.request_id,
+            "group_id": self.group_id,
+            "state": "running" if running else "preempted" if admitted else "waiting",
+            "choices": len(requests),
+            "running": running,
+            "age": now - received,
+            "queued": min(admitted) - received if admitted else None,
+            "prompt_tokens": max(request.prompt_len for request in requests),
+            "cached_tokens": sum(request.cached_tokens or 0 for request in requests),
+            "output_tokens": sum(request.num_output for request in requests),
+            "max_tokens": max(request.limit - request.prompt_len for request in requests),
+            "priority": min(request.options.priority for request in requests),
+        }
 
 
 class Registry:
-    """All requests that have not ended.  A key, or a rid, is there once."""
+    """All requests that have not ended.  An id, of a request or of a submission, is there once."""
 
     def __init__(self) -> None:
-        self._by_rid: dict[str, Submission] = {}
-        self._by_key: dict[str, Submission] = {}
-        self._groups: dict[str, dict[str, Submission]] = {}  # group -> by key
+        self._by_choice: dict[str, Submission] = {}  # by the requests' own ids
+        self._submissions: dict[str, Submission] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._by_rid)
+        return len(self._by_choice)
 
     def __iter__(self) -> Iterator[Request]:
         """All requests, in order of receipt."""
-        return (submission.requests[rid] for rid, submission in self._by_rid.items())
+        return (submission.requests[choice_id] for choice_id, submission in self._by_choice.items())
 
-    def in_use(self, key: str, rids: Iterable[str]) -> bool:
-        """Whether the key or one of the rids is taken."""
-        return key in self._by_key or any(rid in self._by_rid for rid in rids)
+    def in_use(self, request_id: str, choice_ids: Iterable[str]) -> bool:
+        """Whether the client's id, or that of one of its choices, is taken."""
+        return request_id in self._submissions or any(choice_id in self._by_choice for choice_id in choice_ids)
 
-    def add(self, key: str, group: str, requests: Sequence[Request]) -> None:
-        """Enter what was accepted."""
-        submission = Submission(key, group, {request.rid: request for request in requests})
-        self._by_key[key] = submission
-        for rid in submission.requests:
-            self._by_rid[rid] = submission
-        if group:
-            self._groups.setdefault(group, {})[key] = submission
+    def add(self, request_id: str, requests: Sequence[Request]) -> None:
+        """Register an accepted submission."""
+        group_id = requests[0].options.group_id if requests else None
+        submission = Submission(request_id, group_id, {request.request_id: request for request in requests})
+        self._submissions[request_id] = submission
+        for choice_id in submission.requests:
+            self._by_choice[choice_id] = submission
 
     def remove(self, request: Request) -> None:
-        """A request has ended; with the last of its submission, the key is free again."""
-        submission = self._by_rid.pop(request.rid)
-        del submission.requests[request.rid]
+        """A request has ended; with the last of its submission, the client's id is free again."""
+        submission = self._by_choice.pop(request.request_id)
+        del submission.requests[request.request_id]
         if submission.requests:
             return
-        key, group = submission.key, submission.group
-        del self._by_key[key]
-        if group:
-            del self._groups[group][key]
-            if not self._groups[group]:
-                del self._groups[group]
-        self._ended[key] = None
-        self._ended.move_to_end(key)
+        request_id = submission.request_id
+        del self._submissions[request_id]
+        self._ended[request_id] = None
+        self._ended.move_to_end(request_id)
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
 
-    def find(self, rid: str, owner: bytes) -> Request | None:
-        """A request of this front end."""
-        submission = self._by_rid.get(rid)
-        request = None if submission is None else submission.requests[rid]
+    def get(self, choice_id: str, owner: bytes) -> Request | None:
+        """A request by its own id, if the front end `owner` sent it."""
+        submission = self._by_choice.get(choice_id)
+        request = None if submission is None else submission.requests[choice_id]
         return request if request is not None and request.owner == owner else None
 
-    def keys(self, group: str | None = None) -> list[str]:
-        """The keys of a group, or all."""
-        return list(self._by_key if group is None else self._groups.get(group, ()))
+    def request_ids(self, group_id: str | None = None) -> list[str]:
+        """The client's ids of a group, or all."""
+        return [
+            request_id
+            for request_id, submission in self._submissions.items()
+            if group_id in (None, submission.group_id)
+        ]
 
-    def submissions(self) -> Collection[Submission]:
-        """All that have not ended, in order of receipt."""
-        return self._by_key.values()
-
-    def under(self, key: str) -> list[Request]:
-        """The requests of a key."""
-        submission = self._by_key.get(key)
+    def requests(self, request_id: str) -> list[Request]:
+        """The requests of a submission."""
+        submission = self._submissions.get(request_id)
         return [] if submission is None else list(submission.requests.values())
 
-    def of(self, owner: bytes) -> list[Request]:
+    def owned_by(self, owner: bytes) -> list[Request]:
         """The requests of a front end."""
         return [request for request in self if request.owner == owner]
 
-    def has_ended(self, key: str) -> bool:
-        """Whether the key was in use recently."""
-        return key in self._ended
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the client's id was in use recently."""
+        return request_id in self._ended
+
+    def summary(self, limit: int, now: float) -> dict[str, Any]:
+        """The first `limit` submissions, in order of receipt; `now`: by the clock of `Request.received`."""
+        submissions = self._submissions.values()
+        return {
+            "total": len(submissions),
+            "requests": [submission.summary(now) for submission in islice(submissions, limit)],
+        }

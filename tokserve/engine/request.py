@@ -1,27 +1,31 @@
-"""One generation from `Add` to `Finish`: its tokens, how far they are computed, and when it must stop.
+"""The engine's state of one request: its tokens, how far they are computed, its blocks and its slot.
 
-A request knows its own limits and turns what steps bring it into rows of output.  It does not know the scheduler,
-the cache's contents or other requests; who sets its state is said at each field.
+    0 ........ prompt_len ........ len(tokens) ........ num_tokens
+    |  prompt  |   known output    |  sampled by steps in flight |
+    |  num_settled  |  computed by steps in flight  | num_computed
+
+When it stops is in `stopping`, what it has yet to send in `output_buffer`.
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.cache import Table
-from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
-from tokserve.engine.grammar import Follower, Grammar
-from tokserve.engine.repetition import Repetition
+from tokserve.engine.columns import PackedRows, StepColumns
+from tokserve.engine.grammar import Grammar, GrammarState
+from tokserve.engine.output_buffer import Limits, OutputBuffer
+from tokserve.engine.prefix_cache import BlockTable
+from tokserve.engine.stopping import StopChecker
 from tokserve.errors import RequestError
-from tokserve.messages import Add, Finish
-from tokserve.plan import LogprobRows, NewRow
+from tokserve.messages import EngineRequest, Finish
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
 
 
 class State(enum.Enum):
@@ -34,92 +38,65 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the cache set for all requests.  `context`: most tokens of prompt plus output."""
-
-    context: int
-    vocab_size: int
-    eos: tuple[int, ...]
-    logprobs_mode: str
-
-
 class Request:
-    """See the module.  Positions are counted from the start of the prompt.
+    """One choice.  Positions are counted from the start of the prompt.
 
-    `tokens`: prompt and known output.  `pending`: tokens drawn by steps in flight, known to the device only.
-    `computed`: positions that are computed or planned to be.  `in_flight`: uncollected steps that mention it.
+    `number`: in order of receipt.  `received`: the engine's clock.  `share`: whose share of the slots it takes, the
+    client's by default.  `limit`: tokens of prompt and output together.
     """
 
-    # scheduling, set by the scheduler
-    state = State.WAITING
-    slot = -1
-    computed = 0
-    pending = 0
-    in_flight = 0
-    blocks_sent = 0  # entries of the block table that the device has
-    drawn = False  # a token has been planned since it got its slot, so its prompt is computed
-    stalled = False  # its client does not read what it has already
-    grammar: Future[Grammar] | None = None  # until it is there, the request waits for it
-    cached: int | None = None  # prompt tokens found in the cache at the first admission
-    admitted: float | None = None
-
     def __init__(
-        self, add: Add, owner: bytes, number: int, received: float, limits: Limits, adapter: Adapter | None = None,
-        client: str = "", share: str | None = None,
+        self, spec: EngineRequest, *, owner: bytes, number: int, received: float, limits: Limits,
+        adapter: Adapter | None = None, client: str = "", share: str | None = None,
     ) -> None:  # fmt: skip
-        """Raises RequestError for a request that cannot be served.  `received`: the engine's clock.  `share`: of whose
-        share of the slots it takes one, if not the client's."""
-        params = add.sampling
-        self.rid = add.rid
+        """Raises RequestError for a request that cannot be served."""
+        self.request_id = spec.request_id
+        self.options = spec.options
+        self.task = task = spec.task
+        self.seed = spec.seed
+        self.arrival = spec.arrival  # the front end's clock; for order only
         self.owner = owner
         self.client = client
         self.share = client if share is None else share
-        self.number = number  # in order of receipt
+        self.number = number
         self.received = received
-        self.arrival = add.arrival  # the front end's clock; for order only
-        self.priority = add.priority
-        self.params = params
-        self.seed = add.seed
-        self.hold = add.hold
-        self.tokens = _prompt(add.prompt, limits)
-        self.prompt_len = len(self.tokens)
-        self.limit = min(limits.context, self.prompt_len + (params.max_tokens or limits.context))
         self.adapter = adapter
-        self.table = Table(add.salt, adapter)
-        self._eos = frozenset(() if params.ignore_eos else limits.eos)
-        self._stops = frozenset(params.stop_token_ids)
-        self._sequences: dict[int, list[array[int]]] = {}  # by last id
-        for sequence in params.stop_token_sequences:
-            self._sequences.setdefault(sequence[-1], []).append(array("i", sequence))
-        self._enders = self._eos | self._stops | self._sequences.keys()
-        self.stop_ids = tuple(sorted(self._stops.union(limits.eos)))
-        detection = params.repetition_detection
-        self._repetition = Repetition(detection) if detection is not None and detection.max_pattern_size else None
-        self.follower: Follower | None = None  # of a request with structured outputs, once its grammar is there
-        self._ends = False  # an EOS may end what the follower follows
+        self.features = spec.prompt.features
+        self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
+        self.prompt_len = len(self.tokens)
+        self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
+        self.output = OutputBuffer(task, self.prompt_len, limits)
+        self.stopping: StopChecker | None = None  # of a request that generates
+        self.stop_ids: tuple[int, ...] = ()
+        self.limit = self.prompt_len
+        if isinstance(task, SamplingParams):
+            self.limit = min(limits.context, self.prompt_len + (task.max_tokens or limits.context))
+            self.stop_ids = tuple(sorted({*task.stop_token_ids, *limits.eos}))
+            self.stopping = StopChecker(task, limits.eos, self.prompt_len, self.limit)
+        # set by the scheduler
+        self.state = State.WAITING
+        self.slot = -1
+        self.num_computed = 0  # positions computed, or planned to be; drafts in flight count as accepted
+        self.num_settled = 0  # positions whose computation is known to stay
+        self.num_in_flight = 0  # tokens that steps in flight sample, at most
+        self.steps_in_flight = 0  # that mention it
+        self.blocks_sent = 0  # entries of the block table that the device has
+        self.is_decoding = False  # a token was planned since it got its slot, so its prompt is computed
+        self.withheld = False  # a step in flight must not sample for it
+        self.stalled = False  # its client does not read what it was sent
+        self.cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
+        self.admitted: float | None = None
+        # of a request with structured outputs
+        self.pending_grammar: Future[Grammar] | None = None  # until it is compiled, the request waits
+        self.grammar: GrammarState | None = None
+        self._eos_allowed = False
         self.finish: Finish | None = None
         self._first_token: float | None = None
-        self._next_to_send = self.prompt_len  # position
-        self._told = False  # anything has been sent
-        self._version: str | None = None  # of the weights that made the newest token
-        self._generation = 0  # of the adapter that did
-        self._versions: list[tuple[str, str, int]] = []  # with the adapter's label and where in the output each begins
-        mode = params.logprobs_mode or limits.logprobs_mode
-        named = len(params.logprob_token_ids or ())
-        asked = params.logprobs is not None or named > 0
-        width = _width(params.logprobs or 0, limits) + named
-        self._logprobs = LogprobColumns(width, mode) if asked else None
-        self._prompt_logprobs: LogprobColumns | None = None
-        self._next_prompt_row = self.prompt_len  # the prompt token whose row is expected next
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs = LogprobColumns(_width(params.prompt_logprobs, limits), mode)
-            self._next_prompt_row = max(params.prompt_logprobs_start, 1)
 
     @property
-    def wanted(self) -> int:
-        """Tokens there are, counting those only the device knows."""
-        return len(self.tokens) + self.pending
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, counting those that only the device knows."""
+        return len(self.tokens) + self.num_in_flight
 
     @property
     def num_output(self) -> int:
@@ -127,12 +104,25 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def prompt_missing(self) -> int:
+        """Tokens to compute if they are more than the newest one, so a prompt or what a preemption lost; else 0."""
+        missing = self.num_tokens - self.num_computed
+        return missing if missing > 1 or self.pooling else 0
+
+    @property
+    def pooling(self) -> bool:
+        """Whether it ends when its prompt is computed."""
+        return self.stopping is None
+
+    @property
     def reusable(self) -> int:
-        """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so
-        must every position that a prompt logprob is still wanted from."""
+        """Leading tokens whose KV may come from the cache: the last token must be computed to go on, and so must every
+        position that a prompt logprob, or the mean of all, still needs."""
+        if isinstance(self.task, PoolingParams) and self.task.pooling == "mean":
+            return 0
         reusable = len(self.tokens) - 1
-        if self._next_prompt_row < self.prompt_len:
-            reusable = min(reusable, self._next_prompt_row - 1)
+        if self.output.next_prompt_row < self.prompt_len:
+            reusable = min(reusable, self.output.next_prompt_row - 1)
         return reusable
 
     def reusable_blocks(self, block_size: int) -> int:
@@ -142,14 +132,14 @@ class Request:
         return (len(self.tokens) if reusable == len(self.tokens) - 1 else reusable) // block_size
 
     @property
-    def may_draw(self) -> bool:
-        """Nothing of its grammar is still to be worked out."""
-        return self.grammar is None and (self.follower is None or not self.follower.due)
+    def is_ready_to_sample(self) -> bool:
+        """Its grammar is compiled, and the mask of its newest known token is computed."""
+        return self.pending_grammar is None and not self.withheld and (self.grammar is None or not self.grammar.pending)
 
     @property
     def has_output(self) -> bool:
-        """Whether `tell` has something that should be sent now."""
-        return self.finish is not None or (not self.hold and len(self.tokens) > self._next_to_send)
+        """Whether `emit` has something that should be sent now."""
+        return self.finish is not None or (self.options.stream and self.output.has_unsent(len(self.tokens)))
 
     @property
     def released(self) -> bool:
@@ -159,89 +149,76 @@ class Request:
     @property
     def spans(self) -> list[tuple[str, str, int, int]]:
         """(weight version, adapter's label or "", start, end) of output positions so far."""
-        bounds = [start for *_, start in self._versions] + [self.num_output]
-        return [
-            (version, label, *span) for (version, label, _), span in zip(self._versions, pairwise(bounds), strict=True)
-        ]
+        return self.output.spans(self.num_output)
 
     def new_row(self) -> NewRow:
         """What the device must know when the request enters its slot."""
-        tokens = np.array(self.tokens, dtype=np.int32)
-        adapter = -1 if self.adapter is None else self.adapter.slot
-        return NewRow(self.slot, self.rid, tokens, self.prompt_len, self.params, self.seed, self.stop_ids, adapter)
+        return NewRow(
+            slot=self.slot,
+            request_id=self.request_id,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            prompt_len=self.prompt_len,
+            task=self.task,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            adapter=-1 if self.adapter is None else self.adapter.slot,
+            features=self.features,
+        )
 
-    def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
-        """Keep the logprobs that a chunk from position `start` brought; those known from before a preemption
-        are dropped."""
-        if self._prompt_logprobs is None:
-            return
-        first = max(start + 1, self.params.prompt_logprobs_start, 1)
-        known = self._next_prompt_row - first
-        count = len(rows.token_logprobs)
-        assert known >= 0, "a chunk left out prompt logprobs"
-        if count > known:
-            self._prompt_logprobs.add(rows, known, count)
-            self._next_prompt_row += count - known
-
-    def append(self, token: int, rows: PackedRows | None, row: int, version: str, now: float) -> None:
-        """A drawn token, whose logprobs are row `row` of `rows`; sets `finish` if it is the last."""
-        self.tokens.append(token)
+    def append(self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, version: str, now: float) -> int:
+        """New tokens, whose logprobs are rows `first_row` ... of `rows`; returns how many are kept.  Sets `finish` at a
+        stop, and drops the tokens after it."""
+        assert self.stopping is not None
         if self._first_token is None:
             self._first_token = now
-        if self._logprobs is not None and rows is not None:
-            self._logprobs.append(rows, row)
-        if version != self._version or (self.adapter is not None and self.adapter.generation != self._generation):
-            self._version = version
-            label = ""
-            if self.adapter is not None:
-                self._generation, label = self.adapter.generation, self.adapter.label
-            self._versions.append((version, label, self.num_output - 1))
-        if token in self._enders or len(self.tokens) >= self.limit or self._repetition is not None:
-            self._stop(token, now)
-        if self.follower is not None and self.finish is None:
-            self.follower.push(token)
+        for index, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.output.add_token(rows, first_row + index, self.num_output - 1, version, self.adapter)
+            stop = self.stopping.check(self.tokens)
+            if stop is not None:
+                self.end(stop.reason, stop.detail, now, stop=stop.stop)
+                return index + 1
+            if self.grammar is not None:
+                self.grammar.accept(token)
+        return len(tokens)
 
-    def follow(self, grammar: Grammar) -> None:
-        """The grammar that was waited for is there."""
-        self.grammar = None
-        self._ends = any(map(self._drawable, self._eos))
-        self.follower = Follower(grammar, ends=self._ends)
+    def set_pooled(self, vector: Float32, now: float) -> None:
+        """The prompt of a pooling request is computed, and this is its vector."""
+        self.output.set_pooled(vector)
+        self.end("stop", "pooled", now)
 
-    def _drawable(self, token: int) -> bool:
-        """Whether the request's lists of ids let it come."""
-        params = self.params
-        named = params.allowed_token_ids is None or token in params.allowed_token_ids
-        return named and token not in params.bad_token_ids and [token] not in params.bad_token_sequences
+    def on_status(self, status: int, now: float) -> None:
+        """No token was sampled: by the request's own doing, by the model's, or because its mask was late."""
+        if status == NO_LEGAL_TOKEN:
+            lists = "allowed_token_ids, bad_token_ids and logit_bias exclude all"
+            message = f"no token may be sampled: {lists} after {self.num_output} output tokens"
+            self.end("error", "forbidden", now, message=message)
+        elif status == NOT_FINITE:
+            self.end("error", "nan", now, message="the model's logits are not finite")
+        else:
+            self.withheld = False
 
-    def followed(self, now: float) -> None:
-        """It is known what may come next, if anything; sets `finish` if nothing may."""
-        assert self.follower is not None
-        if self.follower.error is not None:
-            message = f"structured_outputs cannot be followed: {self.follower.error}"
-            detail = "grammar_limit" if self.follower.limited else "error"
-            self.end("error", detail, now, message=message)
-        elif self.follower.complete and (not self._ends or self.num_output < self.params.min_tokens):  # no EOS may come
-            self.end("stop", "grammar", now)
+    def attach_grammar(self, grammar: Grammar) -> None:
+        """The grammar that was waited for is compiled."""
+        assert self.stopping is not None
+        self.pending_grammar = None
+        self._eos_allowed = any(map(self._may_sample, self.stopping.eos))
+        self.grammar = GrammarState(grammar, ends=self._eos_allowed)
 
-    def _stop(self, token: int, now: float) -> None:
-        """The order of these lines is the order of the stop conditions."""
-        count = self.num_output
-        pattern = 0 if self._repetition is None else self._repetition.append(self.tokens, count)
-        if count >= self.params.min_tokens:
-            if token in self._eos:
-                return self.end("stop", "eos", now)
-            if token in self._stops:
-                return self.end("stop", "stop_token", now, stop=token)
-            for sequence in self._sequences.get(token, ()):
-                size = len(sequence)
-                if size <= count and self.tokens[-size:] == sequence:
-                    return self.end("stop", "stop_sequence", now, stop=sequence.tolist())
-        if count == self.params.max_tokens:
-            return self.end("length", "max_tokens", now)
-        if len(self.tokens) >= self.limit:
-            return self.end("length", "context", now)
-        if pattern and count >= self.params.min_tokens:
-            return self.end("repetition", "repetition", now, stop=self.tokens[-pattern:].tolist())
+    def _may_sample(self, token: int) -> bool:
+        """Whether the request's lists of ids allow it."""
+        assert isinstance(self.task, SamplingParams)
+        allowed = self.task.allowed_token_ids is None or token in self.task.allowed_token_ids
+        return allowed and token not in self.task.bad_token_ids and [token] not in self.task.bad_token_sequences
+
+    def on_bitmask(self, now: float) -> None:
+        """Its mask is computed; sets `finish` if nothing may come next."""
+        assert self.grammar is not None and isinstance(self.task, SamplingParams)
+        if self.grammar.error is not None:
+            message = f"structured_outputs cannot be followed: {self.grammar.error}"
+            self.end("error", "grammar_limit" if self.grammar.limited else "error", now, message=message)
+        elif self.grammar.complete and (not self._eos_allowed or self.num_output < self.task.min_tokens):
+            self.end("stop", "grammar", now)  # no EOS may come
 
     def end(
         self, reason: str, detail: str, now: float, *, stop: int | list[int] | None = None, message: str | None = None
@@ -255,37 +232,23 @@ class Request:
             reason, detail, stop, message, since(self.admitted), since(self._first_token), since(now)
         )  # fmt: skip
 
-    def tell(self, step: StepColumns) -> None:
+    def emit(self, columns: StepColumns) -> None:
         """Add what is new since the last call to a step's columns."""
-        step.add(self.rid, self.tokens[self._next_to_send :], self._logprobs)
-        self._next_to_send = len(self.tokens)
-        if self.finish is not None or not self._told:
-            scores, self._prompt_logprobs = self._prompt_logprobs, None
-            if self._next_prompt_row < self.prompt_len:  # it ended within its prompt: all of them or none
-                scores = None
-            cached = 0 if self._told else self.cached or 0
-            step.describe(self.finish, scores, cached, None if self.finish is None else self._told_spans())
-            self._told = True
-
-    def _told_spans(self) -> list[tuple[str, int, int]]:
-        return [(f"{version}+{label}" if label else version, start, end) for version, label, start, end in self.spans]
+        self.output.emit(columns, self.request_id, self.tokens, self.finish, self.cached_tokens or 0)
 
 
-def _width(asked: int, limits: Limits) -> int:
-    return limits.vocab_size if asked < 0 else asked
-
-
-def _prompt(packed: bytes, limits: Limits) -> array[int]:
+def _prompt(packed: bytes, limits: Limits, new_tokens: int) -> array[int]:
     if not packed or len(packed) % 4:
         raise RequestError("the prompt must be a sequence of at least one packed int32 token id")
     ids = np.frombuffer(packed, dtype="<i4")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= limits.vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(f"token id {bad} of the prompt is not in the vocabulary of {limits.vocab_size}")
-    if len(ids) + 1 > limits.context:
+        unknown = low if low < 0 else high
+        raise RequestError(f"token id {unknown} of the prompt is not in the vocabulary of {limits.vocab_size}")
+    if len(ids) + new_tokens > limits.context:
+        need = "and one new token do not fit" if new_tokens else "does not fit"
         raise RequestError(
-            f"the prompt of {len(ids)} tokens and one new token do not fit: prompt and output together can have at "
+            f"the prompt of {len(ids)} tokens {need}: prompt and output together can have at "
             f"most {limits.context} tokens (the context of the model, or the whole KV cache if that is smaller)"
         )
     return array("i", packed)

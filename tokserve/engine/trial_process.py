@@ -2,7 +2,7 @@
 
 It loads the tokenizer once and forks a child for every trial.  A child can be killed at any moment, its memory and CPU
 time are limited, and what it allocated is gone with it.  The process has one thread, so forking it is safe; it ends at
-the end of stdin, and its children end with it.  Which trial runs when is decided by `trials`.
+the end of stdin, and its children end with it.
 
 A line of JSON on stdin is `Start` or `Stop`; a line on stdout is a `Result`, after `READY`.
 """
@@ -27,8 +27,8 @@ from tokserve.params import StructuredOutputs
 
 READY = b"{}\n"
 MEMORY = 1 << 30  # bytes of address space that a trial may add
-CPU_SECONDS = 60  # of a child, in case that nobody is left to kill it
-MOST_LINE = 1 << 16  # bytes of a result
+CPU_SECONDS = 60  # of a child, in case the parent died
+MAX_LINE = 1 << 16  # bytes of a result
 PR_SET_PDEATHSIG = 1
 
 
@@ -93,7 +93,7 @@ class Children:
 
     def collect(self, descriptor: int) -> bytes:
         """The result of a child that has written one, or has died."""
-        line = os.read(descriptor, MOST_LINE)
+        line = os.read(descriptor, MAX_LINE)
         number = self._numbers[descriptor]
         self._end(descriptor)
         return line or msgspec.json.encode(Result(number))

@@ -1,9 +1,9 @@
-"""Which grammar is tried when: at most two trials run, a new one and one that takes long.
+"""The queue of grammar trials: at most two run, a new one and one that takes long.
 
 A grammar may cost nearly nothing or more than there is, and its text does not tell.  So each gets a first slice of
 time in the quick lane; a trial that needs more goes on in the slow lane, or starts again there when the one before it
 has ended.  In both lanes clients take turns, and a client's short texts come before its long ones.  A thread runs the
-trials in a process (`trial_process`), which starts with the first trial.  Knows no requests.
+trials in a process (`trial_process`), which starts with the first trial.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Trials:
 
     def _enter(self, trial: Trial) -> None:
         size = len(msgspec.json.encode(trial.grammar))
-        self._quick.add(trial.client, trial, place=int(size > SHORT))
+        self._quick.add(trial.client, trial, priority=int(size > SHORT))
 
     def _cancel(self, trial: Trial) -> None:
         self._quick.remove(trial)
@@ -145,7 +145,7 @@ class Trials:
 
     def _patience(self) -> float | None:
         """Seconds until a trial has used up its time."""
-        ends = [each.began + (SECONDS if slow else SLICE) for slow, each in self._running.items()]
+        ends = [trial.began + (SECONDS if slow else SLICE) for slow, trial in self._running.items()]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _limit_time(self) -> None:
@@ -176,8 +176,8 @@ class Trials:
                 self._send(Start(trial.number, trial.grammar))
 
     def _stop(self, trial: Trial) -> None:
-        """It runs no longer."""
-        self._running = {slow: each for slow, each in self._running.items() if each is not trial}
+        """Kill it in the process."""
+        self._running = {slow: other for slow, other in self._running.items() if other is not trial}
         self._send(Stop(trial.number))
 
     # --- the process ---
@@ -214,10 +214,10 @@ class Trials:
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             result = msgspec.json.decode(line, type=Result)
-            trial = next((each for each in self._running.values() if each.number == result.number), None)
+            trial = next((trial for trial in self._running.values() if trial.number == result.number), None)
             if trial is None:  # cancelled meanwhile
                 continue
-            self._running = {slow: each for slow, each in self._running.items() if each is not trial}
+            self._running = {slow: other for slow, other in self._running.items() if other is not trial}
             if result.cost is not None:
                 trial.done(Cost(*result.cost))
             elif result.refusal is not None:
@@ -249,5 +249,5 @@ class Trials:
 
 
 def _too_costly(trial: Trial) -> RequestError:
-    why = f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB"
-    return unusable(f"structured_outputs.{trial.grammar.kind}", why)
+    reason = f"compiling it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB"
+    return unusable(f"structured_outputs.{trial.grammar.kind}", reason)

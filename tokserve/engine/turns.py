@@ -1,7 +1,4 @@
-"""Clients take turns: of those that wait for a turn, the one whose last turn was longest ago is next.
-
-Knows nothing of what is waited for.
-"""
+"""Clients take turns: of those that wait for a turn, the one whose last turn was longest ago is next."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ T = TypeVar("T")
 
 
 class Turns(Generic[T]):
-    """Items of clients.  Of the items of one client, the one with the lowest place is next, then the oldest."""
+    """Items of clients.  Of the items of one client, the one of the lowest priority is next, then the oldest."""
 
     def __init__(self) -> None:
         self._items: OrderedDict[str, list[tuple[int, int, T]]] = OrderedDict()  # by client, in order of their turns
@@ -22,10 +19,10 @@ class Turns(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
 
-    def add(self, client: str, item: T, place: int = 0) -> None:
+    def add(self, client: str, item: T, priority: int = 0) -> None:
         """Let an item wait."""
         self._number += 1
-        heapq.heappush(self._items.setdefault(client, []), (place, self._number, item))
+        heapq.heappush(self._items.setdefault(client, []), (priority, self._number, item))
 
     def next(self) -> T:
         """Take the next item out.  Raises IndexError if there is none."""

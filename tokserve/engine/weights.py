@@ -1,7 +1,6 @@
-"""Which weights serve, under which version and epoch, and how others take their place: an update as a transaction.
+"""Which weights serve, under which version and epoch, and the commands that update them, each update a transaction.
 
-What comes is staged beside the weights that serve and counts from a step boundary on, or not at all.  Knows no tensors:
-the executor stages them, and here is decided when they count.  Knows no pause and no sleep either.
+New weights are staged by the executor beside those that serve, and take effect at a step boundary, or not at all.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.engine.cache import Cache
+from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests, Wait
+from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
-from tokserve.engine.verb import STEP_BOUNDARY, Requests, Verb, Wait
 from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
@@ -22,8 +21,8 @@ MAX_VERSION = 256
 
 @dataclass(slots=True, frozen=True)
 class Origin:
-    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: in a way that
-    cannot be gone again, over a wire or by a worker call; none of these: the checkpoint of the start."""
+    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: over a wire or by
+    a worker call, so they cannot be read again; none of these: the checkpoint of the start."""
 
     source: str | None = None
     stamp: str | None = None
@@ -45,10 +44,10 @@ class Update:
 
 
 class Weights:
-    """See the module.  `is_settled`: no sleep is about to drop the weights.  `verbs` is the table."""
+    """`is_settled`: no sleep is about to drop the weights.  `commands` is the table."""
 
     def __init__(
-        self, requests: Requests, scheduler: Scheduler, cache: Cache, executor: Executor, version: str,
+        self, requests: LiveRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
         is_settled: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._requests = requests
@@ -58,15 +57,15 @@ class Weights:
         self._is_settled = is_settled
         self.version = version
         self.epoch = 0
-        self.are_there = True
+        self.loaded = True
         self.update: Update | None = None  # that is open
         self.quarantine: str | None = None  # why nothing can be served
-        self.lost = False  # it is only that other weights should be here
+        self.lost = False  # the quarantine is only because other weights should be here
         self.failure: str | None = None  # of the last update
         self.origin = Origin()  # of the weights that have the version
-        self.touched = False  # a worker call may have changed the weights since they came
-        self._meeting = 0  # verbs that wait for a trainer
-        self.verbs: dict[str, Callable[..., Verb]] = {
+        self.modified_by_rpc = False  # a worker call may have changed the weights since
+        self._meeting = 0  # commands that wait for a trainer
+        self.commands: dict[str, Callable[..., Command]] = {
             "init_weight_transfer_engine": self.init_weight_transfer_engine,
             "shutdown_weight_transfer_engine": self.shutdown_weight_transfer_engine,
             "start_weight_update": self.start_weight_update,
@@ -84,27 +83,27 @@ class Weights:
     @property
     def can_compute(self) -> bool:
         """A step can be computed with them."""
-        return self.are_there and not self._in_place and self.quarantine is None
+        return self.loaded and not self._in_place and self.quarantine is None
 
     @property
     def dropped(self) -> bool:
-        """There are none: a sleep has cost them, or could not be read again, and no others have come."""
-        return not (self.are_there or self._in_place or (self.quarantine is not None and not self.lost))
+        """There are none: a sleep released them, or they could not be read again, and no others were pushed."""
+        return not (self.loaded or self._in_place or (self.quarantine is not None and not self.lost))
 
     @property
     def _in_place(self) -> bool:
         return self.update is not None and self.update.in_place
 
-    def take_over(self, was: Status) -> Verb:
-        """Be those of an engine that has ended, and of its epoch.  What cannot be had again is not replaced by others:
-        nothing is served then."""
-        gone = ""
+    def take_over(self, was: Status) -> Command:
+        """Failover: be the weights of the engine before, and of its epoch.  If they cannot be read again, nothing is
+        served."""
+        reason = ""
         if not was.dropped:
-            gone = "they came in no files" if was.pushed else (yield from self._read_again(was))
-        if gone:
+            reason = "they came in no files" if was.pushed else (yield from self._read_again(was))
+        if reason:
             self.quarantine = (
                 f"the engine was replaced, and the weights of version {was.weight_version} could not be had again "
-                f"({gone}): push weights"
+                f"({reason}): push weights"
             )
             self.lost = True
             self._renew(self.version, Origin(), was.epoch + 1)
@@ -115,7 +114,7 @@ class Weights:
         self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
 
     def _read_again(self, was: Status) -> Generator[Wait, None, str]:
-        """Load the weights of a directory, if they came from one; why that cannot be, or ""."""
+        """Load the weights of a directory, if they came from one; returns why that failed, or ""."""
         if was.source is None:
             return ""
         try:
@@ -131,64 +130,64 @@ class Weights:
             return error.message
         return ""
 
-    def init_weight_transfer_engine(self, options: dict[str, Any]) -> Verb:
+    def init_weight_transfer_engine(self, options: dict[str, Any]) -> Command:
         """Prepare a backend: for gloo and nccl, meet the trainer."""
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
-        self._give_up_meeting()
+        self._stop_meeting()
         self._meeting += 1
         try:
             return (yield from self._background("init_weight_transfer", options=options))
         finally:
             self._meeting -= 1
 
-    def _give_up_meeting(self) -> None:
-        """A trainer that is still waited for will not come any more."""
+    def _stop_meeting(self) -> None:
+        """Stop waiting for a trainer."""
         if self._meeting:
             self._executor.interrupt()
 
-    def shutdown_weight_transfer_engine(self) -> Verb:
-        """Let go of the backend; an open update is rolled back."""
+    def shutdown_weight_transfer_engine(self) -> Command:
+        """Close the backend; an open update is rolled back."""
         if self.update is not None:
             yield from self.abort_weight_update()
-        self._give_up_meeting()
+        self._stop_meeting()
         return (yield from self._background("shutdown_weight_transfer"))
 
-    def start_weight_update(self, is_checkpoint_format: bool = True) -> Verb:
-        """Open a transaction: what comes is staged beside the weights that serve."""
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> Command:
+        """Open a transaction: new weights are staged beside those that serve."""
         if not is_checkpoint_format:
             raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
         yield from self._open()
         return {"message": "Weight update started"}
 
     def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
-        yield lambda: self.update is not None or self._is_settled()  # what it stages beside is settled then
+        yield lambda: self.update is not None or self._is_settled()
         if self.update is not None:
             raise Conflict("a weight update is open already: finish or abort it first")
         self.update = update = Update(closed=closed)
-        beside = yield from self._staged(update, "begin_update", have_weights=self.are_there)
+        beside = yield from self._staged(update, "begin_update", have_weights=self.loaded)
         if not beside:
             yield STEP_BOUNDARY
             self._check_open(update)
             update.in_place = True
             self._executor.call("release", {"tags": ["weights"]})
-            self.are_there = False
+            self.loaded = False
         return update
 
-    def update_weights(self, update: dict[str, Any]) -> Verb:
+    def update_weights(self, update: dict[str, Any]) -> Command:
         """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
         opened = self._filling()
         opened.source = update.get("weight_dir", update.get("path"))
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
-    def begin_weight_stream(self, stream: str) -> Verb:
+    def begin_weight_stream(self, stream: str) -> Command:
         """What comes under this name belongs to the update that is open now, and to no later one."""
         self._filling().streams.add(stream)
         yield from ()
         return {}
 
-    def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Verb:
+    def feed_weights(self, stream: str, chunk: bytes, last: bool = False, broken: bool = False) -> Command:
         """Stage a piece of a safetensors file; pieces of one file carry the same `stream`.  `broken`: no more come."""
         opened = self._filling()
         if stream not in opened.streams:
@@ -197,7 +196,7 @@ class Weights:
         yield from self._staged(opened, "feed_update", stream=stream, chunk=chunk, last=last, broken=broken)
         return {"message": "Weights updated"}
 
-    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Verb:
+    def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Command:
         """A whole update from a checkpoint directory."""
         self._check_version(weight_version)
         update = yield from self._open(closed=True)
@@ -205,12 +204,12 @@ class Weights:
         update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
         return (yield from self._commit(update, weight_version))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> Verb:
+    def finish_weight_update(self, weight_version: str | None = None) -> Command:
         """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
         self._check_version(weight_version)
         return (yield from self._commit(self._filling(weight_version), weight_version))
 
-    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Verb:
+    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Command:
         update.closed = True
         yield from self._staged(update, "finish_update")
         if weight_version is not None and epoch is None:
@@ -222,58 +221,58 @@ class Weights:
             self._executor.call("commit_update", {})
             committed = True
         finally:
-            if not committed:  # the swap may have happened: what is there now has no name
+            if not committed:  # the swap may have happened, so the version of the weights is unknown
                 update.in_place = True
                 self._fail(update, "the new weights could not take effect; the engine's log says more")
                 yield from self._background("forget_weights")
         self.update = None
-        self.are_there = True
+        self.loaded = True
         self.quarantine = self.failure = None
-        self.lost = self.touched = False
+        self.lost = self.modified_by_rpc = False
         self._renew(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         yield from self._background("forget_weights")
         return done
 
     def _renew(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
-        """What is computed from here on belongs to a new epoch; KV of the old one is never found again."""
+        """Begin a new epoch: KV of the old one is never found again."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
         self.version = str(self.epoch) if weight_version is None else weight_version
-        self._cache.renew(self.epoch)
-        self._scheduler.use_weights(self.version, self.epoch)
+        self._cache.set_epoch(self.epoch)
+        self._scheduler.weights.use(self.version, self.epoch)
 
-    def abort_weight_update(self) -> Verb:
-        """Roll back: what was staged is dropped, even what is still coming."""
+    def abort_weight_update(self) -> Command:
+        """Roll back: drop what was staged, and what is still coming."""
         update = self._opened()
         self._fail(update, "the weight update was aborted")
         self._executor.interrupt()
         yield from self._background("abort_update")
         return {"message": "Weight update aborted"}
 
-    def update_weight_version(self, new_version: str) -> Verb:
-        """Name the weights that serve.  A new epoch too: a worker call may have changed them.  After `take_over` it
-        says that those that are there are the right ones."""
+    def update_weight_version(self, new_version: str) -> Command:
+        """Name the weights that serve, and begin a new epoch, as a worker call may have changed them.  After a failover
+        this confirms that the loaded weights are the right ones."""
         self._check_version(new_version, "new_version")
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
-        self._renew(new_version, Origin(pushed=True) if self.touched else self.origin)
-        if self.lost and self.are_there:
+        self._renew(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
+        if self.lost and self.loaded:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
 
-    def weight_checksums(self) -> Verb:
-        """Digests of the weights in memory, by place."""
-        if not self.are_there:
+    def weight_checksums(self) -> Command:
+        """Digests of the weights in memory, by name."""
+        if not self.loaded:
             raise Conflict("there are no weights to look at now")
         return (yield from self._background("checksums"))
 
-    def checkpoint_checksums(self) -> Verb:
+    def checkpoint_checksums(self) -> Command:
         """Checksums of the tensors that the weights were loaded from: {"checkpoint": by name, "tied": aliases}."""
-        if not self.are_there:
+        if not self.loaded:
             raise Conflict("there are no weights to look at now")
-        if self.touched:
+        if self.modified_by_rpc:
             raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
@@ -283,7 +282,7 @@ class Weights:
         The same weights may come again, from a client that has not heard of its success, and the first update may have
         the name of the start.
         """
-        comparable = self.can_compute and not self.touched
+        comparable = self.can_compute and not self.modified_by_rpc
         if weight_version != self.version or not self.epoch or not comparable:
             return
         is_same = yield from self._staged(update, "is_same_update")
@@ -309,7 +308,7 @@ class Weights:
         return self.update
 
     def _filling(self, weight_version: str | None = None) -> Update:
-        """The open update, unless nothing more may come: what does so all the same does not touch it."""
+        """The open update.  Raises Conflict if nothing more may come; the update is not affected by that."""
         opened = self._opened(weight_version)
         if opened.closed:
             raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
@@ -320,7 +319,7 @@ class Weights:
             raise Conflict(self.failure or "the weight update was aborted")
 
     def _staged(self, update: Update, method: str, **args: Any) -> Generator[Wait, None, Any]:
-        """A call that stages; if it fails, the whole update is rolled back and the error goes to the caller."""
+        """A background call for an update; if it fails, the update is rolled back and the error is raised."""
         future = self._executor.background(method, args)
         yield future
         self._check_open(update)
@@ -332,7 +331,7 @@ class Weights:
         return future.result()
 
     def _fail(self, update: Update, reason: str) -> None:
-        """The update is over.  If it has cost the old weights, nothing can be served until another one succeeds."""
+        """The update is over.  If the old weights are gone, nothing can be served until another one succeeds."""
         self.update = None
         self.failure = reason
         if update.in_place:
@@ -340,7 +339,7 @@ class Weights:
             self._requests.end_all("abort_quarantine")
 
     def _background(self, method: str, **args: Any) -> Generator[Wait, None, Any]:
-        """Call the executor beside the steps; raises what it raises."""
+        """Call the executor's background thread; raises what it raises."""
         future = self._executor.background(method, args)
         yield future
         return future.result()

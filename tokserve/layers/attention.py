@@ -1,10 +1,12 @@
 """Self-attention over the paged cache: project, rotate, store keys and values, attend, project back.
 
-The batch, the layer's place in the cache and the rope table come as arguments; the layer keeps only
-weights and sizes.  It must not know how pages are allocated.
+The batch, the layer's index in the cache and the rope table come as arguments; the layer keeps only weights and sizes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,59 +15,70 @@ from tokserve import ops
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.norm import NormSpec, RMSNorm
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
-from tokserve.layers.quant import UNQUANTIZED, QuantMethod
+from tokserve.layers.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """`heads` query heads share `kv_heads` key and value heads of `dim`; scores are multiplied by `scale`.
+
+    `kind`: a query of "window" attention sees the last `window` keys, itself included; of "full" attention, all.
+    `qk_norm`: of each query and key head before the rotation.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    rope: RopeSpec
+    kind: Literal["full", "window"] = "full"
+    window: int = 0
+    qk_norm: NormSpec | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
 
 
 class Attention:
-    """`heads` query heads share `kv_heads` key and value heads of `dim`.
+    """`hidden` is the width of inputs and outputs.  A rank of several has its part of the heads."""
 
-    `window` > 0: a query sees that many keys at most, itself included.  `norm_eps`: not None puts an RMS
-    norm over each query and key head before the rotation.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        dtype: torch.dtype,
-        *,
-        window: int,
-        norm_eps: float | None,
-        qkv_bias: bool,
-        out_bias: bool,
-        quant: QuantMethod = UNQUANTIZED,
-    ) -> None:
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        self.window = window
-        self.scale = dim**-0.5
+    def __init__(self, hidden: int, spec: AttentionSpec, options: LayerOptions) -> None:
+        group = options.group
+        self.heads, self.kv_heads = group.share(spec.heads, "heads"), group.share(spec.kv_heads, "kv heads")
+        self.dim = spec.dim
+        self.window = spec.window if spec.kind == "window" else 0
+        self.scale = spec.scale
         self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
-        self.dtype = dtype
-        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.qkv = Linear(hidden, sizes, dtype, bias=qkv_bias, quant=quant)
-        self.out = Linear(heads * dim, {"o_proj": hidden}, dtype, bias=out_bias, quant=quant)
-        self.norm_eps = norm_eps or 0.0
-        self.q_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
-        self.k_norm = None if norm_eps is None else RMSNorm(dim, norm_eps, dtype)
+        self.dtype, width = options.dtype, spec.heads * spec.dim
+        sizes = {"q_proj": width, "k_proj": spec.kv_heads * spec.dim, "v_proj": spec.kv_heads * spec.dim}
+        self.qkv = Linear(hidden, sizes, options, bias=spec.qkv_bias, split="column")
+        self.out = Linear(width, {"o_proj": hidden}, options, bias=spec.out_bias, split="row")
+        norm = spec.qk_norm
+        self.norm_eps = norm.eps if norm else 0.0
+        self.q_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None
+        self.k_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"qkv": self.qkv, "out": self.out}
 
     def parameters(self) -> dict[str, Parameter]:
         """Of the projections and, if there are any, `q_norm` and `k_norm`."""
-        found = self.qkv.parameters() | self.out.parameters()
+        parameters = self.qkv.parameters() | self.out.parameters()
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
-                found |= under(name, norm.parameters())
-        return found
+                parameters |= under(name, norm.parameters())
+        return parameters
 
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
         return KVSpec(self.kv_heads, self.dim, str(self.dtype).removeprefix("torch."), self.window)
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
-        """Have a float8 cache keep keys and values divided by these; others have no scales."""
+        """Divide the keys and values that a float8 cache keeps by these; other caches have no scales."""
         self.k_scale, self.v_scale = k_scale, v_scale
         self.cache_scales = None if k_scale == v_scale == 1.0 else torch.tensor([k_scale, v_scale], device="cpu")
 

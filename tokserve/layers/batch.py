@@ -1,7 +1,7 @@
 """What one forward pass works on: the only thing that is passed down through a model.
 
-Rows are requests, tokens of all rows lie one after the other.  The runner builds it from its device
-tables; layers read it and never keep it.  It knows no request ids and no sampling.
+Rows are requests, tokens of all rows lie one after the other.  The runner builds it from its device tables; layers
+read it and never keep it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Pages = list[tuple[Tensor, Tensor]]  # per layer: keys and values, each [B, Hk, P, D]
+Pages = list[tuple[Tensor, ...]]  # per layer: the tensors of its KVSpec; keys and values are each [B, Hk, P, D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ForwardBatch:
     are never read.  `slot_mapping[t]` = page * P + offset is where token t's key and value go.
     `logits_rows`: the tokens whose hidden states are needed; for the others the last layer computes keys and values
     only.  None: all.  `adapters`: the slot of each token's adapter, negative for none; None: no token has one.
-    `embeds`: tokens whose embeddings are given, not looked up.
+    `embeds`: tokens whose embeddings are given, not looked up: inputs of the first layer, any multiplier applied.
     """
 
     input_ids: Tensor  # [T] int64

@@ -1,7 +1,7 @@
 """Token embedding and output head.
 
 Both hold a [vocabulary, hidden] weight packed for the linear op, which tied models share: the embedding takes rows
-out of it.  Logits leave here as float32 always.
+out of it.  Logits are float32.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.linear import Linear
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
-from tokserve.layers.quant import UNQUANTIZED, QuantMethod
+from tokserve.layers.quant import UNQUANTIZED
 
 
 class Embedding:
-    """Row lookup.  `head`: an output head tied to this weight, loaded with it."""
+    """Row lookup.  `multiplier`: of the rows, rounded to their dtype.  `head`: tied to this weight, loaded with it."""
 
     packed: ops.PackedWeight  # [vocab, hidden]
 
-    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, *, head: Head | None = None) -> None:
+    def __init__(
+        self, vocab: int, hidden: int, dtype: torch.dtype, *, multiplier: float = 1.0, head: Head | None = None
+    ) -> None:
         self.vocab = vocab
         self.hidden = hidden
         self.dtype = dtype
+        self.multiplier = float(torch.tensor(multiplier, dtype=dtype))
         self.head = head
 
     def parameters(self) -> dict[str, Parameter]:
@@ -40,15 +44,17 @@ class Embedding:
             self.head.tie(weight, self.packed)
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
-        return ops.embedding(ids, self.packed)
+        rows = ops.embedding(ids, self.packed)
+        return rows if self.multiplier == 1.0 else rows * self.multiplier
 
 
 class Head:
-    """Hidden rows to float32 logits; `dtype` is the type of the product's operands."""
+    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands."""
 
-    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, *, quant: QuantMethod = UNQUANTIZED) -> None:
-        self.dtype = dtype
-        self.linear = Linear(hidden, {"lm_head": vocab}, dtype, quant=quant)
+    def __init__(self, vocab: int, hidden: int, options: LayerOptions) -> None:
+        self.options = options
+        self.dtype = options.dtype
+        self.linear = Linear(hidden, {"lm_head": vocab}, options)
 
     def parameters(self) -> dict[str, Parameter]:
         """`lm_head.weight`."""

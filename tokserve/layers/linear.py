@@ -1,10 +1,9 @@
 """A linear layer whose rows come from one or several checkpoint tensors.
 
-q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product
-ends in the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when
-the last one is there, and keeps only the packed form; shards that are stored as float8 it joins as they are, where the
-method takes them and they are alike.  Adapters add to the output of shards.  It must not know file formats or what its
-shards mean.
+q, k and v are *shards* of one weight, so that a layer is one matrix product; so are gate and up, whose product ends in
+the activation.  The layer fills an unpacked weight shard by shard, has its quantization method pack it when the last
+one is there, and keeps only the packed form.  Shards that the method accepts as they are stored are packed so, if they
+can be joined.  Adapters add to the output of shards.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.lora import LoraSlots
-from tokserve.layers.parameter import Parameter, Scaled
-from tokserve.layers.quant import UNQUANTIZED, Float8, Packed, QuantMethod, gated
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import Split
+from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.quant import Packed, gated
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -27,6 +28,9 @@ Activation = Literal["silu", "gelu_tanh"]
 class Linear:
     """y = x W^T + b; `shards` maps names to numbers of output features, in the order of the output.
 
+    `split`: how the ranks of the options' group divide the weight.  By "column", each computes a part of every shard's
+    outputs; by "row", each takes a part of the inputs, and y is the sum of the ranks' results in rank order, of which
+    the first has the bias.  `inputs` and `shards` are the checkpoint's; the attributes of these names are the rank's.
     `packed`: the weight as the method packs it; a tied layer is given its owner's.
     """
 
@@ -36,79 +40,108 @@ class Linear:
         self,
         inputs: int,
         shards: Mapping[str, int],
-        dtype: torch.dtype,
+        options: LayerOptions,
         *,
         bias: bool = False,
-        quant: QuantMethod = UNQUANTIZED,
+        split: Split | None = None,
     ) -> None:
-        self.inputs = inputs
-        self.shards = dict(shards)
-        self.outputs = sum(shards.values())
-        self.dtype = dtype
-        self.quant = quant
-        self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
+        self._whole = {shard: (outputs, inputs) for shard, outputs in shards.items()}
+        self._group, self._split = options.group, split if options.group.size > 1 else None
+        self.inputs = self._group.share(inputs, "the input width") if split == "row" else inputs
+        self.shards = {
+            shard: self._group.share(outputs, shard) if split == "column" else outputs
+            for shard, outputs in shards.items()
+        }
+        self.outputs = sum(self.shards.values())
+        self.dtype = options.dtype
+        self.quant = options.quant
+        self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.home) if bias else None  # [outputs]
         self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()
-        self._scaled: dict[str, Scaled] = {}  # shards that are stored as float8, while loading
+        self._stored: dict[str, StoredWeight] = {}  # shards as they are stored, while loading
 
     def parameters(self) -> dict[str, Parameter]:
         """`<shard>.weight` and, with a bias, `<shard>.bias`."""
-        found = {}
+        parameters = {}
         kept = self.quant.kept_dtype(self.dtype)
-        for shard, size in self.shards.items():
-            scaled = partial(self.load_scaled, shard) if isinstance(self.quant, Float8) else None
-            found[f"{shard}.weight"] = Parameter((size, self.inputs), partial(self.load, shard), kept, scaled)
+        for shard, shape in self._whole.items():
+            load_stored = partial(self.load_stored, shard)
+            parameters[f"{shard}.weight"] = Parameter(shape, partial(self.load, shard), kept, load_stored)
             if self.bias is not None:
-                found[f"{shard}.bias"] = Parameter((size,), partial(self.load_bias, shard), self.dtype)
-        return found
+                parameters[f"{shard}.bias"] = Parameter(shape[:1], partial(self.load_bias, shard), self.dtype)
+        return parameters
 
     def load(self, shard: str, tensor: Tensor) -> None:
-        """Take a shard's weight [size, inputs]; the last one packs the layer."""
-        if self.shards.keys() == {shard} and tensor.shape == (self.outputs, self.inputs):
+        """Take a shard's weight, of the checkpoint's shape; the last one packs the layer."""
+        _check_shape(shard, tensor, self._shape(shard))
+        self._load(shard, tensor if self._split is None else tensor.narrow(*self._part(shard)))
+
+    def _load(self, shard: str, tensor: Tensor) -> None:
+        """Take this rank's part of a shard's weight [size, inputs]."""
+        if self.shards.keys() == {shard}:
             self.packed = self.pack(tensor.to(self.dtype))
             return
         if self._weight is None:
             self._weight = torch.empty(self.outputs, self.inputs, dtype=self.dtype, device=tensor.device)
             self._awaited = set(self.shards)
-        _fill(self._rows(self._weight, shard), shard, tensor)
+        self._rows(self._weight, shard).copy_(tensor)
         self._awaited.discard(shard)
         if not self._awaited:
             self.packed = self.pack(self._weight)
             self._weight = None
-        elif self._awaited == self._scaled.keys():
+        elif self._awaited == self._stored.keys():
             self._load_dense()
 
-    def load_scaled(self, shard: str, weight: Scaled) -> None:
-        """Take a shard's weight [size, inputs] that is stored as float8; the last one packs the layer.
+    def load_stored(self, shard: str, weight: StoredWeight) -> None:
+        """Take a shard's weight in the form in which it is stored; the last one packs the layer.
 
-        If all shards come so, in groups of one size that the method takes, they are kept; else what they mean is.
+        Shards that the method does not accept, or that cannot be joined with the others, become tensors of floats.
         """
-        assert isinstance(self.quant, Float8)
-        self._scaled[shard] = Scaled(weight.values.clone(), weight.scales.clone(), weight.group)
-        if self._scaled.keys() == self.shards.keys():
-            parts = [self._scaled[name] for name in self.shards]
-            if any(part.group != weight.group for part in parts) or not self.quant.takes(weight.scales, weight.group):
+        _check_shape(shard, weight, self._shape(shard))
+        part = weight if self._split is None else weight.narrow(*self._part(shard))
+        if isinstance(part, Tensor) or not self.quant.accepts(part):
+            self._load(shard, part if isinstance(part, Tensor) else part.dense())
+            return
+        self._stored[shard] = part.clone()
+        if self._stored.keys() == self.shards.keys():
+            first, *others = (self._stored[name] for name in self.shards)
+            whole = first.joined(others) if others else first
+            if whole is None:
                 self._load_dense()
-                return
-            self._scaled = {}
-            values, scales = torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts], 1)
-            self.packed = self.quant.pack_scaled(values, scales, weight.group)
-        elif self._awaited and self._awaited == self._scaled.keys():
+            else:
+                self._stored = {}
+                self.packed = self.pack(whole)
+        elif self._awaited and self._awaited == self._stored.keys():
             self._load_dense()
 
     def _load_dense(self) -> None:
-        scaled, self._scaled = self._scaled, {}
-        for shard, weight in scaled.items():
-            self.load(shard, weight.dense())
+        stored, self._stored = self._stored, {}
+        for shard, weight in stored.items():
+            self._load(shard, weight.dense())
 
     def load_bias(self, shard: str, tensor: Tensor) -> None:
-        """Take a shard's bias [size]."""
+        """Take a shard's bias, of the checkpoint's shape."""
         if self.bias is None:
             raise ValueError(f"{shard} has no bias")
-        _fill(self._rows(self.bias, shard), shard, tensor)
+        _check_shape(shard, tensor, self._shape(shard)[:1])
+        if self._split == "column":
+            tensor = tensor.narrow(*self._part(shard))
+        if self._split != "row" or self._group.rank == 0:
+            self._rows(self.bias, shard).copy_(tensor)
 
-    def pack(self, weight: Tensor) -> Packed:
+    def _shape(self, shard: str) -> tuple[int, int]:
+        """Of a shard's weight in the checkpoint."""
+        if shard not in self._whole:
+            raise ValueError(f"no shard {shard!r}; there are: {', '.join(self._whole)}")
+        return self._whole[shard]
+
+    def _part(self, shard: str) -> tuple[int, int, int]:
+        """The dimension of a shard's weight that is divided, and where this rank's part starts and how long it is."""
+        dim, size = (0, self.shards[shard]) if self._split == "column" else (1, self.inputs)
+        return dim, self._group.rank * size, size
+
+    def pack(self, weight: Tensor | StoredWeight) -> Packed:
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack(weight)
 
@@ -122,8 +155,6 @@ class Linear:
         return out
 
     def _rows(self, tensor: Tensor, shard: str) -> Tensor:
-        if shard not in self.shards:
-            raise ValueError(f"no shard {shard!r}; there are: {', '.join(self.shards)}")
         names = list(self.shards)
         start = sum(self.shards[name] for name in names[: names.index(shard)])
         return tensor[start : start + self.shards[shard]]
@@ -136,16 +167,16 @@ class GatedLinear(Linear):
         self,
         inputs: int,
         shards: Mapping[str, int],
-        dtype: torch.dtype,
         activation: Activation,
+        options: LayerOptions,
         *,
         bias: bool = False,
-        quant: QuantMethod = UNQUANTIZED,
+        split: Split | None = None,
     ) -> None:
-        super().__init__(inputs, shards, dtype, bias=bias, quant=quant)
+        super().__init__(inputs, shards, options, bias=bias, split=split)
         self.activation = activation
 
-    def pack(self, weight: Tensor) -> Packed:
+    def pack(self, weight: Tensor | StoredWeight) -> Packed:
         """The whole weight for the product of this layer; a copy."""
         return self.quant.pack_gated(weight)
 
@@ -160,7 +191,6 @@ class GatedLinear(Linear):
         return gated(both, self.activation)
 
 
-def _fill(target: Tensor, shard: str, tensor: Tensor) -> None:
-    if tensor.shape != target.shape:
-        raise ValueError(f"{shard}: expected a tensor of shape {list(target.shape)}, found {list(tensor.shape)}")
-    target.copy_(tensor)
+def _check_shape(shard: str, weight: Tensor | StoredWeight, shape: tuple[int, ...]) -> None:
+    if tuple(weight.shape) != shape:
+        raise ValueError(f"{shard}: expected a tensor of shape {list(shape)}, found {list(weight.shape)}")

@@ -1,7 +1,6 @@
 """The low-rank adapters of one layer: weights in slots, padded to one rank, and what they add to its output.
 
-Slots outlive the layer's own weight: a model with other weights is given the same ones.  It must not know what an
-adapter is called, nor where its weights come from.
+Slots outlive the layer's weight: a model with other weights is given the same ones.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class LoraSlots:
 
     def __init__(self, inputs: int, shards: Mapping[str, int], slots: int, rank: int, dtype: torch.dtype) -> None:
         self.inputs, self.shards, self.rank, self.dtype = inputs, dict(shards), rank, dtype
-        self._sizes, home = tuple(shards.values()), ops.home
-        self._down = torch.zeros(slots, len(shards), rank, inputs, dtype=dtype, device=home)
-        self._up = torch.zeros(slots, rank, sum(self._sizes), dtype=dtype, device=home)
-        self._ranks = torch.zeros(slots, len(shards), dtype=torch.int32, device=home)
-        self._scales = torch.zeros(slots, len(shards), dtype=torch.float32, device=home)
+        self._sizes, device = tuple(shards.values()), ops.home
+        self._down = torch.zeros(slots, len(shards), rank, inputs, dtype=dtype, device=device)
+        self._up = torch.zeros(slots, rank, sum(self._sizes), dtype=dtype, device=device)
+        self._ranks = torch.zeros(slots, len(shards), dtype=torch.int32, device=device)
+        self._scales = torch.zeros(slots, len(shards), dtype=torch.float32, device=device)
 
     def place(self, slot: int, shard: str, weights: LowRank | None) -> None:
         """Put what an adapter adds to a shard into a slot, in place of what is there; None: it adds nothing here."""

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from tokserve.layers.linear import Activation, GatedLinear, Linear
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
-from tokserve.layers.quant import UNQUANTIZED, QuantMethod
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """`inner` is the width between the projections; `bias` holds for all three."""
+
+    inner: int
+    activation: Activation
+    bias: bool = False
 
 
 class GatedMLP:
-    """`inner` is the width between; `bias` goes for all three projections."""
+    """`hidden` is the width of inputs and outputs."""
 
-    def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        dtype: torch.dtype,
-        *,
-        activation: Activation,
-        bias: bool,
-        quant: QuantMethod = UNQUANTIZED,
-    ) -> None:
-        shards = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = GatedLinear(hidden, shards, dtype, activation, bias=bias, quant=quant)
-        self.down = Linear(inner, {"down_proj": hidden}, dtype, bias=bias, quant=quant)
+    def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
+        shards = {"gate_proj": spec.inner, "up_proj": spec.inner}
+        self.gate_up = GatedLinear(hidden, shards, spec.activation, options, bias=spec.bias, split="column")
+        self.down = Linear(spec.inner, {"down_proj": hidden}, options, bias=spec.bias, split="row")
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"gate_up": self.gate_up, "down": self.down}
 
     def parameters(self) -> dict[str, Parameter]:
         """Of `gate_proj`, `up_proj` and `down_proj`."""

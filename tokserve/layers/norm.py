@@ -1,9 +1,8 @@
-"""Root-mean-square norm, alone or joined with the residual addition before it.
-
-It holds a weight and an epsilon; the arithmetic is the op's.
-"""
+"""Root-mean-square norm, alone or joined with the residual addition before it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,23 +11,36 @@ from tokserve import ops
 from tokserve.layers.parameter import Parameter, owned_copy
 
 
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """`offset`: what is added to the stored weight; 1 in families that store the difference from 1."""
+
+    eps: float
+    offset: float = 0.0
+
+
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * weight over the last dimension.
+
+    A weight with an offset is kept in float32, because the sum has more digits than a narrower dtype holds.
+    """
 
     weight: Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, spec: NormSpec, dtype: torch.dtype) -> None:
         self.size = size
-        self.eps = eps
-        self.dtype = dtype
+        self.eps = spec.eps
+        self.offset = spec.offset
+        self.dtype = torch.float32 if spec.offset else dtype
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.size,), self.load, self.dtype)}
+        return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset)}
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [size]."""
-        self.weight = owned_copy(tensor, (self.size,), self.dtype)
+        weight = tensor.float() + self.offset if self.offset else tensor
+        self.weight = owned_copy(weight, (self.size,), self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, size] -> [T, size]
         return ops.rms_norm(x, self.weight, self.eps)

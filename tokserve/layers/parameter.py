@@ -1,70 +1,78 @@
 """Where a checkpoint tensor goes: its expected shape and the function that takes it.
 
-Layers say what they want under their own short names; a model joins these into checkpoint names, and
-`models/weights` pours tensors in.  A `load` copies (a checkpoint file may be mapped into memory and change
-later) and converts to the layer's dtype; loading again replaces.
+Layers name their parameters in short; a model joins these into checkpoint names, and `models/weights` loads tensors
+into them.  A `load` copies (a checkpoint file may be mapped into memory and change later) and converts to the layer's
+dtype; loading again replaces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A weight [N,K] stored as float8 (e4m3), each `group` of a row's inputs with a scale of its own."""
 
-    values: Tensor  # [N,K] float8
-    scales: Tensor  # [G,N] float32
-    group: int
+class StoredWeight(Protocol):
+    """A weight [N,K] in the form in which a checkpoint stores it, which is not a tensor of floats."""
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """[N,K]."""
-        return self.values.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Of what it means."""
-        return self.scales.dtype
 
     def dense(self) -> Tensor:
-        """What it means: [N,K] float32."""
-        spread = self.scales.t().repeat_interleave(self.group, 1)
-        return self.values.float() * spread[:, : self.values.shape[1]]
+        """What it means: [N,K] of `dtype`."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it is stored in."""
+
+    def clone(self) -> StoredWeight:
+        """A copy in memory of its own."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor | StoredWeight:
+        """`length` rows (`dim` 0) or columns (1) from `start` on; it may share this weight's memory."""
+
+    def joined(self, others: Sequence[StoredWeight]) -> StoredWeight | None:
+        """This weight's rows and those of the others; None: they cannot be stored as one weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`.
+    """`load` takes one tensor of `shape` in any floating dtype; it is kept as `dtype`, `offset` added.
 
-    `load_scaled` takes one that is stored as float8; None: `load` is given what it means.
+    `shape` is the checkpoint's: a rank of several loads its part of the tensor.
+    `load_stored` takes a weight as it is stored; None: `load` is given what it means.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
     dtype: torch.dtype
-    load_scaled: Callable[[Scaled], None] | None = None
+    load_stored: Callable[[StoredWeight], None] | None = None
+    offset: float = 0.0
 
-    def take(self, tensor: Tensor | Scaled) -> None:
+    def take(self, weight: Tensor | StoredWeight) -> None:
         """Load it, however it is stored."""
-        if not isinstance(tensor, Scaled):
-            self.load(tensor)
-        elif self.load_scaled is None:
-            self.load(tensor.dense())
+        if isinstance(weight, Tensor):
+            self.load(weight)
+        elif self.load_stored is None:
+            self.load(weight.dense())
         else:
-            self.load_scaled(tensor)
+            self.load_stored(weight)
 
 
-def under(prefix: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+def under(prefix: str, named: dict[str, T]) -> dict[str, T]:
     """The same with `prefix.` before each name."""
-    return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}
+    return {f"{prefix}.{name}": value for name, value in named.items()}
 
 
 def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

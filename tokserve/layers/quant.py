@@ -1,17 +1,19 @@
-"""How a linear layer keeps and multiplies its weight: as it is, or quantized while it loads.
+"""How a linear layer keeps and multiplies its weight: as it is, as a checkpoint stores it, or quantized while it loads.
 
-A method packs a floating weight and multiplies rows with what it packed; it holds no state, so one object serves all
-layers.  It must not know which layer asks, nor where the weight comes from.
+A method packs a weight and multiplies rows with what it packed; it holds no state, so one object serves all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.parameter import StoredWeight
 
 Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8
 
@@ -19,8 +21,8 @@ Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8
 class QuantMethod(Protocol):
     """`linear(x, pack(weight), bias, None)` is x [T, inputs] times weight [outputs, inputs], transposed, plus bias.
 
-    With `gated_linear` and `pack_gated`, activation(first half) * second half of that.  A packed weight is the method's
-    own affair: what one of these pairs packs, it alone takes.
+    With `gated_linear` and `pack_gated`, activation(first half) * second half of that.  Only the method that packed a
+    weight can multiply with it.
     """
 
     name: str | None  # the value of the option `quantization`; None: none
@@ -28,14 +30,17 @@ class QuantMethod(Protocol):
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What an element of a weight of `dtype` is kept as."""
 
-    def pack(self, weight: Tensor) -> Packed:
-        """Take a floating weight; nothing of it is kept."""
+    def accepts(self, stored: StoredWeight) -> bool:
+        """Whether `pack` takes a weight in the form in which it is stored; others it takes as tensors of floats."""
+
+    def pack(self, weight: Any) -> Packed:
+        """Pack a tensor of floats, or a StoredWeight that `accepts` accepted; nothing of it is kept."""
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """[T, outputs] in `out_dtype`; None: x's dtype."""
 
-    def pack_gated(self, weight: Tensor) -> Packed:
-        """Likewise, of a gate and what it gates."""
+    def pack_gated(self, weight: Any) -> Packed:
+        """As `pack`, of a gate projection's rows and the up projection's."""
 
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """[T, outputs / 2] in x's dtype; activation None: the product itself, [T, outputs]."""
@@ -49,6 +54,10 @@ class Unquantized:
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The same."""
         return dtype
+
+    def accepts(self, stored: StoredWeight) -> bool:
+        """None."""
+        return False
 
     def pack(self, weight: Tensor) -> Packed:
         """In the layout of `ops.linear`."""
@@ -76,6 +85,10 @@ class Int8:
         """int8; the scales are not worth counting."""
         return torch.int8
 
+    def accepts(self, stored: StoredWeight) -> bool:
+        """None."""
+        return False
+
     def pack(self, weight: Tensor) -> Packed:
         """Quantize, in the layout of `ops.linear_int8`."""
         return ops.pack_linear_int8(weight)
@@ -93,8 +106,63 @@ class Int8:
         return ops.gated_linear_int8(x, packed, bias, activation)
 
 
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """A weight [N,K] stored as float8 (e4m3), each `group` of a row's inputs with a scale of its own."""
+
+    values: Tensor  # [N,K] float8
+    scales: Tensor  # [G,N] float32
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N,K]."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32."""
+        return self.scales.dtype
+
+    def dense(self) -> Tensor:
+        """The product of values and scales: [N,K] float32."""
+        spread = self.scales.t().repeat_interleave(self.group, 1)
+        return self.values.float() * spread[:, : self.values.shape[1]]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Values and scales."""
+        return self.values, self.scales
+
+    def clone(self) -> Float8Weight:
+        """A copy in memory of its own."""
+        return Float8Weight(self.values.clone(), self.scales.clone(), self.group)
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor | Float8Weight:
+        """A part, with its scales; a tensor of floats if it begins or ends within a group."""
+        values = self.values.narrow(dim, start, length)
+        if dim == 0:
+            return Float8Weight(values, self.scales.narrow(1, start, length), self.group)
+        if len(self.scales) == 1:
+            return Float8Weight(values, self.scales, length)
+        end = start + length
+        if start % self.group or (end % self.group and end != self.shape[1]):
+            return self.dense().narrow(1, start, length)
+        return Float8Weight(values, self.scales[start // self.group : -(-end // self.group)], self.group)
+
+    def joined(self, others: Sequence[StoredWeight]) -> Float8Weight | None:
+        """All rows in one weight; None unless all are float8 in groups of one size."""
+        weights = [self, *(other for other in others if isinstance(other, Float8Weight) and other.group == self.group)]
+        if len(weights) <= len(others):
+            return None
+        values, scales = torch.cat([weight.values for weight in weights]), [weight.scales for weight in weights]
+        return Float8Weight(values, torch.cat(scales, 1), self.group)
+
+
 class Float8:
-    """Likewise float8 (e4m3); a weight that is stored so keeps its scales."""
+    """Weights float8 (e4m3) with a scale per output, activations float8 with a scale per token.
+
+    A weight that is stored as float8 keeps its own scales.
+    """
 
     name: str | None = "fp8"
 
@@ -102,23 +170,21 @@ class Float8:
         """float8; the scales are not worth counting."""
         return torch.float8_e4m3fn
 
-    def pack(self, weight: Tensor) -> Packed:
-        """Quantize, in the layout of `ops.linear_float8`."""
+    def accepts(self, stored: StoredWeight) -> bool:
+        """Float8 with one group, or groups of whole steps of the product."""
+        return isinstance(stored, Float8Weight) and (len(stored.scales) == 1 or stored.group % ops.FLOAT8_STEP == 0)
+
+    def pack(self, weight: Tensor | Float8Weight) -> Packed:
+        """In the layout of `ops.linear_float8`; quantize what is not float8 yet."""
+        if isinstance(weight, Float8Weight):
+            return ops.pack_scaled_float8(weight.values, weight.scales, weight.group)
         return ops.pack_linear_float8(weight)
-
-    def takes(self, scales: Tensor, group: int) -> bool:
-        """Whether `pack_scaled` takes scales [G,N], each of `group` inputs."""
-        return len(scales) == 1 or group % ops.FLOAT8_STEP == 0
-
-    def pack_scaled(self, values: Tensor, scales: Tensor, group: int) -> Packed:
-        """Take a weight that is stored so: float8 [N,K] with scales [G,N], each of `group` inputs."""
-        return ops.pack_scaled_float8(values, scales, group)
 
     def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         """Summed in float32."""
         return ops.linear_float8(x, packed, bias, out_dtype)
 
-    def pack_gated(self, weight: Tensor) -> Packed:
+    def pack_gated(self, weight: Tensor | Float8Weight) -> Packed:
         """As any other."""
         return self.pack(weight)
 
@@ -128,11 +194,11 @@ class Float8:
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:
-    """What a gated product [T, 2 * inner] ends in: activation(first half) * second half; None: the product itself."""
+    """activation(first half) * second half of a gated product [T, 2 * inner]; None: the product itself."""
     if activation is None:
         return both
     return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
 
 
-UNQUANTIZED = Unquantized()
-METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": Float8(), "none": UNQUANTIZED}
+UNQUANTIZED, FLOAT8 = Unquantized(), Float8()
+METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": FLOAT8, "none": UNQUANTIZED}

@@ -3,7 +3,7 @@
 A `RopeSpec` says which of the known ways to stretch frequencies is meant; `rope_table` works it out once, at
 start-up, for every position that will be served.  Angles are float32 products, as in the training code,
 because at position 100,000 the rounding of the product shows; their cosines are taken in float64 and rounded, so
-that an entry does not depend on the table's size or on threads.  This file must not read model configs.
+that an entry does not depend on the table's size or on threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A PEFT adapter directory to low-rank weights for a model's projections, or the reason why it does not fit.
 
-Everything is checked before a weight is read: what the configuration asks for beyond plain LoRA is refused by name, and
-so is a tensor that belongs to no projection or has another shape.  Nothing is unpickled.  Must not know where the
-weights go.
+Everything is checked before a weight is read: an option beyond plain LoRA is refused by name, and so is a tensor that
+belongs to no projection or has another shape.  Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from tokserve import checkpoint
 from tokserve.errors import RequestError, StartError
 from tokserve.layers.lora import LowRank
 from tokserve.models import weights
+from tokserve.models.formats.base import FLOATS
 from tokserve.models.weights import Entry
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,11 +94,11 @@ def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...], ma
     """Weights by projection.  Raises RequestError about `lora_path`."""
     try:
         config = _config(directory)
-        found = _paired(_catalogue(directory), renames)
-        _check(found, config, sizes, max_rank)
+        tensors = _paired(_catalogue(directory), renames)
+        _check(tensors, config, sizes, max_rank)
         return {
             module: LowRank(_tensor(parts["A"]), _tensor(parts["B"]), config.scale(module))
-            for module, parts in found.items()
+            for module, parts in tensors.items()
         }
     except (StartError, OSError, SafetensorError) as error:
         _refuse(str(error))
@@ -126,32 +126,32 @@ def _catalogue(directory: Path) -> dict[str, Entry]:
 
 def _paired(entries: Mapping[str, Entry], renames: tuple[tuple[str, str], ...]) -> dict[str, dict[str, Entry]]:
     """Module -> its A and B."""
-    found: dict[str, dict[str, Entry]] = {}
+    tensors: dict[str, dict[str, Entry]] = {}
     strange, twice = [], []
     for name, entry in entries.items():
         match = NAME.fullmatch(name)
         if match is None:
             strange.append(name)
             continue
-        module = weights.own_name(match["module"], renames) or match["module"]
-        if match["part"] in found.setdefault(module, {}):
+        module = weights.model_name(match["module"], renames) or match["module"]
+        if match["part"] in tensors.setdefault(module, {}):
             twice.append(name)
-        found[module][match["part"]] = entry
-    single = [f"{module}.lora_{part}" for module, parts in found.items() for part in {"A", "B"} - parts.keys()]
+        tensors[module][match["part"]] = entry
+    single = [f"{module}.lora_{part}" for module, parts in tensors.items() for part in {"A", "B"} - parts.keys()]
     problems = (("no weight of a linear layer's adapter", strange), ("twice", twice), ("missing", sorted(single)))
     listed = [weights.counted(kind, names) for kind, names in problems if names]
     if not entries:
         listed = ["there are none"]
     if listed:
         _refuse(f"the tensors of {TENSORS} are not those of a LoRA adapter: {'; '.join(listed)}")
-    return found
+    return tensors
 
 
-def _check(found: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: Sizes, max_rank: int) -> None:
+def _check(tensors: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: Sizes, max_rank: int) -> None:
     """Refuse, in one list, what does not fit the model, the configuration or `max_rank`."""
-    unknown = [module for module in found if module not in sizes]
+    unknown = [module for module in tensors if module not in sizes]
     misshapen, mistyped = [], []
-    for module, parts in found.items():
+    for module, parts in tensors.items():
         if module not in sizes:
             continue
         inputs, outputs = sizes[module]
@@ -162,7 +162,7 @@ def _check(found: Mapping[str, dict[str, Entry]], config: AdapterConfig, sizes: 
             entry = parts[part]
             if entry.shape != shape:
                 misshapen.append(f"{entry.key} (expected {list(shape)}, found {list(entry.shape)})")
-            if entry.dtype not in weights.FLOATS.values():
+            if entry.dtype not in FLOATS.values():
                 mistyped.append(f"{entry.key} ({entry.dtype})")
     problems = (
         ("for modules that adapters cannot change here", unknown),

@@ -1,7 +1,7 @@
-"""Digests of the weights as they lie in memory, in whatever layout the bound ops want them.
+"""Digests of the weights as they lie in memory, in the layout of the bound ops.
 
-Two servers with the same options and the same weights give the same digests; a changed bit changes one.  Walks
-attributes, so it needs to know no layer.
+Two servers with the same options and the same weights give the same digests; a changed bit changes one.  The walk is
+over attributes, so that it includes every tensor of every kind of layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def checksums(model: Any) -> dict[str, str]:
 
 
 def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
     if id(value) in seen or isinstance(value, Parameter):
         return
     seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield path, value
+        return
     for name, child in _children(value):
         yield from _tensors(child, f"{path}.{name}" if path else name, seen)
 

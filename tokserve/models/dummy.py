@@ -1,8 +1,7 @@
 """Random weights for a real or tiny config, so that a server can be run and tested with no download.
 
 A tensor's values follow from its name and the seed alone.  They are scaled so that the model behaves like
-a trained one: logits with a spread of about 2, attention with peaks, output that varies with the context.  This file
-must not know how tensors are loaded, nor need transformers.
+a trained one: logits with a spread of about 2, attention with peaks, output that varies with the context.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
-from tokserve.models.decoder import Decoder
+from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.registry import decoder_spec
 from tokserve.models.weights import INDEX, SINGLE
 
@@ -28,14 +28,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": 24}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False}),
     "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "use_sliding_window": False, "attention_bias": False}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
 }
 
 GAINS = {"lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.6, "down_proj": 1.6}
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny model of `family` (llama, mistral, qwen2, qwen3); `changes` replace attributes."""
-    architecture, own = FAMILIES[family]
+    """config.json of a tiny model of one of the `FAMILIES`; `changes` replace attributes."""
+    architecture, attributes = FAMILIES[family]
     common: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": family,
@@ -56,14 +70,14 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": "float32",
     }
-    return common | own | changes
+    return common | attributes | changes
 
 
-def tensors(wanted: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
+def tensors(parameters: Mapping[str, Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) for each parameter of a model."""
-    tied = "lm_head.weight" not in wanted
-    for name, parameter in wanted.items():
-        yield name, values(name, parameter.shape, seed, tied=tied)
+    tied = "lm_head.weight" not in parameters
+    for name, parameter in parameters.items():
+        yield name, values(name, parameter.shape, seed, tied=tied) - parameter.offset
 
 
 def values(name: str, shape: tuple[int, ...], seed: int, *, tied: bool) -> Tensor:
@@ -106,8 +120,9 @@ def write_checkpoint(directory: Path, hf: Mapping[str, Any], *, seed: int = 0, s
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(hf), indent=2) + "\n")
     dtype = getattr(torch, hf.get("dtype") or "float32")
-    wanted = Decoder(decoder_spec(hf), dtype, dtype, torch.empty(0)).parameters_by_name()
-    named = {name: tensor.to(dtype) for name, tensor in tensors(wanted, seed)}
+    spec, options = decoder_spec(hf), LayerOptions(dtype)
+    parameters = Decoder(spec, options, options, rope_tables(spec, 1)).parameters_by_name()
+    named = {name: tensor.to(dtype) for name, tensor in tensors(parameters, seed)}
     if shards == 1:
         save_file(named, directory / SINGLE, metadata={"format": "pt"})
         return directory

@@ -1,7 +1,7 @@
-"""The scales of a float8 KV cache that come with weights: under which names, and the layers they go to.
+"""The scales of a float8 KV cache that come with weights: their names, and the layers that they belong to.
 
-A key is stored divided by its layer's k_scale, a value by its v_scale: what calibration chose so that they fill
-float8's range.  This file must not know files, nor how a cache stores.
+A key is stored divided by its layer's k_scale, a value by its v_scale: calibration chooses them so that the stored
+numbers fill float8's range.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from torch import Tensor
 
 from tokserve.errors import StartError
-from tokserve.models import float8
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats.float8 import CACHE_SCALES
 
 
-def places(layers: int) -> dict[str, tuple[int, str]]:
-    """Every name that such a scale can have in a model of so many layers -> its layer, and whose it is."""
+def names(layers: int) -> dict[str, tuple[int, str]]:
+    """Every name that such a scale can have in a model of so many layers -> its layer; "k", "v" or "kv"."""
     return {
-        f"model.layers.{layer}{ending}": (layer, whose)
+        f"model.layers.{layer}{ending}": (layer, tensors)
         for layer in range(layers)
-        for ending, whose in float8.CACHE_SCALES.items()
+        for ending, tensors in CACHE_SCALES.items()
     }
 
 
 def refusal(quantization: Mapping[str, Any] | None) -> str | None:
-    """What config.json's word on quantization asks of the KV cache that float8 with scales is not; None if nothing."""
+    """Why the KV cache that config.json's quantization entry describes is not float8 with scales; None if it is."""
     scheme = (quantization or {}).get("kv_cache_scheme")
     if not isinstance(scheme, Mapping):
         return None
@@ -38,22 +38,22 @@ def refusal(quantization: Mapping[str, Any] | None) -> str | None:
     return None if scheme.get("symmetric", True) else "asks for a KV cache with zero points"
 
 
-def give(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
+def apply(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
     """Set the layers' scales; a layer without one gets 1.  Raises StartError for scales that cannot be used."""
-    known = places(len(decoder.blocks))
-    found: dict[int, dict[str, float]] = defaultdict(dict)
+    known = names(len(decoder.blocks))
+    values: dict[int, dict[str, float]] = defaultdict(dict)
     problems = []
     for name, tensor in scales.items():
-        layer, whose = known[name]
+        layer, tensors = known[name]
         if tensor.numel() != 1:
             problems.append(f"{name} is of shape {list(tensor.shape)}, but a layer can have one number only")
             continue
         value = float(tensor)
         if not 0.0 < value < math.inf:
             problems.append(f"{name} is {value}, not a positive number")
-        elif any(found[layer].get(each, value) != value for each in whose):
-            problems.append(f"{name} is {value}, and another name gives {found[layer]}")
-        found[layer] |= dict.fromkeys(whose, value)
+        elif any(values[layer].get(key, value) != value for key in tensors):
+            problems.append(f"{name} is {value}, and another name gives {values[layer]}")
+        values[layer] |= dict.fromkeys(tensors, value)
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise StartError(
@@ -61,4 +61,4 @@ def give(decoder: Decoder, scales: Mapping[str, Tensor]) -> None:
             f"{'; '.join(problems[:3])}{more}"
         )
     for layer, block in enumerate(decoder.blocks):
-        block.attention.scale_cache(found[layer].get("k", 1.0), found[layer].get("v", 1.0))
+        block.attention.scale_cache(values[layer].get("k", 1.0), values[layer].get("v", 1.0))

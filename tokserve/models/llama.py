@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokserve.models.spec import ConfigReader, DecoderSpec, dense, no_windows, window_everywhere, windows_by_layer
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.spec import DecoderSpec, dense, no_windows, window_everywhere, windows_by_layer
 
 # Checkpoints saved from the model without its head lack the prefix.
 HEADLESS = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from tokserve import ops
 from tokserve.errors import StartError
+from tokserve.layers.options import LayerOptions
 from tokserve.layers.quant import METHODS, UNQUANTIZED
-from tokserve.layers.rope import rope_table
-from tokserve.models import dummy, float8, kv_scales, weights
-from tokserve.models.decoder import Decoder
+from tokserve.models import dummy, kv_scales, weights
+from tokserve.models.decoder import Decoder, rope_tables
+from tokserve.models.formats.pick import quantization_of
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.models.registry import decoder_spec
 from tokserve.models.spec import DecoderSpec
@@ -45,11 +45,11 @@ def load(
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
-    `max_model_len`: positions to serve, by default the config's own limit.  `quantization` "int8" or
-    "fp8" quantizes the projections as they are loaded, with `quantize_lm_head` the head too.  With None, where the
-    device `has_float8` products, projections that are stored as float8 stay so, with their own scales; "none": they
-    become `dtype` there too.
-    `float8_cache`: keys and values will be kept as float8, by the scales that come along.
+    `max_model_len`: positions to serve, by default the config's own limit.  `quantization`: the method that quantizes
+    the projections as they are loaded, with `quantize_lm_head` the head too.  With None, where the device
+    `has_float8` products, projections that are stored so stay so, with their own scales; "none": they become `dtype`
+    there too.
+    `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
@@ -58,30 +58,32 @@ def load(
     }  # fmt: skip
     if load_format == "dummy":
         decoder = build(spec, **options)
-        wanted = decoder.parameters_by_name()
-        weights.pour(dummy.tensors(wanted, seed), wanted)
-        decoder.provenance.set_generator(lambda: dummy.tensors(wanted, seed))
+        parameters = decoder.parameters_by_name()
+        weights.load_into(parameters, dummy.tensors(parameters, seed))
+        decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
         return decoder
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
-    found = weights.own_names(catalogue, spec.renames)
-    scales = {name: found.pop(name) for name in kv_scales.places(len(spec.windows)) if name in found}
-    found = weights.understood(found, hf)
-    as_float8 = weights.is_float8(found) and quantization in (("fp8", None) if has_float8 else ("fp8",))
-    if as_float8:
-        options["quantization"] = "fp8"
-    if any(entry.scale is not None for entry in found.values()):
-        method = METHODS[quantization].name if quantization else None
-        becomes = "stay float8, with their scales," if as_float8 else f"become {method or dtype}"
-        logger.info("the checkpoint's float8 weights %s as they are loaded", becomes)
-    if spec.tied and HEAD in found:
-        spec, found = _settle_tie(spec, found)
+    entries = weights.with_model_names(catalogue, spec.renames)
+    scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
+    entries = weights.by_weight(entries, spec.format)
+    native = spec.format.native_method(entries)
+    if native is not None and quantization in ((native, None) if has_float8 else (native,)):
+        options["quantization"] = native
+    else:
+        native = None
+    if any(entry.parts for entry in entries.values()):
+        becomes = METHODS[quantization].name or dtype if quantization else dtype
+        result = f"stay {spec.format.name}, with their scales," if native else f"become {becomes}"
+        logger.info("the checkpoint's %s weights %s as they are loaded", spec.format.name, result)
+    if spec.tied and HEAD in entries:
+        spec, entries = _settle_tie(spec, entries)
     decoder = build(spec, **options)
-    wanted = decoder.parameters_by_name()
-    weights.check(found, wanted, str(directory))
-    weights.pour(weights.stream(found), wanted)
+    parameters = decoder.parameters_by_name()
+    weights.check(entries, parameters, str(directory))
+    weights.load_into(parameters, weights.stream(entries))
     decoder.provenance.add_files(catalogue, stamp)
-    _scale_cache(decoder, scales, float8.asked(hf))
+    _scale_cache(decoder, scales, quantization_of(hf))
     return decoder
 
 
@@ -92,7 +94,7 @@ def _scale_cache(decoder: Decoder, scales: dict[str, weights.Entry], quantizatio
         return
     if why := kv_scales.refusal(quantization):
         raise StartError(f"config.json {why}, which float8 is not: leave kv_cache_dtype at auto")
-    kv_scales.give(decoder, {name: weights.read(entry) for name, entry in scales.items()})
+    kv_scales.apply(decoder, {name: weights.read(entry) for name, entry in scales.items()})
     if scales:
         logger.info("keys and values are scaled by the checkpoint's numbers before they become float8")
     elif (quantization or {}).get("kv_cache_scheme"):
@@ -114,10 +116,9 @@ def build(
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
     head_quant = quant if quantize_lm_head else UNQUANTIZED
-    table = rope_table(spec.rope, max_model_len or spec.max_position)
-    return Decoder(
-        spec, model_type, head_type, table.to(ops.home), quant=quant, head_quant=head_quant, float8_cache=float8_cache
-    )
+    options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
+    tables = rope_tables(spec, max_model_len or spec.max_position)
+    return Decoder(spec, options, head, tables, float8_cache=float8_cache)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -126,14 +127,14 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _settle_tie(spec: DecoderSpec, found: dict[str, weights.Entry]) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
+def _settle_tie(spec: DecoderSpec, entries: dict[str, weights.Entry]) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
     """A tied model's checkpoint may store the shared weight under either name or both; like transformers,
     take what is there, and believe the tensors rather than the config if the two differ.
     """
-    rest = {name: entry for name, entry in found.items() if name != HEAD}
-    if EMBEDDING not in found:
-        return spec, rest | {EMBEDDING: found[HEAD]}
-    if weights.equal(found[EMBEDDING], found[HEAD]):
+    rest = {name: entry for name, entry in entries.items() if name != HEAD}
+    if EMBEDDING not in entries:
+        return spec, rest | {EMBEDDING: entries[HEAD]}
+    if weights.equal(entries[EMBEDDING], entries[HEAD]):
         return spec, rest
     logger.warning("config.json says tie_word_embeddings, but %s and %s differ: both are used", EMBEDDING, HEAD)
-    return replace(spec, tied=False), found
+    return replace(spec, tied=False), entries

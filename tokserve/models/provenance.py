@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tokserve.errors import Conflict, StartError
-from tokserve.models import float8, weights
+from tokserve.models import weights
+from tokserve.models.formats.pick import is_unused
 from tokserve.models.weights import Entry
 from tokserve.rl.digests import checksum, checksums
 
@@ -60,9 +61,11 @@ class Provenance:
             digests |= _of_files(catalogue, stamp)
         if self._generator is not None:
             digests |= checksums(self._generator())
-        own = {name: weights.own_name(name, renames) for name in digests}
-        used = {name: digest for name, digest in digests.items() if own[name] and not float8.is_unused(own[name] or "")}
-        return used, _add_aliases(used, own) if tied else {}
+        model_names = {name: weights.model_name(name, renames) for name in digests}
+        used = {
+            name: digest for name, digest in digests.items() if (target := model_names[name]) and not is_unused(target)
+        }
+        return used, _add_aliases(used, model_names) if tied else {}
 
 
 def _of_files(catalogue: Mapping[str, Entry], stamp: str) -> dict[str, str]:
@@ -74,9 +77,9 @@ def _of_files(catalogue: Mapping[str, Entry], stamp: str) -> dict[str, str]:
         raise Conflict(f"the files that the weights were read from cannot be read again: {error}") from None
 
 
-def _add_aliases(digests: dict[str, str], own: Mapping[str, str | None]) -> dict[str, str]:
+def _add_aliases(digests: dict[str, str], model_names: Mapping[str, str | None]) -> dict[str, str]:
     """List the shared tensor of a tied model under both names; returns {head: embedding}."""
-    names = {own[name]: name for name in digests}
+    names = {model_names[name]: name for name in digests}
     embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     if embedding not in digests and head in digests:
         digests[embedding] = digests[head]

@@ -1,6 +1,6 @@
-"""Which function makes the spec of which architecture.
+"""The table of architectures: which function reads the config.json of which.
 
-A family is a line here; its module is imported when a checkpoint names it.
+A family's module is imported when a checkpoint names the family.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from importlib import import_module
 from typing import Any
 
 from tokserve.errors import StartError
-from tokserve.models.spec import ConfigReader, DecoderSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.spec import DecoderSpec
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
     "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",
@@ -28,5 +30,5 @@ def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
             module, function = ARCHITECTURES[name].split(":")
             spec: DecoderSpec = getattr(import_module(module), function)(hf)
             return spec
-    asked = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
-    raise StartError(f"{asked}; supported are: {', '.join(ARCHITECTURES)}")
+    problem = f"architecture {', '.join(names)} is not supported" if names else "config.json names no architecture"
+    raise StartError(f"{problem}; supported are: {', '.join(ARCHITECTURES)}")

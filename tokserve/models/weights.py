@@ -1,31 +1,29 @@
 """From safetensors files to a model's parameters, one tensor at a time.
 
-Three steps that know nothing of each other: `catalogue` and `stream` read files, `check` compares names and
-shapes with what the model wants, `pour` hands tensors over.  A live update brings its own tensors and uses the
-last two.  Nothing is unpickled, ever.
+Three independent steps: `catalogue` and `stream` read files, `check` compares names and shapes with the model's
+parameters, `load_into` hands tensors over.  A live update brings its own tensors and uses the last two.  Nothing is
+unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokserve import checkpoint, ops
+from tokserve import checkpoint
 from tokserve.errors import StartError
-from tokserve.layers.parameter import Parameter, Scaled
-from tokserve.models import float8
+from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HARMLESS = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
+IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
 
 
@@ -33,21 +31,22 @@ LISTED = 10
 class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
-    `scale`, `block`: what a float8 tensor is multiplied by (`float8.scaled`); `dtype` is then that of the result.
+    `parts`: by role, the tensors that form a weight in `format`; shape and dtype are then the weight's, file and key
+    those of one part.
     """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    scale: Entry | None = None
-    block: float8.Block = (1, 1)
+    parts: Mapping[str, Entry] = field(default_factory=dict)
+    format: CheckpointFormat = DENSE
 
 
 def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
     """Name -> entry for every tensor of the checkpoint; reads headers only.
 
-    `may_read` hears the names of files before any of them is opened, and raises if one must not be.
+    `may_read` is called with the names of files before any of them is opened, and raises if one must not be.
     """
     may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
@@ -55,21 +54,21 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
     index = checkpoint.read_json(directory, INDEX)
     if index is None:
         raise StartError(f"{directory} holds no {SINGLE} and no {INDEX}{pickled(directory)}")
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise StartError(f"{INDEX} has no weight_map of names to files")
-    files = sorted(set(places.values()))
+    files = sorted(set(weight_map.values()))
     absent = [name for name in files if Path(name).name != name or not (directory / name).is_file()]
     if absent:
         raise StartError(f"{INDEX} names {len(absent)} files that are not there: {_listed(absent)}")
     may_read(files)
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name in files:
-        found |= headers(directory / name)
-    lost = [name for name, place in places.items() if name not in found or found[name].file.name != place]
+        entries |= headers(directory / name)
+    lost = [name for name, file in weight_map.items() if name not in entries or entries[name].file.name != file]
     if lost:
         raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
-    return found
+    return entries
 
 
 def pickled(directory: Path) -> str:
@@ -81,87 +80,57 @@ def pickled(directory: Path) -> str:
 def headers(file: Path) -> dict[str, Entry]:
     """Name -> entry for every tensor of one file."""
     try:
-        file.open("rb").close()  # of one that may not be read safe_open says that it is not there
+        file.open("rb").close()  # safe_open reports a file without read permission as missing
         with safe_open(file, framework="pt") as opened:
-            found = {}
+            entries = {}
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 view = opened.get_slice(key)
                 dtype = view.get_dtype()
-                found[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
-            return found
+                entries[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
+            return entries
     except SafetensorError as error:
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def stamp(found: Mapping[str, Entry]) -> str:
-    """Changes when a file of the catalogue is written again: of names, sizes and times, not of what is in them."""
+def stamp(entries: Mapping[str, Entry]) -> str:
+    """A digest of the names, sizes and times of a catalogue's files: it changes when one is written again."""
     states = sorted(
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in {e.file for e in found.values()}
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in {e.file for e in entries.values()}
     )
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
-def own_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
-    """The model's name for a checkpoint's tensor; None for one that is known to be of no use."""
-    if name.endswith(HARMLESS):
+def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
+    """The model's name for a checkpoint's tensor; None for one that no model takes."""
+    if name.endswith(IGNORED):
         return None
     return next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
 
 
-def own_names(found: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
+def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
     """The catalogue under the model's names."""
     named: dict[str, Entry] = {}
-    for name, entry in found.items():
-        own = own_name(name, renames)
-        if own in named:
-            raise StartError(f"{entry.file.parent} holds {own} twice, as {named[own].key} and {entry.key}")
-        if own is not None:
-            named[own] = entry
+    for name, entry in entries.items():
+        target = model_name(name, renames)
+        if target in named:
+            raise StartError(f"{entry.file.parent} holds {target} twice, as {named[target].key} and {entry.key}")
+        if target is not None:
+            named[target] = entry
     return named
 
 
-def with_scales(found: Mapping[str, Entry], block: float8.Block) -> dict[str, Entry]:
-    """The catalogue of a float8 checkpoint with each scale beside its tensor.
-
-    A float8 tensor whose scale is missing or misshapen stays as it is, so that `check` names both.
-    """
-    joined = {name: entry for name, entry in found.items() if not float8.is_unused(name)}
-    for name, entry in found.items():
-        if entry.dtype != float8.STORED or len(entry.shape) != 2:
-            continue
-        for scale in (name + ending for ending in float8.SCALES):
-            beside = joined.get(scale)
-            if beside is None or beside.dtype not in FLOATS.values():
-                continue
-            if beside.shape in float8.scale_shapes(entry.shape, block):
-                joined[name] = replace(entry, dtype=torch.float32, scale=joined.pop(scale), block=block)
-                break
-    return joined
-
-
-def understood(found: dict[str, Entry], hf: Mapping[str, Any]) -> dict[str, Entry]:
-    """The catalogue as config.json says it is to be read: with scales, if it says that there are float8 tensors."""
-    block = float8.block_of(hf)
-    return found if block is None else with_scales(found, block)
-
-
-def is_float8(found: Mapping[str, Entry]) -> bool:
-    """Whether all matrices of the layers are float8 with scales that float8 products take as they are.
-
-    Those of one width, which may be one layer's, have as many groups then.
-    """
-    groups: dict[int, set[int]] = {}
-    for name, entry in found.items():
-        if ".layers." in name and len(entry.shape) == 2:
-            if entry.scale is None:
-                return False
-            count = float8.groups(entry.shape, entry.scale.shape)
-            if count > 1 and entry.block[1] % ops.FLOAT8_STEP:
-                return False
-            groups.setdefault(entry.shape[1], set()).add(count)
-    return bool(groups) and all(len(counts) == 1 for counts in groups.values())
+def by_weight(entries: Mapping[str, Entry], checkpoint_format: CheckpointFormat) -> dict[str, Entry]:
+    """The catalogue with one entry per weight."""
+    weights: dict[str, Entry] = {}
+    for weight, names in group(checkpoint_format, entries).items():
+        parts = {role: entries[name] for role, name in names.items()}
+        first = next(iter(parts.values()))
+        if len(parts) > 1:
+            first = Entry(first.file, weight, checkpoint_format.shape(parts), torch.float32, parts, checkpoint_format)
+        weights[weight] = first
+    return weights
 
 
 def equal(one: Entry, other: Entry) -> bool:
@@ -170,43 +139,45 @@ def equal(one: Entry, other: Entry) -> bool:
 
 
 def read(entry: Entry) -> Tensor:
-    """The tensor, of a float8 one what it means; it may be a view of the mapped file."""
-    tensor = stored(entry)
-    return tensor.dense() if isinstance(tensor, Scaled) else tensor
+    """What the entry means as a tensor of floats; it may be a view of the mapped file."""
+    weight = stored(entry)
+    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
-def stored(entry: Entry) -> Tensor | Scaled:
-    """The tensor as it is stored; it may be a view of the mapped file.
+def stored(entry: Entry) -> Tensor | StoredWeight:
+    """The weight as it is stored; it may be a view of the mapped file.
 
     The file is opened for it alone, so that no more of it than that tensor is counted as our memory.
     """
+    if entry.parts:
+        return entry.format.assemble({role: read(part) for role, part in entry.parts.items()})
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
-    return tensor if entry.scale is None else float8.scaled(tensor, read(entry.scale), entry.block)
+    return tensor
 
 
-def stream(found: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor | Scaled]]:
-    """(name, tensor) of all entries, file by file.  A tensor may be a view of the mapped file: copy, do not keep."""
-    for name, entry in sorted(found.items(), key=lambda item: item[1].file):
+def stream(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+    """(name, weight) of all entries, file by file.  A weight may be a view of the mapped file: copy, do not keep."""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].file):
         yield name, stored(entry)
 
 
-def check(found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], source: str) -> None:
+def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], source: str) -> None:
     """Raise one StartError that lists missing, unexpected, misshapen and non-floating tensors, if any.
 
     `source` says whose tensors they are.
     """
-    if problems := misfits(found, wanted):
+    if problems := misfits(entries, parameters):
         raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
 
 
 def misfits(
-    found: Mapping[str, Entry | Tensor], wanted: Mapping[str, Parameter], *, complete: bool = True
+    entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parameter], *, complete: bool = True
 ) -> list[str]:
-    """What is wrong with `found`, kind by kind; `complete` False: some may still be missing."""
-    missing = [name for name in wanted if name not in found] if complete else []
-    unexpected = [name for name in found if name not in wanted]
-    shared = [(name, entry, wanted[name].shape) for name, entry in found.items() if name in wanted]
+    """The problems of `entries`, kind by kind; `complete` False: some may still be missing."""
+    missing = [name for name in parameters if name not in entries] if complete else []
+    unexpected = [name for name in entries if name not in parameters]
+    shared = [(name, entry, parameters[name].shape) for name, entry in entries.items() if name in parameters]
     misshapen = [
         f"{name} (expected {list(shape)}, found {list(entry.shape)})"
         for name, entry, shape in shared
@@ -227,10 +198,10 @@ def counted(kind: str, names: list[str]) -> str:
     return f"{len(names)} {kind}: {_listed(names)}"
 
 
-def pour(tensors: Iterable[tuple[str, Tensor | Scaled]], wanted: Mapping[str, Parameter]) -> None:
-    """Load each tensor into the parameter of its name."""
-    for name, tensor in tensors:
-        wanted[name].take(tensor)
+def load_into(parameters: Mapping[str, Parameter], weights: Iterable[tuple[str, Tensor | StoredWeight]]) -> None:
+    """Load each weight into the parameter of its name."""
+    for name, weight in weights:
+        parameters[name].take(weight)
 
 
 def _listed(names: list[str]) -> str:

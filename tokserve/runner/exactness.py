@@ -1,7 +1,7 @@
-"""Checks at start-up what exactness rests on: that a row of a product has the same bits whatever rows are beside it.
+"""Checks at start-up that products are batch invariant: that a row has the same bits whatever rows are beside it.
 
-A library may choose another order of summation for another number of rows, and not every card and compiler has been
-tried.  Takes a second at most; knows nothing of plans or requests.
+A library may choose another order of summation for another number of rows, and not every GPU and compiler has been
+tried.  The checks take a second at most.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Product = Callable[[Tensor, Tensor], Tensor]  # of rows [n, inputs], and the ada
 
 
 def unequal_products(model: Decoder) -> list[str]:
-    """Names of the first layer's projections, of the head, and of what adapters add to such a projection, whose rows
-    depend on how many there are."""
-    block, head = model.blocks[0], model.head.linear
-    linears: dict[str, Linear] = {
-        "qkv": block.attention.qkv, "out": block.attention.out, "gate_up": block.mlp.gate_up, "down": block.mlp.down,
-    }  # fmt: skip
+    """Names of the projections, of the head, and of what adapters add to such a projection, whose rows depend on how
+    many there are.  Of projections of one name and size the first is checked."""
+    linears: dict[tuple[str, int, int], Linear] = {}
+    for path, linear in model.named_linears().items():
+        linears.setdefault((path.rpartition(".")[2], linear.inputs, linear.outputs), linear)
     unequal = [
-        name for name, linear in linears.items() if not stands_alone(_plain(linear), linear.inputs, linear.dtype)
-    ]
-    if not stands_alone(_plain(model.logits), head.inputs, model.dtype):
+        name for (name, *_), linear in linears.items()
+        if not is_batch_invariant(_plain(linear), linear.inputs, linear.dtype)
+    ]  # fmt: skip
+    if not is_batch_invariant(_plain(model.logits), model.spec.hidden, model.dtype):
         unequal.append("head")
-    for name, linear in linears.items():
-        if linear.lora is not None and not stands_alone(_adapted(linear.lora), linear.inputs, linear.dtype):
+    for (name, *_), linear in linears.items():
+        if linear.lora is not None and not is_batch_invariant(_adapted(linear.lora), linear.inputs, linear.dtype):
             unequal.append(f"adapters of {name}")
     return unequal
 
 
-def stands_alone(product: Product, inputs: int, dtype: torch.dtype) -> bool:
+def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a row has the same bits for all these numbers of rows, first or last among them."""
     rows = _random(0, MOST, inputs).to(ops.home, dtype)
     adapters = (torch.arange(1, MOST + 1, device=ops.home) % 3 - 1).int()
     whole = product(rows, adapters)
     same = [
         torch.equal(product(rows[part], adapters[part].clone()), whole[part])
-        for size in SIZES  # all of them: what is asked here is also compiled here
+        for size in SIZES  # no early end: the call with each size also compiles its kernel
         for part in (slice(size), slice(-size, None))
     ]
     return all(same)

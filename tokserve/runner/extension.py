@@ -1,7 +1,6 @@
-"""Code of the operator's own that runs beside the model: the worker extension and functions applied to the model.
+"""The operator's code that runs in the engine's process: the worker extension and functions applied to the model.
 
-Both are named as `module:name` and imported in the engine's process; nothing but names and plain values comes over
-the wire.
+Both are named as `module:name` and imported there; only names and plain values come over the wire.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ def named(reference: str) -> Any:
     """What `module:name` (or `module.name`) refers to.  Raises RequestError."""
     module, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise RequestError(f"{reference!r} cannot be imported: {error}") from None
-    return found
+    return value
 
 
 def make(reference: str | None, runner: Any) -> Any:
@@ -40,10 +39,10 @@ def call(extension: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -
     """Call a public method of the extension; returns plain values."""
     if extension is None:
         raise Forbidden("there is no worker extension: start the server with --worker-extension-cls module:Class")
-    found = None if method.startswith("_") or not hasattr(extension, method) else getattr(extension, method)
-    if not callable(found):
+    function = None if method.startswith("_") or not hasattr(extension, method) else getattr(extension, method)
+    if not callable(function):
         raise NotFound(f"the worker extension has no method {method!r}", field="method")
-    return plain(found(*args, **kwargs))
+    return plain(function(*args, **kwargs))
 
 
 def plain(value: Any) -> Any:

@@ -1,13 +1,13 @@
 """The paged KV cache's memory: how many blocks there are, and the tensors that hold them.
 
-Which block belongs to whom is the engine's business, and how a head's elements lie in a block that of the ops; this
-file knows bytes and shapes only.  Memory is reserved at once and touched as it is used.  A block is handed on with
-what its last owner left in it, which may be NaN: `paged_attention` leaves out what lies past a row's length instead
-of multiplying it by zero.
+The engine assigns blocks, and the ops define the layout within a block; this file handles bytes and shapes only.
+Memory is reserved at once and touched as it is used.  A reused block keeps its old contents, which may be NaN:
+`paged_attention` leaves out what lies past a row's length instead of multiplying it by zero.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import replace
 
@@ -20,15 +20,15 @@ from tokserve.kv_spec import KVLayout, KVSpec
 from tokserve.layers.batch import Pages
 
 FLOAT8 = "float8_e4m3fn"
-MOST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
-RESCALED = 1 << 24  # numbers converted at a time
+MAX_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+RESCALE_CHUNK = 1 << 24  # numbers converted at a time
 DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FLOAT8: torch.float8_e4m3fn,
 }  # fmt: skip
 
 
 def kept(specs: tuple[KVSpec, ...], cache: CacheConfig) -> tuple[KVSpec, ...]:
-    """What the layers ask for, in the dtype that the configuration wants."""
+    """The layers' specs, in the dtype that the configuration gives."""
     return specs if cache.kv_cache_dtype == "auto" else tuple(replace(spec, dtype=FLOAT8) for spec in specs)
 
 
@@ -48,20 +48,20 @@ def layout(
     Raises StartError if one request of `max_model_len` would not fit.
     """
     block_size = cache.block_size or DEFAULT_BLOCK_SIZE
-    block_bytes = block_size * sum(spec.bytes_per_token() for spec in specs)
+    block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
     context_blocks = -(-max_model_len // block_size)
-    one = context_blocks * block_bytes
+    context_bytes = context_blocks * block_bytes
     if cache.kv_cache_memory_bytes is not None:
         limit, why = cache.kv_cache_memory_bytes, "given by --kv-cache-memory-bytes"
     else:
         share = int(cache.gpu_memory_utilization * free_bytes)
-        limit = min(max(DEFAULT_CPU_KV_BYTES, one), share) if bounded else share
+        limit = min(max(DEFAULT_CPU_KV_BYTES, context_bytes), share) if bounded else share
         why = "the share of the free memory that may be taken"
-    if limit < one:
+    if limit < context_bytes:
         fits = limit // block_bytes * block_size
         raise StartError(
-            f"the KV cache of one request of max_model_len {max_model_len} needs {one} bytes, but only {limit} "
-            f"({why}) may be used; raise --kv-cache-memory-bytes to at least {one}"
+            f"the KV cache of one request of max_model_len {max_model_len} needs {context_bytes} bytes, but only "
+            f"{limit} ({why}) may be used; raise --kv-cache-memory-bytes to at least {context_bytes}"
             + (f" or lower --max-model-len to at most {fits}" if fits > 1 else "")
         )
     blocks = limit // block_bytes
@@ -71,19 +71,24 @@ def layout(
 
 
 def allocate(layout: KVLayout) -> Pages:
-    """Per layer K and V of shape [num_blocks, heads, block_size, dim].  Raises StartError."""
-    return [(_reserve(layout, spec), _reserve(layout, spec)) for spec in layout.specs]
+    """Per layer the tensors of its spec, each [num_blocks, *shape of a block].  Raises StartError."""
+    return [
+        tuple(_reserve(layout, shape, DTYPES[spec.dtype]) for shape in spec.shapes(layout.block_size))
+        for spec in layout.specs
+    ]
 
 
 def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Pages:
     """As `allocate`, in a device's own memory, with `spare` blocks more."""
-
-    def reserve(spec: KVSpec) -> Tensor:
-        shape = (layout.num_blocks + spare, spec.heads, layout.block_size, spec.dim)
-        return torch.zeros(shape, dtype=DTYPES[spec.dtype], device=home)
-
+    blocks = layout.num_blocks + spare
     try:
-        return [(reserve(spec), reserve(spec)) for spec in layout.specs]
+        return [
+            tuple(
+                torch.zeros(blocks, *shape, dtype=DTYPES[spec.dtype], device=home)
+                for shape in spec.shapes(layout.block_size)
+            )
+            for spec in layout.specs
+        ]
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"cannot allocate {layout.bytes()} bytes for the KV cache; lower --gpu-memory-utilization or give "
@@ -92,25 +97,24 @@ def allocate_on(home: torch.device, layout: KVLayout, *, spare: int = 0) -> Page
 
 
 def rescale(kv: Pages, old: list[tuple[float, float]], new: list[tuple[float, float]]) -> None:
-    """Have float8 pages that were stored by the layers' `old` scales mean the same by the `new` ones, rounded again.
+    """Convert float8 pages stored by the layers' `old` scales to their `new` ones, rounded again.
 
-    So a request in flight goes on, on what older weights stored.  What lies in the pages is converted a few at a time.
+    So a running request goes on with the keys and values that older weights stored.
     """
-    for caches, before, after in zip(kv, old, new, strict=True) if kv else ():
-        for cache, was, becomes in zip(caches, before, after, strict=True):
-            if was != becomes:
-                for pages in torch.split(cache, max(1, RESCALED // cache[0].numel())):
-                    pages.copy_((pages.float() * (was / becomes)).clamp(-MOST_FLOAT8, MOST_FLOAT8))
+    for caches, old_scales, new_scales in zip(kv, old, new, strict=True) if kv else ():
+        for cache, old_scale, new_scale in zip(caches, old_scales, new_scales, strict=True):
+            if old_scale != new_scale:
+                for pages in torch.split(cache, max(1, RESCALE_CHUNK // cache[0].numel())):
+                    pages.copy_((pages.float() * (old_scale / new_scale)).clamp(-MAX_FLOAT8, MAX_FLOAT8))
 
 
-def _reserve(layout: KVLayout, spec: KVSpec) -> Tensor:
-    """[num_blocks, heads, block_size, dim] of zeros, page aligned, no page touched."""
-    size = layout.num_blocks * layout.block_size * spec.bytes_per_token() // 2
+def _reserve(layout: KVLayout, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[num_blocks, *shape] of zeros, page aligned, no page touched."""
     try:
+        size = layout.num_blocks * math.prod(shape) * dtype.itemsize
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise StartError(
             f"cannot reserve {layout.bytes()} bytes for the KV cache ({error}); lower --kv-cache-memory-bytes"
         ) from error
-    flat = torch.frombuffer(memory, dtype=DTYPES[spec.dtype])
-    return flat.view(layout.num_blocks, spec.heads, layout.block_size, spec.dim)
+    return torch.frombuffer(memory, dtype=dtype).view(layout.num_blocks, *shape)

@@ -1,6 +1,6 @@
-"""The adapters' slots of a running model: reads an adapter beside the steps, and puts it into its slot between two.
+"""The adapters' slots of a running model: an adapter is read in the background and put into its slot between two steps.
 
-The memory of all slots is taken at the start and never moves.  Which adapter has which slot is the engine's affair.
+The memory of all slots is allocated at the start and never moves.  The engine assigns slots to adapters.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ class LoraTables:
         self._max_rank = config.max_lora_rank
         self._allowed = allowed
         self._renames = model.spec.renames
-        layers = dict.fromkeys(linear for linear, _ in model.projections().values())
-        made = {
-            linear: LoraSlots(linear.inputs, linear.shards, config.max_loras, config.max_lora_rank, linear.dtype)
-            for linear in layers
+        self._layers = {
+            name: LoraSlots(linear.inputs, linear.shards, config.max_loras, config.max_lora_rank, linear.dtype)
+            for name, linear in model.named_linears().items()
         }
-        self._slots = {name: (made[linear], shard) for name, (linear, shard) in model.projections().items()}
-        self._bytes = sum(slots.num_bytes() for slots in made.values())
+        self._slots = {target: (self._layers[name], shard) for target, (name, shard) in model.adapter_targets().items()}
         self._read: dict[str, LowRank] | None = None  # not in a slot yet
 
     def attach(self, model: Decoder) -> None:
-        """Have a model's projections use these slots."""
-        for name, (linear, _) in model.projections().items():
-            linear.lora = self._slots[name][0]
+        """Make a model's projections use these slots."""
+        for name, linear in model.named_linears().items():
+            linear.lora = self._layers[name]
 
     def read(self, lora_path: str, *, anywhere: bool = False) -> None:
         """Read an adapter into host memory, in place of one that was not placed.  Raises RequestError.
@@ -57,4 +55,4 @@ class LoraTables:
 
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return self._bytes
+        return sum(slots.num_bytes() for slots in self._layers.values())

@@ -1,7 +1,7 @@
 """Where the tensors of a live update come from: a checkpoint directory, shared memory, a safetensors byte stream.
 
-Each turns what a caller announced into (name, tensor) pairs and refuses what contradicts itself before it is read.
-Process groups are in `rl/broadcast`.  Nothing is unpickled.  Must not know the model or the engine.
+Each turns a caller's announcement into (name, tensor) pairs and refuses contradictions before it reads.  Process groups
+are in `rl/broadcast`.  Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.errors import Forbidden, RequestError
-from tokserve.models import float8
-from tokserve.models.weights import FLOATS
+from tokserve.models.formats import base as formats
 from tokserve.rl.broadcast import DTYPES, PACKED_BYTES, Declared, num_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 MAX_HEADER = 64 << 20
-STORED = FLOATS | {float8.STORED: torch.float8_e4m3fn}
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,9 +100,9 @@ def _is_within(path: Path, allowed: Sequence[str] | None) -> bool:
     return allowed is None or any(path.is_relative_to(os.path.realpath(parent)) for parent in allowed)
 
 
-def shared_memory(asked: Announcement, declared: Sequence[Declared]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) from a segment; tensors are views of it, good until the next one is asked for."""
-    segment, offsets = asked.segment, asked.offsets
+def shared_memory(announced: Announcement, declared: Sequence[Declared]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) from a segment; tensors are views of it, valid until the next one is taken."""
+    segment, offsets = announced.segment, announced.offsets
     if segment is None or offsets is None or len(offsets) != len(declared):
         raise RequestError("ipc needs a segment, and an offset for every name", field="update_info.segment")
     name = segment.removeprefix("/")
@@ -179,7 +177,7 @@ class SafetensorsStream:
             raise RequestError("the body ends before its last tensor does: it was truncated")
 
     def _feed_header(self, rest: memoryview) -> memoryview:
-        """The bytes after the header, once it is there."""
+        """The bytes after the header, once it is complete."""
         if self._header_size is None:
             missing = 8 - len(self._head)
             self._head += rest[:missing]
@@ -216,20 +214,20 @@ class SafetensorsStream:
 def _entries(header: bytes) -> list[Declared]:
     """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
     try:
-        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        found.pop("__metadata__", None)
-        described = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in found.items()}
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("this is not a safetensors file: its header cannot be read") from None
     rows = [(*entry.data_offsets, name, entry.dtype, entry.shape) for name, entry in described.items()]
     entries: list[Declared] = []
-    place = 0
+    position = 0
     for begin, end, name, dtype, shape in sorted(rows):
-        if dtype not in STORED:
+        if dtype not in formats.DTYPES:
             raise RequestError(f"{name} is of the unsupported dtype {dtype}")
-        declared = (name, STORED[dtype], shape)
-        if any(size < 0 for size in shape) or begin != place or end - begin != num_bytes(declared):
+        declared = (name, formats.DTYPES[dtype], shape)
+        if any(size < 0 for size in shape) or begin != position or end - begin != num_bytes(declared):
             raise RequestError(f"the header contradicts itself at {name}")
         entries.append(declared)
-        place = end
+        position = end
     return entries

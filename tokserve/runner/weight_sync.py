@@ -1,8 +1,7 @@
-"""The device's side of a weight update: gathers a second set of weights, and gives it up only when it is whole.
+"""The device's side of a weight update: gathers a second set of weights, and hands it over when it is complete.
 
-Its methods run in a thread of their own beside the steps, one at a time and in order; only `take` and `interrupt`
-are called from elsewhere.  After any failure nothing is staged.  Decides nothing: when to begin and when a complete
-set takes effect is the engine's affair.
+Its methods run in a background thread, one at a time and in order; only `take` and `interrupt` are called from another
+thread.  After any failure nothing is staged.  The engine decides when an update begins and when it takes effect.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import Group
@@ -85,24 +85,24 @@ class WeightSync:
                 )
             return {"message": "Weight transfer initialized", "backend": backend}
         try:
-            asked = msgspec.convert(options, GroupOptions)
+            group = msgspec.convert(options, GroupOptions)
         except msgspec.ValidationError as error:
             raise RequestError(f"init_info: {error}", field="init_info") from None
-        if not 0 < asked.rank_offset < asked.world_size:
+        if not 0 < group.rank_offset < group.world_size:
             raise RequestError("rank_offset must be from 1 to world_size - 1", field="init_info.rank_offset")
-        if not 0 < asked.master_port < 1 << 16:
+        if not 0 < group.master_port < 1 << 16:
             raise RequestError("master_port must be from 1 to 65535", field="init_info.master_port")
         self.shutdown()
         try:
-            address = socket.gethostbyname(asked.master_address)
+            address = socket.gethostbyname(group.master_address)
         except OSError as error:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
         self._group = Group(
-            backend, address, asked.master_port, asked.rank_offset, asked.world_size,
+            backend, address, group.master_port, group.rank_offset, group.world_size,
             self._config.weight_transfer_timeout, self._meeting,
         )  # fmt: skip
-        given = {name: value for name in PACKING if (value := getattr(asked, name)) is not None}
-        self._packing = self._chosen_packing | given
+        packing = {name: value for name in PACKING if (value := getattr(group, name)) is not None}
+        self._packing = self._chosen_packing | packing
         return {"message": "Weight transfer initialized", "backend": backend}
 
     def shutdown(self) -> dict[str, Any]:
@@ -161,26 +161,28 @@ class WeightSync:
         try:
             sources.check_files(directory, ("config.json",), allowed, field)
             hf = checkpoint.read_json(directory, "config.json") or {}
-            listed = weights.catalogue(directory, lambda files: sources.check_files(directory, files, allowed, field))
-            stamp = weights.stamp(listed)
-            found = weights.understood(listed, hf)
-            staging.announce((name, entry.shape, entry.dtype) for name, entry in found.items())
-            for key, tensor in weights.stream(found):
-                staging.put(key, tensor)
-            staging.provenance.add_files(listed, stamp)
-        except (StartError, OSError, SafetensorError) as error:  # they name it as it is found with links followed
+            catalogue = weights.catalogue(
+                directory, lambda files: sources.check_files(directory, files, allowed, field)
+            )
+            stamp = weights.stamp(catalogue)
+            entries = weights.by_weight(catalogue, checkpoint_format(hf))
+            staging.announce(((name, e.shape, e.dtype) for name, e in entries.items()), whole=True)
+            for name, weight in weights.stream(entries):
+                staging.put(name, weight)
+            staging.provenance.add_files(catalogue, stamp)
+        except (StartError, OSError, SafetensorError) as error:  # they name it with links followed
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
         return stamp
 
     def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
-        asked = sources.announcement(self._packing | source)
-        declared = asked.declared()
+        announced = sources.announcement(self._packing | source)
+        declared = announced.declared()
         staging.announce((name, shape, dtype) for name, dtype, shape in declared)
-        if asked.segment is not None:
-            tensors = sources.shared_memory(asked, declared)
+        if announced.segment is not None:
+            tensors = sources.shared_memory(announced, declared)
         elif self._group is not None:
-            size = asked.packed_buffer_size_bytes
-            tensors = broadcast.receive(self._group, declared, packed=asked.packed, buffer_bytes=size)
+            size = announced.packed_buffer_size_bytes
+            tensors = broadcast.receive(self._group, declared, packed=announced.packed, buffer_bytes=size)
         else:
             raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
         for name, tensor in tensors:

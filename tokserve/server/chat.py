@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
@@ -21,7 +22,7 @@ from tokserve.server import body, logprobs, schemas, sse, structured, tools
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes
 from tokserve.server.schemas import ChatBody, TokenizeBody
-from tokserve.server.serving import FieldPaths, Serving, Terms
+from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
 from tokserve.server.workers import off_loop
@@ -120,7 +121,7 @@ class Call(NamedTuple):
     asked: ChatBody
     ignored: list[str]
     params: SamplingParams
-    terms: Terms
+    generate: GenerateRequest
     prompt: list[int]
     fields: FieldPaths
     plan: Plan
@@ -128,15 +129,12 @@ class Call(NamedTuple):
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
-    stream = bool(call.asked.stream)
-    generation = await serving.start(
-        request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True
-    )
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = Render(
         serving, generation, call.asked, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
     )
-    headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
-    if stream:
+    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
     return await sse.answer(generation, request, render.reply, headers)
 
@@ -158,7 +156,7 @@ async def call_of(
         return plan, sampling_params(serving, asked, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
-    terms = serving.terms(request, asked)
+    generate = serving.request_of(request, asked, params)
     if with_tokens:
         if asked.tokens is None:
             raise RequestError("tokens is required", field="tokens")
@@ -174,7 +172,7 @@ async def call_of(
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(asked)[1]
     fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
-    return Call(asked, ignored, params, terms, prompt, fields, plan)
+    return Call(asked, ignored, params, generate, prompt, fields, plan)
 
 
 def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Raw, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
@@ -25,7 +26,7 @@ from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.schemas import CompletionBody
-from tokserve.server.serving import FieldPaths, Serving, Terms
+from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tokens import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.workers import off_loop
 
@@ -69,7 +70,7 @@ class Call(NamedTuple):
     asked: CompletionBody
     ignored: list[str]
     params: SamplingParams
-    terms: Terms
+    generate: GenerateRequest
     prompts: list[str | list[int]]
     ids: list[list[int]]
     fields: FieldPaths
@@ -78,13 +79,13 @@ class Call(NamedTuple):
 async def completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions"""
     call = await read(serving, request)
-    asked, stream = call.asked, bool(call.asked.stream)
-    generation = await serving.start(request, call.ids, call.params, call.terms, call.fields, stream=stream, text=True)
+    asked = call.asked
+    generation = await serving.start(request, call.generate, call.ids, call.fields)
     render = Render(serving, generation, asked, call.params, call.prompts)
     if schemas.output_limit(asked)[0] == 0:
         generation.adjust = drop_output
-    headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
-    if stream:
+    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
     return await sse.answer(generation, request, render.reply, headers)
 
@@ -94,7 +95,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     asked, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(asked, replies and body.wants_msgpack(request))
     params = await off_loop(request, size, lambda: sampling_params(serving, asked))
-    terms = msgspec.structs.replace(serving.terms(request, asked), score_each=True)
+    generate = serving.request_of(request, asked, params, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(asked.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
@@ -106,7 +107,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     if asked.structured_outputs is None:
         others["structured_outputs"] = "response_format"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return Call(asked, ignored, params, terms, prompts, ids, fields)
+    return Call(asked, ignored, params, generate, prompts, ids, fields)
 
 
 def drop_output(c: ChoiceOutput) -> ChoiceOutput:

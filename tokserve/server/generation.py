@@ -1,7 +1,6 @@
-"""HTTP requests in flight.
+"""`Generation`: an HTTP request in flight.
 
-A `Generation` is one HTTP request: its streams of completions, one per prompt, read as one, with the counts that usage and
-metrics need.  Of JSON it knows only the shape of usage.
+Its streams, one per prompt, are read as one, with the counts that usage and metrics need.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Usage(msgspec.Struct):
 
 
 class Observer(Protocol):
-    """Is told what becomes of a request: metrics, the request log, tracing."""
+    """What metrics, the request log and tracing are told about a request."""
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
         """The engine has accepted it."""
@@ -57,7 +56,7 @@ class Observer(Protocol):
 
 
 class ReplyContext(Protocol):
-    """What a reply needs to know of its request besides the choices: a `Generation`, or one generated elsewhere."""
+    """What rendering a reply needs besides the choices: a `Generation`, or the context of an external reply."""
 
     key: str
     n: int
@@ -71,7 +70,7 @@ class ReplyContext(Protocol):
 
 
 class Generation:
-    """One HTTP request: its streams, read as one.  Choice index = prompt's place * n + the stream's index."""
+    """One HTTP request: its streams, read as one.  Choice index = prompt's index * n + the stream's choice index."""
 
     def __init__(self, request_id: str, n: int, observers: Sequence[Observer]) -> None:
         self.request_id = request_id
@@ -81,7 +80,7 @@ class Generation:
         self.streams: list[Stream] = []
         self.adjust: Callable[[ChoiceOutput], ChoiceOutput] | None = None
         self.timed: Callable[[Render], Render] = _as_it_is
-        self.rename: Callable[[RequestError], RequestError] = _unchanged  # the error, naming fields as the route does
+        self.rename: Callable[[RequestError], RequestError] = _unchanged  # names fields as in the route's body
         self.cause: str | None = "abort_disconnect"  # for the metrics, if it is closed before its end
         self.completion_tokens = 0
         self._observers = observers
@@ -89,7 +88,7 @@ class Generation:
         self._cached: dict[int, int] = {}
         self._ended = 0
         self._closed = False
-        self._news: deque[int] = deque()  # places of streams that have something to take
+        self._news: deque[int] = deque()  # indexes of streams that have something to take
 
     @property
     def num_choices(self) -> int:
@@ -107,13 +106,13 @@ class Generation:
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` at once, and whenever there is something new to `take`; it must not raise."""
-        for place, stream in enumerate(self.streams):
-            self._news.append(place)
-            stream.listen(partial(self._on_news, place, listener))
+        for index, stream in enumerate(self.streams):
+            self._news.append(index)
+            stream.listen(partial(self._on_news, index, listener))
         listener()
 
-    def _on_news(self, place: int, listener: Callable[[], None]) -> None:
-        self._news.append(place)
+    def _on_news(self, index: int, listener: Callable[[], None]) -> None:
+        self._news.append(index)
         listener()
 
     @property
@@ -125,9 +124,9 @@ class Generation:
         """The deltas available now, of all choices; after them, raises the request's error, if any."""
         news = self._news
         while news:
-            place = news[0]
-            for delta in self.streams[place].take():
-                delta.index += place * self.n
+            index = news[0]
+            for delta in self.streams[index].take():
+                delta.index += index * self.n
                 yield self._noted(delta)
             news.popleft()
 
@@ -143,7 +142,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._ended += 1
             for observer in self._observers:
-                observer.finished(delta, len(self.prompt_ids(index)), length)
+                observer.finished(delta, self.streams[index // self.n].prompt_len, length)
         return delta
 
     def accepted(self, params: SamplingParams) -> None:
@@ -159,10 +158,10 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens so far.  Of the choices of one prompt, the one with the fewest cached tokens counts."""
-        prompt = sum(len(stream.prompt_ids) for stream in self.streams)
+        prompt = sum(stream.prompt_len for stream in self.streams)
         cached = 0
-        for place in range(len(self.streams)):
-            seen = [i for i in range(place * self.n, (place + 1) * self.n) if i in self._lengths]
+        for first in range(0, self.num_choices, self.n):
+            seen = [i for i in range(first, first + self.n) if i in self._lengths]
             cached += min((self._cached.get(i, 0) for i in seen), default=0)
         output = self.completion_tokens
         return Usage(prompt, output, prompt + output, PromptTokensDetails(cached))

@@ -1,7 +1,7 @@
 """/openapi.json from the table of routes; bodies are msgspec structs or pydantic models, described alike.
 
-Types come from the structs and models.  What `params` and the routes check beyond types is in the tables below, so
-that generated clients (and fuzzers) make bodies that are accepted.  Must not know what the fields do.
+Types come from the structs and models, and ranges of parameters and options from `params`.  What the routes check
+beyond these is in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.client.inputs import MAX_SALT
-from tokserve.params import MAX_CHOICES, MAX_LOGPROB_TOKEN_IDS, MIN_REPETITION_PENALTY, SamplingParams
+from tokserve.params import SamplingParams
+from tokserve.server import declared
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
 from tokserve.server.serving import Serving
@@ -26,30 +26,20 @@ from tokserve.server.tools import MOST_CALLS
 _REF = "#/components/schemas/{name}"
 Described = dict[str, Any]
 
-INT32, INT64 = (1 << 31) - 1, 1 << 63
 IDS: Described = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 # limits by field, for the branch of its schema that has the type
-NUMBERS: dict[str, Described] = {
-    "temperature": {"minimum": 0, "maximum": 2}, "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": INT32}, "min_p": {"minimum": 0, "maximum": 1},
-    "seed": {"minimum": -INT64, "maximum": INT64 - 1}, "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2}, "repetition_penalty": {"minimum": MIN_REPETITION_PENALTY},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES}, "max_tokens": {"minimum": 1, "maximum": INT32},
-    "max_completion_tokens": {"minimum": 1, "maximum": INT32}, "max_output_tokens": {"minimum": 1, "maximum": INT32},
-    "min_tokens": {"minimum": 0, "maximum": INT32},
-    "logprobs": {"minimum": -1}, "top_logprobs": {"minimum": -1}, "prompt_logprobs": {"minimum": -1},
-    "prompt_logprobs_start": {"minimum": 0}, "priority": {"minimum": -INT64, "maximum": INT64 - 1},
-    "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
-    "deadline_ms": {"minimum": 1, "maximum": INT32}, "queue_timeout_ms": {"minimum": 1, "maximum": INT32},
+NUMBERS: dict[str, Described] = declared.limits(int, float)
+NUMBERS |= {
+    "max_completion_tokens": NUMBERS["max_tokens"], "max_output_tokens": NUMBERS["max_tokens"],
+    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
 }  # fmt: skip
-OTHERS: dict[str, Described] = {
-    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT}, "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"},
-    "group_id": {"minLength": 1, "maxLength": MAX_ID}, "token_ids": IDS, "tokens": IDS, "messages": {
+OTHERS: dict[str, Described] = declared.limits(str, list[int]) | {
+    "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"}, "token_ids": IDS, "tokens": IDS, "messages": {
         "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
     },
-    "allowed_token_ids": IDS, "logprob_token_ids": IDS | {"maxItems": MAX_LOGPROB_TOKEN_IDS},
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
 }  # fmt: skip
+OTHERS |= {name: IDS | OTHERS[name] for name in ("allowed_token_ids", "logprob_token_ids")}
 PROMPT: Described = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
     "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
 NEEDED = {

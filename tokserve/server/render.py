@@ -11,27 +11,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokserve.client.inputs import GenerateRequest
 from tokserve.params import SamplingParams
-from tokserve.server import body, chat, completions, schemas
-from tokserve.server.serving import Serving, Terms
-from tokserve.server.tokens import StreamOptions
+from tokserve.server import body, chat, completions, declared, schemas
+from tokserve.server.serving import Serving
+from tokserve.server.tokens import OptionFields, StreamOptions
 
 
-class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Rendered(OptionFields, kw_only=True, omit_defaults=True):
     """A body for /inference/v1/generate; defaults are left out."""
 
     token_ids: list[int]
     sampling_params: SamplingParams
     model: str
     request_id: str | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    group_id: str | None = None
 
 
 class TokenizerDescription(msgspec.Struct):
@@ -53,25 +48,28 @@ class TokenizerDescription(msgspec.Struct):
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the token request that this chat is"""
     call = await chat.read(serving, request, with_tokens=False, replies=False)
-    forbidden = await serving.check(request, [call.prompt], call.params, call.terms, call.fields)
+    forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.asked.return_token_ids) or call.params.prompt_logprobs is not None
     given = body.request_id(request, call.asked.request_id)
-    made = _rendered(serving, call.asked, _portable(call.params, forbidden), call.terms, call.prompt, echo, given)
+    params = _portable(call.params, forbidden)
+    made = _rendered(serving, call.asked, params, call.generate, call.prompt, echo=echo, request_id=given)
     return body.reply(request, made, _headers(given, call.ignored))
 
 
 async def render_completions(serving: Serving, request: Request) -> Response:
     """POST /v1/completions/render: the token requests that these prompts are, one for each"""
     call = await completions.read(serving, request, replies=False)
-    forbidden = await serving.check(request, call.ids, call.params, call.terms, call.fields)
+    forbidden = await serving.check(request, call.generate, call.ids, call.fields)
     asked = call.asked
     params = _portable(call.params, forbidden)
-    echo = bool(asked.return_token_ids or asked.echo) or params.prompt_logprobs is not None
+    echo = bool(asked.return_token_ids or asked.echo) or call.params.prompt_logprobs is not None
     given = body.request_id(request, asked.request_id)
     several = given is not None and len(call.ids) > 1
     made = [
-        _rendered(serving, asked, params, call.terms, ids, echo, f"{given}-{place}" if several else given)
-        for place, ids in enumerate(call.ids)
+        _rendered(
+            serving, asked, params, call.generate, ids, echo=echo, request_id=f"{given}-{index}" if several else given
+        )
+        for index, ids in enumerate(call.ids)
     ]
     return body.reply(request, made, _headers(given, call.ignored))
 
@@ -86,7 +84,7 @@ def _portable(params: SamplingParams, forbidden: list[list[int]]) -> SamplingPar
 
 
 def _rendered(
-    serving: Serving, asked: schemas.TextBody, params: SamplingParams, terms: Terms, ids: list[int],
+    serving: Serving, asked: schemas.TextBody, params: SamplingParams, generate: GenerateRequest, ids: list[int], *,
     echo: bool, request_id: str | None,
 ) -> Rendered:  # fmt: skip
     """`echo`: the reply must repeat the prompt, which `derender` needs."""
@@ -95,9 +93,8 @@ def _rendered(
         options = StreamOptions(*schemas.usage_options(asked))
     return Rendered(
         token_ids=ids, sampling_params=params, model=asked.model or serving.name, request_id=request_id,
-        stream=bool(asked.stream), stream_options=options, return_token_ids=echo, cache_salt=terms.cache_salt,
-        priority=terms.priority, deadline_ms=terms.deadline_ms, queue_timeout_ms=terms.queue_timeout_ms,
-        group_id=terms.group_id,
+        stream_options=options, return_token_ids=echo,
+        **{field.name: getattr(generate.options, field.name) for field in declared.OPTIONS},
     )  # fmt: skip
 
 

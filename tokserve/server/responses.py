@@ -120,13 +120,10 @@ class Reply(msgspec.Struct, kw_only=True):
 async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses"""
     asked, call = await read(serving, request)
-    stream = bool(asked.stream)
-    generation = await serving.start(
-        request, [call.prompt], call.params, call.terms, call.fields, stream=stream, text=True
-    )
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
     render = Render(serving, generation, asked, call)
-    headers = {"X-Request-Id": call.terms.request_id, **schemas.ignored_header(call.ignored)}
-    if stream:
+    headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
         return sse.EventStream(
             generation, render, serving.keep_alive, headers, opening=render.opening(), close=render.close
         )
@@ -195,7 +192,7 @@ def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
     if form is not None and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
-    return ChatBody.model_construct(
+    as_chat: ChatBody = ChatBody.model_construct(
         **{name: getattr(asked, name) for name in GeneratingBody.model_fields},
         messages=conversation.messages,
         max_completion_tokens=asked.max_output_tokens,
@@ -209,6 +206,7 @@ def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
         reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
         chat_template_kwargs=asked.chat_template_kwargs,
     )
+    return as_chat
 
 
 def _names(choice: Any) -> bool:

@@ -16,19 +16,21 @@ from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from tokserve.errors import RequestError
-from tokserve.params import LogprobsMode, RepetitionDetection, SamplingParams
+from tokserve.params import RepetitionDetection, SamplingParams, declared
 from tokserve.server import errors, fields, structured, tools
 from tokserve.server.body import convert, is_msgpack, unpack_ids
+from tokserve.server.declared import OPTIONS, model
 from tokserve.server.serving import Serving
 from tokserve.server.workers import off_loop
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-          "repetition_penalty", "max_tokens", "min_tokens", "stop", "stop_token_ids", "stop_token_sequences",
-          "ignore_eos", "allowed_token_ids", "bad_words", "bad_token_ids", "bad_token_sequences",
-          "logprob_token_ids", "prompt_logprobs_start", "logprobs_mode", "n", "include_stop_str_in_output",
-          "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
-
+# sampling parameters that these bodies have in another form, or not at all; and those that not all of them have
+OTHER_FORM = (
+    "logit_bias", "repetition_detection", "structured_outputs", "extra_args", "detokenize", "logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
+NOT_OF_RESPONSES = ("n", "max_tokens", "prompt_logprobs_start")
+SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.
 PACKED = frozenset({"tokens", "prompt", "prompt_token_ids", "generate_response", "generate_responses"})
@@ -74,56 +76,33 @@ class RequestBody(BaseModel):
     model: str | None = None
 
 
-class GeneratingBody(RequestBody):
-    """What all routes share that generate text."""
+_GeneratingFields: Any = model(
+    "_GeneratingFields", RequestBody, (*OPTIONS, *(f for f in SAMPLING if f.name not in NOT_OF_RESPONSES))
+)
 
-    stream: bool | None = None
+
+class GeneratingBody(_GeneratingFields):  # type: ignore[misc]
+    """What all routes share that generate text, besides the options and parameters that `params` declares."""
+
     stream_options: TextStreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_token_sequences: list[list[int]] | None = None
     repetition_detection: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    bad_token_ids: list[int] | None = None
-    bad_token_sequences: list[list[int]] | None = None
-    logprob_token_ids: list[int] | None = None
-    logprobs_mode: LogprobsMode | None = None
+    vllm_xargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
     request_id: str | None = None
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    group_id: str | None = None
-    vllm_xargs: dict[str, Any] | None = None
 
 
-class TextBody(GeneratingBody):
+_TextFields: Any = model("_TextFields", GeneratingBody, (f for f in SAMPLING if f.name in NOT_OF_RESPONSES))
+
+
+class TextBody(_TextFields):  # type: ignore[misc]
     """What chat and completions share."""
 
-    n: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     prompt_logprobs: bool | int | None = None
-    prompt_logprobs_start: int | None = None
     add_special_tokens: bool | None = None
 
 
@@ -330,10 +309,7 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 def sampling(body: TextBody, defaults: Mapping[str, Any], **computed: Any) -> SamplingParams:
     """The sampling parameters: the client's, else the model's defaults; the route sets `computed`."""
     values = dict(defaults)
-    for name in SAMPLING:
-        value = getattr(body, name)
-        if value is not None:
-            values[name] = value
+    values |= {field.name: value for field in SAMPLING if (value := getattr(body, field.name)) is not None}
     if body.logit_bias is not None:
         values["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
     if body.repetition_detection is not None:

@@ -1,7 +1,7 @@
 """What every route needs: the engine's client, the options, and the one way to start a request.
 
-`start` checks a request, sends it and waits until it is accepted, for tokens, chat and completions alike; routes
-differ only in how they get token ids and how they render the output, which this file must not know.
+A route makes a `GenerateRequest` of its body (`Serving.request_of`) and token ids of its prompts.  `Serving.start`
+checks them, sends them and waits until the engine accepts them; the route renders the output.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from starlette.requests import Request
 
 from tokserve import __version__, log
 from tokserve.client.async_llm import AsyncLLM
-from tokserve.client.inputs import MAX_SALT, RECOMMENDED, Order, Prepared, bare_id, generation_defaults
+from tokserve.client.inputs import RECOMMENDED, GenerateRequest, bare_id, generation_defaults, token_prompt
+from tokserve.client.request_state import RequestState
 from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
-from tokserve.server import body, estimate
+from tokserve.prompt import TokenPrompt
+from tokserve.server import body, declared, estimate
 from tokserve.server.bodies import Bodies
 from tokserve.server.clients import Clients
 from tokserve.server.counters import Counters, Place
@@ -45,35 +47,24 @@ logger = logging.getLogger(__name__)
 GIVEN_ID = "tokserve.request_id"  # in the scope, once the body has been read: the client's own id, or None
 INNER = ("content", "tool_calls")  # lists within a message
 CHOICE_BYTES = 256  # of memory, about
-SHOWN = 20  # most adapters that an error lists
+SHOWN = 20  # adapters that an error lists
 _PARAM_NAMES = frozenset(SamplingParams.__struct_fields__)
 
 
+Prompts = Sequence[Sequence[int] | bytes]
 Trace = Callable[[Mapping[str, str]], Observer]  # an observer of the request with these headers
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's parameters besides sampling.  `score_each`: every choice returns the prompt's logprobs."""
-
-    request_id: str
-    cache_salt: str | None = None
-    priority: int = 0
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    group_id: str | None = None
-    adapter: str = ""
-    score_each: bool = False
-
-
 class FieldPaths(msgspec.Struct, frozen=True):
-    """How fields are called in a route's body, for errors: the prompt, what precedes sampling parameters, others."""
+    """The paths of fields in a route's body, for errors.  `prefix`: the path of the sampling parameters; `others`: of
+    fields with another name."""
 
     prompt: str
     prefix: str = ""
     others: Mapping[str, str] = {}
 
-    def rename(self, error: RequestError, place: int | None = None) -> RequestError:
-        """The error with the field as the client wrote it; `place`: the index among several prompts."""
+    def rename(self, error: RequestError, index: int | None = None) -> RequestError:
+        """The error with the field as the client wrote it; `index`: of the prompt among several."""
         field = error.field
         if field is None:
             return error
@@ -81,7 +72,7 @@ class FieldPaths(msgspec.Struct, frozen=True):
         if head in self.others:
             error.field = self.others[head]
         elif head == "token_ids":
-            error.field = self.prompt if place is None else f"{self.prompt}[{place}]"
+            error.field = self.prompt if index is None else f"{self.prompt}[{index}]"
         elif head in _PARAM_NAMES:
             error.field = self.prefix + field
         if error.message.startswith(field):
@@ -224,47 +215,41 @@ class Serving:
         """The name that the reply to a request with this `model` carries."""
         return self.adapter(model) or self.name
 
-    def terms(self, request: Request, asked: Any) -> Terms:
-        """The terms in a body of any generating route."""
+    def request_of(
+        self, request: Request, asked: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
+    ) -> GenerateRequest:
+        """What the body of any generating route asks for, without the prompts: `start` puts them in."""
         given = request.scope[GIVEN_ID] = body.request_id(request, asked.request_id)
-        salt = asked.cache_salt
-        if salt is not None and not 0 < len(salt) <= MAX_SALT:
-            raise RequestError(f"cache_salt must have 1 to {MAX_SALT} characters", field="cache_salt")
-        group = asked.group_id
-        if group is not None and not 0 < len(group) <= body.MAX_ID:
-            raise RequestError(f"group_id must have 1 to {body.MAX_ID} characters", field="group_id")
         request_id = given or secrets.token_hex(16)
         log.request_id.set(bare_id(request_id))  # in this request's task: what it logs from here on carries the id
-        return Terms(
-            request_id=request_id,
-            cache_salt=salt, priority=asked.priority or 0, deadline_ms=asked.deadline_ms,
-            queue_timeout_ms=asked.queue_timeout_ms, group_id=group, adapter=self.adapter(asked.model),
+        return GenerateRequest(
+            request_id=request_id, prompt=TokenPrompt(b""), task=params,
+            options=declared.options(asked, self.adapter(asked.model)), text=text, score_each=score_each,
         )  # fmt: skip
 
     async def start(
-        self, request: Request, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms,
-        fields: FieldPaths, *, stream: bool, text: bool, entry_bytes: int = estimate.OBJECT_BYTES,
+        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
+        entry_bytes: int = estimate.OBJECT_BYTES,
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
         Everything that can be refused is refused here, before a response begins.  Raises `Gone` if the client leaves.
         """
-        generation = Generation(terms.request_id, params.n, self._observers(request))
+        params = generate.task
+        assert isinstance(params, SamplingParams)  # no route returns vectors
+        generation = Generation(generate.request_id, params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
-        if text:
+        if generate.text:
             generation.fingerprint = self.fingerprint
         self.metrics.came()
         accepted = False
         try:
             if self.state.draining:
                 raise Overloaded("the server is shutting down", retry_after=5, code="draining")
-            prepared = await off_loop(
-                request, _size(prompts, params),
-                lambda: self._prepare(prompts, params, terms, fields, stream=stream, text=text),
-            )  # fmt: skip
-            self._check_reply(prepared, params, terms, fields, stream, entry_bytes)
-            generation.streams = self.llm.submit(prepared, terms.group_id or "", self._clients.name(request.scope))
+            states = await self._prepare(request, generate, prompts, fields)
+            self._check_reply(generate, params, states, fields, entry_bytes)
+            generation.streams = self.llm.submit(states, self._clients.name(request.scope))
             self.bodies.release(request)
             async with Watch(request.receive):
                 try:
@@ -282,13 +267,13 @@ class Serving:
         return generation
 
     def _check_reply(
-        self, prepared: Sequence[Prepared], params: SamplingParams, terms: Terms, fields: FieldPaths, stream: bool,
+        self, generate: GenerateRequest, params: SamplingParams, states: Sequence[RequestState], fields: FieldPaths,
         entry_bytes: int,
     ) -> None:  # fmt: skip
         ready = self.llm.ready
         size = estimate.reply_bytes(
-            [len(each.prompt) // 4 for each in prepared], params, ready.max_model_len, ready.vocab_size,
-            stream=stream, score_each=terms.score_each, entry_bytes=entry_bytes,
+            [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
+            stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
         )  # fmt: skip
         try:
             estimate.check(size, self.config.limits.max_reply_bytes, params)
@@ -305,41 +290,35 @@ class Serving:
         return observers
 
     async def check(
-        self,
-        request: Request,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        terms: Terms,
-        fields: FieldPaths,
+        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths
     ) -> list[list[int]]:
         """Refuse what `start` would refuse, without starting.  Returns the forbidden token sequences."""
-        prepared = await off_loop(
-            request, _size(prompts, params),
-            lambda: self._prepare(prompts, params, terms, fields, stream=True, text=True),
-        )  # fmt: skip
-        return prepared[-1].adds[0].sampling.bad_token_sequences if prepared else []
+        states = await self._prepare(request, generate, prompts, fields)
+        task = states[-1].engine_requests[0].task if states else None
+        return task.bad_token_sequences if isinstance(task, SamplingParams) else []
 
-    def _prepare(
-        self, prompts: Sequence[Sequence[int] | bytes], params: SamplingParams, terms: Terms, fields: FieldPaths,
-        *, stream: bool, text: bool,
-    ) -> list[Prepared]:  # fmt: skip
+    async def _prepare(
+        self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths
+    ) -> list[RequestState]:
         """Check the prompts; errors name fields as the client wrote them."""
-        prepared: list[Prepared] = []
-        try:
-            for place, prompt in enumerate(prompts):
-                order = Order(
-                    prompt, params, terms.request_id, stream=stream, text=text, priority=terms.priority,
-                    cache_salt=terms.cache_salt or "", deadline_ms=terms.deadline_ms,
-                    queue_timeout_ms=terms.queue_timeout_ms, first_choice=place * params.n, adapter=terms.adapter,
-                    score_each=terms.score_each,
-                )  # fmt: skip
-                prepared.append(self.llm.prepare(order))
-        except RequestError as error:
-            raise fields.rename(error, len(prepared) if len(prompts) > 1 else None) from None
-        return prepared
+        params = generate.task
+        assert isinstance(params, SamplingParams)
+
+        def prepare() -> list[RequestState]:
+            states: list[RequestState] = []
+            try:
+                for index, ids in enumerate(prompts):
+                    prompt = token_prompt(ids, self.llm.ready.vocab_size)
+                    one = msgspec.structs.replace(generate, prompt=prompt, first_choice=index * params.n)
+                    states.append(self.llm.prepare(one))
+            except RequestError as error:
+                raise fields.rename(error, len(states) if len(prompts) > 1 else None) from None
+            return states
+
+        return await off_loop(request, _size(prompts, params), prepare)
 
 
-def _size(prompts: Sequence[Sequence[int] | bytes], params: SamplingParams) -> int:
+def _size(prompts: Prompts, params: SamplingParams) -> int:
     """About how many bytes have to be checked and made for a request."""
     listed = sum(map(len, params.bad_words)) + sum(map(len, params.stop_strings()))
     return 4 * sum(map(len, prompts)) + CHOICE_BYTES * params.n * len(prompts) + 8 * listed

@@ -11,7 +11,7 @@ import base64
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
-from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs
-from tokserve.server import body, errors, estimate, logprobs, sse, structured
+from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
+from tokserve.server import body, declared, errors, estimate, logprobs, sse, structured
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.holes import Holes, whole
 from tokserve.server.serving import FieldPaths, Serving
@@ -57,20 +57,25 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = False
 
 
-class _Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+if TYPE_CHECKING:
+
+    class OptionFields(msgspec.Struct, kw_only=True):
+        """The fields of `RequestOptions`; here those that this file reads."""
+
+        stream: bool | None = False
+
+else:
+    OptionFields = declared.struct("OptionFields", declared.OPTIONS)
+
+
+class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     sampling_params: Raw | UnsetType = UNSET  # a `SamplingParams`, decoded by itself
     request_id: str | None = None
     model: str | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     output_mode: Literal["tokens", "text"] | None = "tokens"
-    cache_salt: str | None = None
-    priority: int | None = 0
     logprobs_format: Format | None = "objects"
-    deadline_ms: int | None = None
-    queue_timeout_ms: int | None = None
-    group_id: str | None = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     features: Any = None
@@ -212,14 +217,16 @@ def decode_params(raw: Raw | UnsetType, packed: bool) -> SamplingParams:
     except UnicodeDecodeError as error:
         raise errors.malformed(error, "JSON") from None
     try:
-        return msgspec.convert(_without_habits(values), SamplingParams, str_keys=True)
+        values = _without_ignored(values)
+        return msgspec.convert(values, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
+        check_ranges(SamplingParams, values, SAMPLING)
         nested = (*RepetitionDetection.__struct_fields__, *StructuredOutputs.__struct_fields__)
         known = (*SamplingParams.__struct_fields__, *nested)
         raise errors.from_msgspec(error, known, "sampling_params") from None
 
 
-def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
+def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
     """The parameters without those of other servers that have no effect; refuses those that would have one."""
     kept = {}
     for name, value in values.items():
@@ -257,7 +264,7 @@ def prompt_of(asked: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
     return in_base64, FieldPaths("token_ids_b64", SAMPLING)
 
 
-async def generate(serving: Serving, request: Request) -> Response:
+async def generate_tokens(serving: Serving, request: Request) -> Response:
     """POST /inference/v1/generate"""
     packed = body.is_msgpack(request)
     raw = await serving.bodies.read(request)
@@ -272,16 +279,13 @@ async def generate(serving: Serving, request: Request) -> Response:
     if asked.stream and body.wants_msgpack(request):
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     await serving.find_model(asked.model)
-    terms = serving.terms(request, asked)
+    generate = serving.request_of(request, asked, params, text=asked.output_mode == "text")
     prompt, fields = prompt_of(asked)
-    text = asked.output_mode == "text"
     entry_bytes = estimate.OBJECT_BYTES if asked.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
-    generation = await serving.start(
-        request, [prompt], params, terms, fields, stream=bool(asked.stream), text=text, entry_bytes=entry_bytes
-    )
+    generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
     asked.token_ids, asked.token_ids_b64, asked.sampling_params = None, None, UNSET  # what would keep the body
     render = _Render(serving, generation, asked, params, packed=body.wants_msgpack(request))
-    headers = {"X-Request-Id": terms.request_id}
+    headers = {"X-Request-Id": generate.request_id}
     if asked.stream:
         return sse.EventStream(generation, render, serving.keep_alive, headers)
     return await sse.answer(generation, request, render.reply, headers)

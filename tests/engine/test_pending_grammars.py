@@ -14,8 +14,9 @@ from tests.engine.grammars import STEPS, Machine, compiled
 from tests.engine.scripted import EOS, VOCAB, Engine
 from tokserve.engine.grammar import Grammar
 from tokserve.errors import QueueFull, RequestError
-from tokserve.messages import Step, Submit, Verdict
+from tokserve.messages import StepOutput, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
+from tokserve.plan import WITHHELD
 
 LONG = 60.0  # seconds
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -29,7 +30,7 @@ class Grammars:
     def __init__(self) -> None:
         self.futures: list[Future[Grammar]] = []
 
-    def compile(self, asked: StructuredOutputs, client: str = "") -> Future[Grammar]:
+    def compile(self, outputs: StructuredOutputs, client: str = "") -> Future[Grammar]:
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -40,12 +41,16 @@ class Grammars:
 
 
 ENGINES: list[Engine] = []
+EVENTS: list[threading.Event] = []  # that masks wait for
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     """No engine's threads outlive its test."""
     yield
+    for event in EVENTS:
+        event.set()
+    EVENTS.clear()
     while ENGINES:
         ENGINES.pop().core.close()
 
@@ -55,8 +60,8 @@ def made(**options: Any) -> tuple[Engine, Grammars]:
     engine, grammars = Engine(**options), Grammars()
     ENGINES.append(engine)
     engine.core._admission._grammars = cast(Any, grammars)
-    engine.core._following.patience = LONG
-    engine.core._following.resting_until = math.inf
+    engine.core._mask_worker.patience = LONG
+    engine.core._mask_worker.resting_until = math.inf
     return engine, grammars
 
 
@@ -66,8 +71,8 @@ def send(engine: Engine, *rids: str, call_id: int = 9, **fields: Any) -> None:
     engine.core.receive(b"A", Submit(call_id, rids[0], adds))
 
 
-def verdicts(engine: Engine) -> list[Verdict]:
-    return [message for _, message in engine.messages if isinstance(message, Verdict)]
+def replies(engine: Engine) -> list[SubmitReply]:
+    return [message for _, message in engine.messages if isinstance(message, SubmitReply)]
 
 
 def detail(engine: Engine, rid: str) -> str:
@@ -83,26 +88,26 @@ def test_a_request_waits_for_its_grammar_and_others_run_on(depth: int) -> None:
     engine.add("a", [6, 7], max_tokens=4, ignore_eos=True)
     engine.run()
     engine.check_complete("a")
-    assert verdicts(engine) == [Verdict(7)] and "g" not in engine.received
+    assert replies(engine) == [SubmitReply(7)] and "g" not in engine.received
     assert not engine.step() and not engine.wakes, "nothing is to be done before the grammar is there"
     grammars.finish()
     assert engine.wakes
     engine.run()
-    assert verdicts(engine) == [Verdict(7), Verdict(9)]
+    assert replies(engine) == [SubmitReply(7), SubmitReply(9)]
     first, second, *_ = engine.tokens("g")
     assert first in STEPS[0] and second == 5
     engine.check_empty()
 
 
-def test_the_verdict_waits_for_all_grammars_of_a_submission() -> None:
+def test_the_reply_waits_for_all_grammars_of_a_submission() -> None:
     engine, grammars = made()
     send(engine, "g", "h")
     grammars.futures[0].set_result(compiled(Machine()))
     engine.run()
-    assert not verdicts(engine) and not engine.received
+    assert not replies(engine) and not engine.received
     grammars.finish()
     engine.run()
-    assert verdicts(engine) == [Verdict(9)] and engine.tokens("g") and engine.tokens("h")
+    assert replies(engine) == [SubmitReply(9)] and engine.tokens("g") and engine.tokens("h")
     engine.check_empty()
 
 
@@ -148,8 +153,9 @@ def test_a_preempted_request_keeps_its_place(depth: int) -> None:
     {"ignore_eos": True}, {"min_tokens": 8}, {"bad_token_ids": list(EOS)}, {"bad_token_sequences": [[t] for t in EOS]},
     {"allowed_token_ids": [3, 5, 6, 13, 16]},
 ])  # fmt: skip
-def test_a_complete_text_that_no_eos_may_follow_ends_the_output(barrier: dict[str, Any]) -> None:
-    engine, grammars = made()
+@DEPTHS
+def test_a_complete_text_that_no_eos_may_follow_ends_the_output(depth: int, barrier: dict[str, Any]) -> None:
+    engine, grammars = made(depth=depth)
     for seed in range(6):
         send(engine, f"g{seed}", seed=seed, call_id=20 + seed, **barrier)
     grammars.finish()
@@ -168,8 +174,8 @@ def test_a_grammar_that_cannot_be_used_is_a_refusal(known: bool) -> None:
         future.set_exception(error)
     engine.run()
     kind, field = ("invalid", "structured_outputs.regex") if known else ("internal", "")
-    (verdict,) = verdicts(engine)
-    assert (verdict.call_id, verdict.refusal, verdict.field) == (9, kind, field)
+    (reply,) = replies(engine)
+    assert (reply.call_id, reply.refusal, reply.field) == (9, kind, field)
     assert "g" not in engine.received and not engine.core.live
     engine.check_empty()
     engine.add("g", [3, 4], max_tokens=2)  # the id is free again
@@ -180,13 +186,15 @@ def test_an_abort_while_compiling_is_accepted_first() -> None:
     engine, grammars = made()
     send(engine, "g", "h")
     engine.abort("g", call_id=None)
-    told = [m for _, m in engine.messages if isinstance(m, Verdict) or (isinstance(m, Step) and m.rids)]
-    assert told[0] == Verdict(9) and isinstance(told[1], Step)
+    told = [
+        m for _, m in engine.messages if isinstance(m, SubmitReply) or (isinstance(m, StepOutput) and m.request_ids)
+    ]
+    assert told[0] == SubmitReply(9) and isinstance(told[1], StepOutput)
     assert detail(engine, "g") == "abort_user"
     assert grammars.futures[0].cancelled()
     grammars.futures[1].set_exception(RequestError("no such thing", field="structured_outputs.regex"))
     engine.run()
-    assert verdicts(engine) == [Verdict(9)], "it was accepted, so what fails later fails alone"
+    assert replies(engine) == [SubmitReply(9)], "it was accepted, so what fails later fails alone"
     finish = engine.received["h"].finish
     assert finish is not None and (finish.reason, finish.message) == ("error", "no such thing")
     engine.check_empty()
@@ -197,7 +205,7 @@ def test_a_deadline_does_not_wait_for_a_grammar() -> None:
     send(engine, "g", deadline_ms=5)
     engine.clock.now += 1.0
     engine.run()
-    assert verdicts(engine) == [Verdict(9)] and detail(engine, "g") == "deadline"
+    assert replies(engine) == [SubmitReply(9)] and detail(engine, "g") == "deadline"
     grammars.finish()
     engine.run()
     engine.check_empty()
@@ -207,10 +215,10 @@ def test_an_id_is_taken_while_its_grammar_is_compiled() -> None:
     engine, grammars = made()
     send(engine, "g")
     send(engine, "g", call_id=10)
-    assert [(v.call_id, v.refusal) for v in verdicts(engine)] == [(10, "duplicate_id")]
+    assert [(v.call_id, v.refusal) for v in replies(engine)] == [(10, "duplicate_id")]
     grammars.finish()
     engine.run()
-    assert verdicts(engine)[-1] == Verdict(9)
+    assert replies(engine)[-1] == SubmitReply(9)
 
 
 class Stuck(Machine):
@@ -219,6 +227,7 @@ class Stuck(Machine):
     def __init__(self, tokens: tuple[int, ...] = (), reached: Any = None, free: Any = None) -> None:
         super().__init__(tokens)
         self.reached, self.free = reached or threading.Event(), free or threading.Event()
+        EVENTS.append(self.free)
 
     def deep_copy(self) -> Machine:
         return Stuck(self.tokens, self.reached, self.free)
@@ -234,11 +243,11 @@ def stuck(**options: Any) -> tuple[Engine, Stuck, threading.Event]:
     """An engine with a request "g" whose mask is being computed, and who lets that end; the event: a mask is there."""
     engine, grammars = made(**options)
     machine, there = Stuck(), threading.Event()
-    engine.core._following._wake = there.set
+    engine.core._mask_worker._wake = there.set
     grammars.machine = lambda: machine  # type: ignore[assignment]
     send(engine, "g", seed=5)
     grammars.finish()
-    engine.core._following.patience = 0.0
+    engine.core._mask_worker.patience = 0.0
     while not machine.reached.is_set():
         if not engine.step():
             machine.reached.wait(0.001)  # or a mask is there, which only a step finds out
@@ -263,13 +272,14 @@ def test_a_mask_that_takes_long_holds_up_nobody_else(depth: int) -> None:
     grammars.finish()
     quick.run()
     assert quick.tokens("g") == engine.tokens("g") and quick.received["g"].finish is not None
+    engine.run()
     engine.check_empty()
 
 
 @DEPTHS
 def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> None:
     engine, machine, _ = stuck(depth=depth)
-    engine.core._following.patience = LONG
+    engine.core._mask_worker.patience = LONG
     for i in range(3):
         future: Future[Grammar] = Future()
         future.set_result(compiled(Machine()))
@@ -281,8 +291,9 @@ def test_others_that_follow_grammars_do_not_wait_for_a_slow_one(depth: int) -> N
     machine.free.set()
 
 
-def test_an_abort_does_not_wait_for_a_mask() -> None:
-    engine, machine, there = stuck()
+@DEPTHS
+def test_an_abort_does_not_wait_for_a_mask(depth: int) -> None:
+    engine, machine, there = stuck(depth=depth)
     engine.abort("g")
     engine.run()
     assert detail(engine, "g") == "abort_user"
@@ -291,7 +302,7 @@ def test_an_abort_does_not_wait_for_a_mask() -> None:
     machine.free.set()
     assert there.wait(LONG)
     engine.run()
-    assert not engine.core._following
+    assert not engine.core._mask_worker
     engine.check_empty()
 
 
@@ -327,7 +338,7 @@ def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_
             return super().compute_bitmask()
 
     engine, grammars = made()
-    engine.core._following.resting_until = resting_until
+    engine.core._mask_worker.resting_until = resting_until
     grammars.machine = Broken
     send(engine, "g")
     grammars.finish()
@@ -340,6 +351,108 @@ def test_an_error_that_nobody_foresaw_ends_its_request_alone(good: int, resting_
     grammars.finish()
     engine.run()
     assert len(engine.tokens("h")) >= 3
+    engine.check_empty()
+
+
+# --- depth 2: masks while the forward pass runs ---
+
+
+def statuses(engine: Engine) -> list[int]:
+    return [status for result in engine.executor.results for status in result.status.tolist()]
+
+
+def test_one_grammar_does_not_turn_depth_two_into_depth_one() -> None:
+    engine, grammars = made(depth=2)
+    for i in range(3):
+        engine.add(f"a{i}", [6, 7, i], max_tokens=12, ignore_eos=True)
+    engine.step()
+    send(engine, "g", seed=5)
+    grammars.finish()
+    engine.run()
+    plans = [set(plan.slots.tolist()) for plan in engine.executor.plans]
+    (slot,) = {row.slot for plan in engine.executor.plans for row in plan.new if row.request_id == "g"}
+    with_grammar = [step for step, slots in enumerate(plans) if slot in slots]
+    assert len(with_grammar) >= 4 and {engine.executor.depths[step] for step in with_grammar} == {2}
+    assert set(engine.executor.depths[1:]) == {2}, "some step began only when none was in flight"
+    assert max(len(engine.received[f"a{i}"].outputs) for i in range(3)) == 12 == len(plans)
+    for i in range(3):
+        engine.check_complete(f"a{i}")
+    engine.check_empty()
+
+
+def test_a_grammar_that_runs_alone_is_sampled_at_once() -> None:
+    engine, grammars = made(depth=2)
+    send(engine, "g", seed=5)
+    grammars.finish()
+    engine.step()
+    assert engine.executor.unsampled is None and len(engine.executor.results) == 1
+    engine.run()
+    assert engine.received["g"].finish is not None
+    engine.check_empty()
+
+
+def test_a_late_mask_withholds_its_row_and_its_position_is_computed_again() -> None:
+    engine, machine, there = stuck(depth=2)  # its row is planned when its second token comes, and the mask is not there
+    engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
+    engine.steps(5)
+    assert len(engine.tokens("a")) >= 3
+    withheld = statuses(engine).count(WITHHELD)  # the mask after its first token may be late as well
+    assert withheld in (1, 2) and len(engine.tokens("g")) == 2
+    computed = engine.executor.computed["g"]
+    there.clear()
+    engine.core._mask_worker.patience = LONG
+    machine.free.set()
+    while engine.received["g"].finish is None:
+        if not engine.step():
+            assert there.wait(LONG)
+            there.clear()
+    engine.run()
+    assert statuses(engine).count(WITHHELD) <= withheld + 1  # its end may find a row in flight
+    starts = [
+        int(plan.num_computed[i]) for plan in engine.executor.plans for i, slot in enumerate(plan.slots.tolist())
+        if slot == 0
+    ]  # fmt: skip
+    assert starts.count(4) == 2, "position 4 holds its second token"
+    assert engine.executor.computed["g"] > computed
+    engine.check_complete("a")
+    engine.check_empty()
+
+
+def test_a_slow_mask_holds_up_no_step_of_others_at_depth_two() -> None:
+    """While it is computed, every turn brings each of the others a token."""
+    engine, machine, _ = stuck(depth=2)
+    for i in range(3):
+        engine.add(f"a{i}", [6, 7, i], max_tokens=30, ignore_eos=True)
+    engine.steps(3)
+    for _ in range(10):
+        before = [len(engine.tokens(f"a{i}")) for i in range(3)]
+        engine.step()
+        assert [len(engine.tokens(f"a{i}")) for i in range(3)] == [count + 1 for count in before]
+        assert len(engine.executor.in_flight) == 1 and engine.executor.depths[-1] == 2
+    assert not machine.free.is_set() and len(engine.tokens("g")) == 2
+    machine.free.set()
+    engine.abort("g")
+    engine.run()
+    for i in range(3):
+        engine.check_complete(f"a{i}")
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("end", ["grammar", "abort"])
+def test_a_row_in_flight_of_a_request_that_has_ended_is_withheld(end: str) -> None:
+    engine, grammars = made(depth=2)
+    engine.add("a", [6, 7], max_tokens=9, ignore_eos=True)
+    engine.step()
+    send(engine, "g", seed=5, ignore_eos=True)  # no EOS may follow its text of three tokens
+    grammars.finish()
+    while "g" not in engine.received or len(engine.tokens("g")) < 2:
+        engine.step()
+    if end == "abort":
+        engine.abort("g")
+    engine.run()
+    assert detail(engine, "g") == {"grammar": "grammar", "abort": "abort_user"}[end]
+    assert statuses(engine).count(WITHHELD) == (end == "grammar")
+    engine.check_complete("a")
     engine.check_empty()
 
 
@@ -384,5 +497,5 @@ def test_grammars_that_take_all_memory_refuse_a_request_like_a_full_queue() -> N
     grammars.futures[0].set_exception(QueueFull("no room for grammars", retry_after=5))
     grammars.futures[1].set_exception(QueueFull("no room for grammars", retry_after=5))
     engine.run()
-    assert verdicts(engine) == [Verdict(9, "queue_full", "no room for grammars", 5)]
+    assert replies(engine) == [SubmitReply(9, "queue_full", "no room for grammars", 5)]
     engine.check_empty()

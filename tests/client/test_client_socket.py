@@ -1,4 +1,4 @@
-"""The wire: bursts, sends that cross with answers, closing in the middle."""
+"""The client's socket: bursts, sends that cross with answers, closing in the middle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tests.client.fake_engine import FakeEngine
-from tokserve.client.link import BURST, Link
+from tokserve.client.client_socket import BURST, ClientSocket
 from tokserve.errors import StartError
 from tokserve.messages import Call, Dead, FromEngine, Ready, Reply
 
@@ -22,7 +22,7 @@ def test_every_message_comes_once_and_in_order(tmp_path: Path) -> None:
     got: list[FromEngine] = []
 
     async def scene() -> None:
-        link = Link(address, got.append, lambda: None)
+        link = ClientSocket(address, got.append, lambda: None)
         link.send(Call(0, "hello"))
         count = 5 * BURST + 3
         with FakeEngine(address) as engine:
@@ -50,7 +50,7 @@ def test_what_came_together_is_settled_once(tmp_path: Path) -> None:
     got: list[FromEngine | None] = []
 
     async def scene() -> None:
-        link = Link(address, got.append, lambda: got.append(None))
+        link = ClientSocket(address, got.append, lambda: got.append(None))
         link.send(Call(0, "hello"))
         with FakeEngine(address) as engine:
             await asyncio.to_thread(engine.wait, Call)
@@ -75,7 +75,7 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
             if isinstance(message, Dead):
                 link.close()
 
-        link = Link(address, deliver, lambda: None)
+        link = ClientSocket(address, deliver, lambda: None)
         link.send(Call(0, "hello"))
         with FakeEngine(address) as engine:
             await asyncio.to_thread(engine.wait, Call)
@@ -88,7 +88,7 @@ def test_closing_while_messages_are_delivered(tmp_path: Path) -> None:
 
 def forget(address: str) -> None:
     async def scene() -> None:
-        link = Link(address, lambda _: None, lambda: None)
+        link = ClientSocket(address, lambda _: None, lambda: None)
         link.itself = link  # type: ignore[attr-defined]
         link.send(Call(0, "hello"))
 
@@ -105,13 +105,13 @@ def test_collecting_one_that_was_never_closed_does_not_block(tmp_path: Path) -> 
     assert not blocked and process.exitcode == 0
 
 
-def test_without_descriptors_there_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_there_is_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted() -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
     async def scene() -> None:
         with pytest.raises(StartError, match="cannot make a socket to the engine"):
-            Link("ipc:///nowhere", lambda message: None, lambda: None)
+            ClientSocket("ipc:///nowhere", lambda message: None, lambda: None)
 
     monkeypatch.setattr(zmq, "Context", exhausted)
     asyncio.run(scene())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.front import Front
-from tokserve.engine.wire import Received, Wire
+from tokserve.engine.socket import EngineSocket, Received
 from tokserve.errors import StartError
 from tokserve.messages import Abort, Call, Dead, Reply
 
@@ -19,13 +19,13 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def wire(address: str) -> Iterator[Wire]:
-    made = Wire(address, clock=lambda: 5.0)
+def wire(address: str) -> Iterator[EngineSocket]:
+    made = EngineSocket(address, clock=lambda: 5.0)
     yield made
     made.close()
 
 
-def take(wire: Wire, count: int) -> list[Received]:
+def take(wire: EngineSocket, count: int) -> list[Received]:
     got: list[Received] = []
     while len(got) < count:
         more = wire.take(60)
@@ -34,7 +34,7 @@ def take(wire: Wire, count: int) -> list[Received]:
     return got
 
 
-def test_messages_go_both_ways_in_order(wire: Wire, address: str) -> None:
+def test_messages_go_both_ways_in_order(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         for number in range(50):
             front.send(Call(number, "ping"))
@@ -48,7 +48,7 @@ def test_messages_go_both_ways_in_order(wire: Wire, address: str) -> None:
         assert list(wire.peers) == [identity]
 
 
-def test_each_front_end_gets_its_own(wire: Wire, address: str) -> None:
+def test_each_front_end_gets_its_own(wire: EngineSocket, address: str) -> None:
     with Front(address) as one, Front(address) as two:
         one.send(Call(1, "ping"))
         two.send(Call(2, "ping"))
@@ -59,13 +59,13 @@ def test_each_front_end_gets_its_own(wire: Wire, address: str) -> None:
         assert two.receive() == Reply(2)
 
 
-def test_take_does_not_wait_when_told_so(wire: Wire) -> None:
+def test_take_does_not_wait_when_told_so(wire: EngineSocket) -> None:
     assert wire.take(0) == []
     assert wire.take(0.01) == []
 
 
 def test_unreadable_messages_are_logged_and_passed_over(
-    wire: Wire, address: str, caplog: pytest.LogCaptureFixture
+    wire: EngineSocket, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Front(address) as front:
         front.socket.send(b"\xc1 not msgpack")
@@ -77,7 +77,7 @@ def test_unreadable_messages_are_logged_and_passed_over(
     assert caplog.text.count("cannot be read") == 4
 
 
-def test_a_front_end_that_has_gone_hurts_nobody(wire: Wire, address: str) -> None:
+def test_a_front_end_that_has_gone_hurts_nobody(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         front.send(Call(1, "ping"))
         ((gone, _, _),) = take(wire, 1)
@@ -90,7 +90,7 @@ def test_a_front_end_that_has_gone_hurts_nobody(wire: Wire, address: str) -> Non
         assert front.receive() == Reply(2)
 
 
-def test_a_front_end_that_does_not_read_loses_nothing(wire: Wire, address: str) -> None:
+def test_a_front_end_that_does_not_read_loses_nothing(wire: EngineSocket, address: str) -> None:
     with Front(address) as front:
         front.send(Call(1, "ping"))
         ((identity, _, _),) = take(wire, 1)
@@ -100,7 +100,7 @@ def test_a_front_end_that_does_not_read_loses_nothing(wire: Wire, address: str) 
 
 
 def test_close_sends_what_was_handed_over(address: str) -> None:
-    wire = Wire(address)
+    wire = EngineSocket(address)
     with Front(address) as front:
         front.send(Call(1, "ping"))
         ((identity, _, _),) = take(wire, 1)
@@ -112,8 +112,8 @@ def test_close_sends_what_was_handed_over(address: str) -> None:
         assert [front.receive() for _ in range(201)][-1] == Dead("over")
 
 
-def test_only_so_many_peers_are_remembered(wire: Wire, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokserve.engine.wire.PEERS_KEPT", 2)
+def test_only_so_many_peers_are_remembered(wire: EngineSocket, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokserve.engine.socket.PEERS_KEPT", 2)
     seen = []
     for _ in range(3):
         with Front(address) as front:
@@ -124,16 +124,16 @@ def test_only_so_many_peers_are_remembered(wire: Wire, address: str, monkeypatch
 
 def test_an_address_that_cannot_be_bound_is_a_start_error(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot listen"):
-        Wire(f"ipc://{tmp_path}/no/such/place")
+        EngineSocket(f"ipc://{tmp_path}/no/such/place")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_thread_is_noticed_by_the_loop(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Wire, identity: bytes, *frames: bytes) -> None:
+    def fail(self: EngineSocket, identity: bytes, *frames: bytes) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Wire, "_accept", fail)
-    wire = Wire(address)
+    monkeypatch.setattr(EngineSocket, "_accept", fail)
+    wire = EngineSocket(address)
     with Front(address) as front:
         front.send(Call(1, "ping"))
         with pytest.raises(RuntimeError, match="I/O thread failed"):

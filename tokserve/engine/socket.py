@@ -1,8 +1,7 @@
-"""The engine's end of the wire: one ROUTER socket and the one thread that may touch it.
+"""The engine's socket: one ROUTER socket, and the one thread that uses it.
 
-The thread decodes what front ends send into an inbox and encodes and sends what the loop puts into an outbox,
-so the loop only moves objects.  Nothing is ever dropped for a slow front end (no high-water mark); what is
-addressed to one that has gone is dropped by ROUTER.  Knows no requests and no engine state.
+The thread decodes messages of front ends into an inbox, and encodes and sends what the loop puts into an outbox.  No
+message to a slow front end is dropped (no high-water mark); ROUTER drops those to one that has gone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raise
 WAKE, FAILED = "wake", "failed"
 
 
-class Wire:
+class EngineSocket:
     """Binds `address` at once; raises StartError if it cannot."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +50,7 @@ class Wire:
             self._context.destroy(linger=0)
             raise StartError(f"the engine cannot listen at {address}: {error}") from None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="socket", daemon=True)
         self._thread.start()
 
     # --- the loop's side ---

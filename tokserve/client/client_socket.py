@@ -1,8 +1,7 @@
 """The socket to one engine: a ZeroMQ DEALER, read by the event loop itself.
 
 ZeroMQ's file descriptor is edge-triggered: it signals that messages may have come, not each message.  So everything
-is read at once, and the socket is checked again after every send.  Decodes and encodes messages; knows nothing of
-requests.
+is read at once, and the socket is checked again after every send.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ RECONNECT_MS = 20  # between attempts to connect, while the engine's socket does
 BURST = 64  # messages read before the loop's other work gets its turn
 
 
-class Link:
-    """Connects at once.  `deliver` is called in the loop's thread with every message, and `settle` when none is left
+class ClientSocket:
+    """Connects at once.  `deliver` is called in the loop's thread with every message, and `drained` when none is left
     for now, or after a burst.  Raises StartError.
 
     `name`: a unique name under which the engine knows this client; without one, ZeroMQ makes one up.
     """
 
     def __init__(
-        self, address: str, deliver: Callable[[FromEngine], None], settle: Callable[[], None], name: str | None = None
+        self, address: str, deliver: Callable[[FromEngine], None], drained: Callable[[], None], name: str | None = None
     ) -> None:
         self._deliver = deliver
-        self._settle = settle
+        self._drained = drained
         self._loop = asyncio.get_running_loop()
         try:
             self._context = zmq.Context()
@@ -46,13 +45,15 @@ class Link:
         self._descriptor = self._socket.fileno()
         self._loop.add_reader(self._descriptor, self.read)
         self._closed = False
-        self._drop = weakref.finalize(self, _drop, self._socket, self._context)  # one that nobody closed must not block
+        self._drop = weakref.finalize(
+            self, _drop, self._socket, self._context
+        )  # one that was never closed must not block
         self._drop.atexit = False  # at exit, others still shut down in order
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never blocks."""
         self._socket.send(encode(message), zmq.NOBLOCK)
-        self._ask_again()
+        self._read_later()
 
     def read(self) -> None:
         """Deliver the messages that have come, `BURST` at most."""
@@ -67,10 +68,10 @@ class Link:
             if self._closed:
                 break
         else:
-            self._ask_again()
-        self._settle()
+            self._read_later()
+        self._drained()
 
-    def _ask_again(self) -> None:
+    def _read_later(self) -> None:
         """Read soon if there is something: using the socket may have consumed the descriptor's signal."""
         if not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.read)

@@ -16,12 +16,12 @@ def listed(engine: Engine, limit: int = 100) -> Any:
 
 def test_nothing() -> None:
     engine = Engine()
-    assert listed(engine) == {"weight_version": engine.core.scheduler.weight_version, "total": 0, "requests": []}
+    assert listed(engine) == {"weight_version": engine.core.scheduler.weights.version, "total": 0, "requests": []}
 
 
 def test_requests_of_all_front_ends_oldest_first() -> None:
     engine = Engine(max_num_seqs=1)
-    engine.add("a", [3, 4, 5], max_tokens=9, ignore_eos=True, owner=b"A", group="g")
+    engine.add("a", [3, 4, 5], max_tokens=9, ignore_eos=True, owner=b"A", group_id="g")
     engine.add("b", [3, 4], max_tokens=4, ignore_eos=True, owner=b"B")
     engine.steps(3)
     found = listed(engine)
@@ -29,7 +29,7 @@ def test_requests_of_all_front_ends_oldest_first() -> None:
     first, second = found["requests"]
     assert (first["request_id"], first["group_id"], first["state"]) == ("a", "g", "running")
     assert (first["prompt_tokens"], first["max_tokens"], first["choices"], first["running"]) == (3, 9, 1, 1)
-    assert first["output_tokens"] == engine.core._registry.under("a")[0].num_output > 0
+    assert first["output_tokens"] == engine.core._registry.requests("a")[0].num_output > 0
     assert first["age"] >= first["queued"] >= 0
     assert (second["request_id"], second["group_id"], second["state"]) == ("b", None, "waiting")
     assert second["queued"] is None and second["output_tokens"] == 0

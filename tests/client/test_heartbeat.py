@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tokserve.client import pulse
-from tokserve.client.pulse import LONGEST_PAUSE, Pulse
+from tokserve.client import heartbeat
+from tokserve.client.heartbeat import MAX_INTERVAL, Heartbeat
 
 
 class Timer:
@@ -45,13 +45,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(pulse.asyncio, "get_running_loop", lambda: made)
+    monkeypatch.setattr(heartbeat.asyncio, "get_running_loop", lambda: made)
     return made
 
 
-def heart(timeout: float) -> tuple[Pulse, list[str]]:
+def heart(timeout: float) -> tuple[Heartbeat, list[str]]:
     said: list[str] = []
-    return Pulse(timeout, lambda: said.append("ask"), lambda: said.append("hung")), said
+    return Heartbeat(timeout, lambda: said.append("ask"), lambda: said.append("hung")), said
 
 
 def test_an_engine_that_answers_is_asked_for_ever(clock: Clock) -> None:
@@ -109,4 +109,4 @@ def test_a_new_engine_owes_nothing(clock: Clock) -> None:
 def test_it_is_never_long_between_two_beats(clock: Clock) -> None:
     beating, _ = heart(600.0)
     beating.start()
-    assert clock.timer.due - clock.now == LONGEST_PAUSE
+    assert clock.timer.due - clock.now == MAX_INTERVAL

@@ -1,7 +1,7 @@
 """Detects an engine that hangs: it is pinged at intervals, and the time without an answer is measured.
 
-The engine answers between two steps, so silence means a step that does not end, or a stopped process; its process
-looks healthy all the while.  What to do about it is up to the owner.
+The engine answers between two steps, so silence means a step that does not end, or a stopped process; to the operating
+system, its process looks healthy.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-LONGEST_PAUSE = 15.0  # seconds between two beats
+MAX_INTERVAL = 15.0  # seconds between two pings
 
 
-class Pulse:
+class Heartbeat:
     """`start` in a running loop; call `answered` with every answer.
 
-    `ask` sends a ping.  `on_hung` is called at every beat that finds no answer for `timeout` seconds, if the beat
+    `ping` sends a ping.  `on_hung` is called at every beat that finds no answer for `timeout` seconds, if the beat
     before found the same: had this process itself been stopped that long, the first beat would only be late, and
     the answer would be read before the second.
     """
 
-    def __init__(self, timeout: float, ask: Callable[[], object], on_hung: Callable[[], object]) -> None:
+    def __init__(self, timeout: float, ping: Callable[[], object], on_hung: Callable[[], object]) -> None:
         self._timeout = timeout
-        self._ask = ask
+        self._ping = ping
         self._on_hung = on_hung
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: float | None = None  # when the unanswered ping was sent
+        self._ping_sent: float | None = None  # when the unanswered ping was sent
         self._was_hung = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -39,18 +39,18 @@ class Pulse:
         """Stop pinging; no answer is expected any more."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._asked = None
+        self._timer = self._ping_sent = None
         self._was_hung = False
 
     def answered(self) -> None:
         """The answer to a ping has come."""
-        self._asked = None
+        self._ping_sent = None
         self._was_hung = False
 
     @property
     def silence(self) -> float:
         """Seconds since the ping that has not been answered; 0.0 if there is none."""
-        return 0.0 if self._asked is None or self._loop is None else self._loop.time() - self._asked
+        return 0.0 if self._ping_sent is None or self._loop is None else self._loop.time() - self._ping_sent
 
     @property
     def hung(self) -> bool:
@@ -59,10 +59,10 @@ class Pulse:
 
     def _beat(self) -> None:
         assert self._loop is not None
-        self._timer = self._loop.call_later(min(self._timeout / 4, LONGEST_PAUSE), self._beat)
-        if self._asked is None:
-            self._asked = self._loop.time()
-            self._ask()
+        self._timer = self._loop.call_later(min(self._timeout / 4, MAX_INTERVAL), self._beat)
+        if self._ping_sent is None:
+            self._ping_sent = self._loop.time()
+            self._ping()
         elif self.hung and self._was_hung:
             self._on_hung()
         else:

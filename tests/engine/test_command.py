@@ -1,0 +1,127 @@
+"""Commands: begun by name, resumed between steps, always answered."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tokserve.engine.command import STEP_BOUNDARY, Command, Commands, immediate
+from tokserve.errors import Conflict, StartError
+from tokserve.messages import Call, Ready, Reply
+
+
+class Caller:
+    """Commands of a table of its own, and what they have sent."""
+
+    def __init__(self, **table: Any) -> None:
+        self.sent: list[Any] = []
+        self.in_flight = False
+        self.progress = self.wakes = 0
+        self.commands = Commands(
+            table, with_caller=["who"], emit=lambda identity, message: self.sent.append((identity, message)),
+            at_boundary=lambda: not self.in_flight, on_progress=self._on_progress, wake=self._wake,
+        )  # fmt: skip
+
+    def _on_progress(self) -> None:
+        self.progress += 1
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def call(self, method: str, **args: Any) -> None:
+        self.commands.call(b"A", Call(7, method, args))
+
+
+def test_a_command_that_waits_for_nothing_is_answered_at_once() -> None:
+    caller = Caller(add=immediate(lambda x, y: x + y))
+    caller.call("add", x=1, y=2)
+    assert caller.sent == [(b"A", Reply(7, 3))] and caller.progress == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reply"),
+    [
+        (Conflict("no", field="mode"), Reply(7, error="no", status=409, field="mode")),
+        (StartError("no memory"), Reply(7, error="no memory", status=503)),
+        (ZeroDivisionError("x"), Reply(7, error="ZeroDivisionError in the engine; its log says more")),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_is_a_reply_to_its_caller(error: Exception, reply: Reply, late: bool) -> None:
+    def fail() -> Command:
+        if late:
+            yield STEP_BOUNDARY
+        raise error
+        yield
+
+    caller = Caller(fail=fail)
+    caller.in_flight = late
+    caller.call("fail")
+    assert bool(caller.sent) != late
+    caller.in_flight = False
+    caller.commands.resume()
+    assert caller.sent == [(b"A", reply)] and not caller.commands.wait_for_boundary
+
+
+@pytest.mark.parametrize(("method", "args"), [("nothing", {}), ("one", {"y": 1}), ("one", {})])
+def test_a_wrong_call_is_answered(method: str, args: dict[str, Any]) -> None:
+    caller = Caller(one=immediate(lambda x: x))
+    caller.call(method, **args)
+    ((_, reply),) = caller.sent
+    assert reply.call_id == 7 and reply.error and reply.status == 500
+
+
+def test_it_waits_for_a_boundary_a_future_and_a_condition() -> None:
+    future: Future[int] = Future()
+    ready = False
+
+    def work() -> Command:
+        yield STEP_BOUNDARY
+        yield future
+        yield lambda: ready
+        return future.result()
+
+    caller = Caller(work=work)
+    caller.in_flight = True
+    caller.call("work")
+    assert caller.commands.wait_for_boundary
+    caller.in_flight = False
+    caller.commands.resume()
+    assert not caller.commands.wait_for_boundary and not caller.wakes
+    future.set_result(5)
+    assert caller.wakes == 1
+    caller.commands.resume()
+    assert not caller.sent
+    ready = True
+    caller.commands.resume()
+    assert caller.sent == [(b"A", Reply(7, 5))]
+
+
+def test_one_command_may_wait_for_another() -> None:
+    order: list[str] = []
+
+    def first() -> Command:
+        yield lambda: "second" in order
+        order.append("first")
+
+    def second() -> Command:
+        yield STEP_BOUNDARY
+        order.append("second")
+
+    caller = Caller(first=first, second=second)
+    caller.in_flight = True
+    caller.call("first")
+    caller.call("second")
+    caller.in_flight = False
+    caller.commands.resume()
+    assert order == ["second", "first"] and len(caller.sent) == 2
+
+
+def test_a_caller_is_named_only_where_it_matters_and_ready_is_no_reply() -> None:
+    ready = Ready(1, 1, 1, 1, [], "v")
+    caller = Caller(who=immediate(lambda caller: caller.decode()), hello=immediate(lambda: ready))
+    caller.call("who")
+    caller.call("hello")
+    assert caller.sent == [(b"A", Reply(7, "A")), (b"A", ready)]

@@ -1,0 +1,110 @@
+"""Requests that generate no tokens: they end when their prompt is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.scripted import Engine
+from tokserve.params import PoolingParams
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+PROMPT = [3, 4, 5, 6, 7, 8, 9, 2, 3]
+LAST, MEAN = PoolingParams("last"), PoolingParams("mean")
+
+
+@DEPTHS
+@pytest.mark.parametrize("budget", [2, 4, 32])
+@pytest.mark.parametrize("task", [LAST, MEAN])
+def test_a_vector_comes_with_the_end_of_the_prompt(depth: int, budget: int, task: PoolingParams) -> None:
+    engine = Engine(depth=depth, max_num_batched_tokens=budget)
+    for i in range(3):
+        engine.add(f"p{i}", PROMPT[i:], task=task)
+    engine.add("a", PROMPT, max_tokens=5, ignore_eos=True)
+    engine.run()
+    for rid in ("p0", "p1", "p2", "a"):
+        engine.check_complete(rid)
+    received = engine.received["p0"]
+    assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("stop", "pooled")
+    assert len(received.outputs) == 1 and received.pooled and not received.tokens
+    assert engine.stats.output_tokens == 5
+    assert all(not plan.num_logits[i] for plan in engine.executor.plans for i in range(len(plan.slots))
+               if engine.executor.results[plan.step].pooled.get(i) is not None)  # fmt: skip
+    engine.check_empty()
+
+
+@DEPTHS
+def test_a_prompt_of_one_token_and_one_that_fills_the_context(depth: int) -> None:
+    engine = Engine(depth=depth, context=16, num_blocks=8, max_num_batched_tokens=5)
+    engine.add("one", [3], task=LAST)
+    engine.add("all", [i % 20 for i in range(16)], task=LAST)
+    refused = engine.submit("more", engine.make("more", [3] * 17, task=LAST))
+    assert refused.refusal == "invalid" and "17 tokens does not fit" in refused.message
+    engine.run()
+    engine.check_complete("one")
+    engine.check_complete("all")
+    engine.check_empty()
+
+
+@pytest.mark.parametrize(("task", "cached"), [(LAST, 8), (MEAN, 0)])
+def test_the_last_token_needs_no_prefix_and_the_mean_needs_all(task: PoolingParams, cached: int) -> None:
+    engine = Engine()
+    engine.add("a", PROMPT, max_tokens=1)
+    engine.run()
+    engine.add("p", PROMPT, task=task)
+    engine.run()
+    assert engine.received["p"].cached == cached
+    assert engine.executor.computed["p"] == len(PROMPT) - cached
+    engine.check_complete("p")
+    engine.add("b", [*PROMPT, 4], max_tokens=1)  # and what pooling computes is found by others
+    engine.run()
+    assert engine.received["b"].cached == 8
+
+
+@DEPTHS
+def test_a_preempted_prompt_is_computed_again(depth: int) -> None:
+    engine = Engine(depth=depth, max_num_batched_tokens=3, num_blocks=16)
+    engine.add("p", PROMPT, task=MEAN, stream=False)
+    engine.step()
+    engine.call("sleep", level=1, mode="keep", call_id=5)
+    engine.run()
+    assert "p" not in engine.received and engine.stats.preemptions == 1
+    engine.call("wake_up", call_id=6)
+    engine.run()
+    engine.check_complete("p")
+    assert engine.executor.computed["p"] > len(PROMPT)
+    engine.check_empty()
+
+
+@DEPTHS
+def test_a_vector_that_is_not_finite_is_an_error(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.executor.spoil.add((7, len(PROMPT)))
+    engine.add("p", PROMPT, seed=7, task=LAST)
+    engine.run()
+    received = engine.received["p"]
+    assert received.finish is not None and (received.finish.reason, received.finish.detail) == ("error", "nan")
+    assert not received.pooled
+    engine.check_empty()
+
+
+@DEPTHS
+@pytest.mark.parametrize("how", ["abort", "deadline", "stall"])
+def test_it_ends_early_like_any_request(depth: int, how: str) -> None:
+    engine = Engine(depth=depth, max_num_batched_tokens=2)
+    fields: dict[str, Any] = {"deadline_ms": 500} if how == "deadline" else {}
+    engine.add("p", PROMPT, task=LAST, **fields)
+    engine.steps(2)
+    if how == "abort":
+        engine.abort("p")
+    elif how == "deadline":
+        engine.clock.now += 1.0
+    else:
+        engine.stall("p")  # its prompt is computed all the same, and its vector is its only output
+    engine.run()
+    received = engine.received["p"]
+    assert received.finish is not None
+    assert received.finish.detail == {"abort": "abort_user", "deadline": "deadline", "stall": "pooled"}[how]
+    assert bool(received.pooled) == (how == "stall")
+    engine.check_empty()

@@ -1,0 +1,148 @@
+"""Layers that two ranks share: each holds its part of the weights, and the parts give what one rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.layers.test_attention import DIM, HEADS, HIDDEN, KV_HEADS, ROPE, TABLE, TOKENS, one_row
+from tokserve import ops
+from tokserve.errors import StartError
+from tokserve.layers.attention import Attention, AttentionSpec
+from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.layers.mlp import GatedMLP, MLPSpec
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import ALONE, Group
+from tokserve.layers.parameter import Parameter
+from tokserve.layers.quant import FLOAT8, Float8Weight
+
+SHARDS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+RANKS = (Group(0, 2), Group(1, 2))
+X = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=["torch", "cpp"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    try:
+        ops.bind("cpu", {"*": request.param})
+    except StartError as error:
+        pytest.skip(str(error))
+    yield
+    ops.bind("cpu", {"*": "torch"})
+
+
+def options(group: Group) -> LayerOptions:
+    return LayerOptions(torch.float32, group=group)
+
+
+def fill(parameters: dict[str, Parameter]) -> None:
+    """The same values for a name, whichever rank takes them."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters.values():
+        parameter.take(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+
+
+def shards_of(out: Tensor, layer: Linear) -> list[Tensor]:
+    return list(torch.split(out, list(layer.shards.values()), 1))
+
+
+def test_columns_are_the_whole_product_bit_by_bit() -> None:
+    whole = Linear(96, SHARDS, options(ALONE), bias=True, split="column")
+    parts = [Linear(96, SHARDS, options(rank), bias=True, split="column") for rank in RANKS]
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    assert parts[0].shards == {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    assert {name: parameter.shape for name, parameter in parts[0].parameters().items()} == {
+        name: parameter.shape for name, parameter in whole.parameters().items()
+    }
+    results = zip(*(shards_of(part(X), part) for part in parts), strict=True)
+    for expected, halves in zip(shards_of(whole(X), whole), results, strict=True):
+        assert torch.equal(torch.cat(halves, 1), expected)
+
+
+def test_columns_of_a_gated_product_are_columns_of_its_result() -> None:
+    shards = {"gate_proj": 64, "up_proj": 64}
+    whole = GatedLinear(96, shards, "silu", options(ALONE), split="column")
+    parts = [GatedLinear(96, shards, "silu", options(rank), split="column") for rank in RANKS]
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    assert torch.equal(torch.cat([part(X) for part in parts], 1), whole(X))
+
+
+def test_rows_add_up_in_rank_order() -> None:
+    whole = Linear(96, {"o_proj": 40}, options(ALONE), bias=True, split="row")
+    parts = [Linear(96, {"o_proj": 40}, options(rank), bias=True, split="row") for rank in RANKS]
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    assert [part.inputs for part in parts] == [48, 48]
+    total = sum(part(x.contiguous()) for part, x in zip(parts, X.chunk(2, 1), strict=True))
+    torch.testing.assert_close(total, whole(X), atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_keeps_the_weights_of_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Tensor] = []
+    monkeypatch.setattr(ops, "pack_linear", lambda weight: packed.append(weight.clone()))
+    weights = {name: torch.randn(size, 96) for name, size in SHARDS.items()}
+    for rank in RANKS:
+        layer = Linear(96, SHARDS, options(rank), split="column")
+        for name, weight in weights.items():
+            layer.load(name, weight)
+        expected = [weight.chunk(2)[rank.rank] for weight in weights.values()]
+        assert torch.equal(packed.pop(), torch.cat(expected))
+        layer = Linear(96, {"o_proj": 40}, options(rank), split="row")
+        weight = torch.randn(40, 96)
+        layer.load("o_proj", weight)
+        assert torch.equal(packed.pop(), weight.chunk(2, 1)[rank.rank])
+
+
+def test_stored_weights_are_divided_with_their_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = Float8Weight(
+        torch.randn(8, 120, generator=generator).to(torch.float8_e4m3fn), torch.rand(4, 8, generator=generator), 32
+    )
+    for dim, start, length, kind in ((0, 4, 4, Float8Weight), (1, 64, 56, Float8Weight), (1, 60, 60, Tensor)):
+        part = weight.narrow(dim, start, length)
+        assert isinstance(part, kind)
+        meant = part if isinstance(part, Tensor) else part.dense()
+        assert torch.equal(meant, weight.dense().narrow(dim, start, length))
+    per_row = Float8Weight(weight.values, weight.scales[:1], 120)
+    part = per_row.narrow(1, 60, 60)
+    assert isinstance(part, Float8Weight) and torch.equal(part.dense(), per_row.dense()[:, 60:])
+    for rank in RANKS:
+        layer = Linear(120, {"o_proj": 8}, LayerOptions(torch.float32, FLOAT8, rank), split="row")
+        layer.parameters()["o_proj.weight"].take(per_row)
+        half = per_row.narrow(1, 60 * rank.rank, 60)
+        assert torch.equal(layer.packed.packed, FLOAT8.pack(half).packed)
+
+
+def test_the_mlp_of_two_ranks_adds_up() -> None:
+    spec = MLPSpec(64, "silu", bias=True)
+    whole, *parts = (GatedMLP(96, spec, options(group)) for group in (ALONE, *RANKS))
+    for layer in (whole, *parts):
+        fill(layer.parameters())
+    torch.testing.assert_close(sum(part(X) for part in parts), whole(X), atol=1e-5, rtol=1e-5)
+
+
+def test_the_attention_of_two_ranks_adds_up() -> None:
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, ROPE, qkv_bias=True, out_bias=True)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    results = []
+    for group in (ALONE, *RANKS):
+        layer = Attention(HIDDEN, spec, options(group))
+        assert layer.kv_spec().heads == KV_HEADS // group.size
+        fill(layer.parameters())
+        results.append(layer(x, one_row(layer.kv_spec()), 0, TABLE))
+    torch.testing.assert_close(results[1] + results[2], results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    with pytest.raises(StartError, match="k_proj 3 cannot be divided among 2 ranks"):
+        Linear(8, {"q_proj": 4, "k_proj": 3}, options(RANKS[0]), split="column")
+    with pytest.raises(StartError, match="kv heads 1 cannot be divided among 2 ranks"):
+        Attention(HIDDEN, AttentionSpec(4, 1, DIM, 1.0, ROPE), options(RANKS[0]))
+    layer = Linear(8, {"o_proj": 4}, options(RANKS[1]), split="row")
+    with pytest.raises(ValueError, match=r"expected a tensor of shape \[4, 8\], found \[4, 4\]"):
+        layer.load("o_proj", torch.zeros(4, 4))

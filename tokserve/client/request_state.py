@@ -1,0 +1,261 @@
+"""`RequestState`: the front end's state of a request in flight.
+
+A `ChoiceState` turns what the engine sends for one choice into `ChoiceOutput` deltas (text, stop strings, the end), and
+merges what the consumer has not taken yet into one delta.  `RequestState` holds the choices of one request, the
+engine's admission result, and the consumer that waits for new output.  Nothing is sent from here: `ChoiceState.accept`
+only says when the engine must end a choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from tokserve.client.outputs import ChoiceOutput, join_logprobs
+from tokserve.errors import RequestError
+from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields
+from tokserve.prompt import TokenPrompt
+from tokserve.text.detokenizer import Detokenizer, StopHit
+
+TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
+
+
+class DeliveryRules(msgspec.Struct, frozen=True):
+    """How a choice's output is handed out.  `stream`: as it comes, else once, at the end.  `text`: deltas carry text.
+    `keep_stop`: the stop string or token is part of the text."""
+
+    stream: bool = True
+    text: bool = False
+    keep_stop: bool = False
+
+
+class ChoiceState:
+    """What one engine request has received.
+
+    `awaits_scores`: the prompt's logprobs come from the first choice of the request, with the first delta; until they
+    are there, nothing is handed out.
+    """
+
+    __slots__ = (
+        "_cached_tokens", "_detokenizer", "_finish", "_logprobs", "_num_tokens", "_pooled", "_prompt_logprobs",
+        "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions", "awaits_scores", "finished", "index",
+        "queued", "request", "request_id", "scored",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, request_id: str, rules: DeliveryRules, detokenizer: Detokenizer | None = None, *,
+        awaits_scores: bool = False,
+    ) -> None:  # fmt: skip
+        self.index = index
+        self.request_id = request_id  # the engine's
+        self.request: RequestState
+        self.awaits_scores = awaits_scores
+        self.scored = False  # the prompt's logprobs have come, or will not
+        self.finished = False
+        self.queued = False  # in the request's queue of choices with something to take
+        self._rules = rules
+        self._detokenizer = detokenizer
+        self._stop_hit: StopHit | None = None
+        self._finish: Finish | None = None
+        self._weight_versions: list[tuple[str, int, int]] = []
+        self._pooled = b""
+        self._num_tokens = 0
+        self._token_ids: list[int] = []  # this and below: accepted, not yet taken
+        self._texts: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
+        self._cached_tokens = 0
+
+    def accept(self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None) -> bool:
+        """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.
+
+        The choice is finished only by the engine's last output of the request, which brings times and weight versions.
+        """
+        finish = rare.finish if rare is not None else None
+        stopped = False
+        if self._detokenizer is not None:
+            if self._stop_hit is None:
+                stopped = self._accept_text(self._detokenizer, token_ids, logprobs, finish) and finish is None
+        else:
+            self._token_ids += token_ids
+            self._num_tokens += len(token_ids)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+        if rare is not None:
+            self._accept_rare(rare)
+        return stopped
+
+    def _accept_text(
+        self, detokenizer: Detokenizer, token_ids: list[int], logprobs: Logprobs | None, finish: Finish | None
+    ) -> bool:
+        """Accept tokens, logprobs and text up to a stop string; True if there is one."""
+        is_terminated = finish is not None and finish.detail in TERMINATORS and not self._rules.keep_stop
+        text, hit = detokenizer.push(token_ids[:-1] if is_terminated else token_ids, finish is not None)
+        if text:
+            self._texts.append(text)
+        if hit is not None:
+            count = hit.index + 1 - self._num_tokens
+            self._stop_hit = hit
+            token_ids = token_ids[:count]
+            logprobs = logprobs.cut(count) if logprobs else None
+        self._token_ids += token_ids
+        self._num_tokens += len(token_ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        return hit is not None
+
+    def _accept_rare(self, rare: RareFields) -> None:
+        if rare.prompt_logprobs is not None:
+            self._prompt_logprobs = rare.prompt_logprobs
+            self.scored = True
+        if rare.cached_tokens:
+            self._cached_tokens = rare.cached_tokens
+        if rare.pooled:
+            self._pooled = rare.pooled
+        if rare.finish is not None:
+            self._finish = rare.finish
+            self._weight_versions = rare.weight_versions
+            self.finished = self.scored = True
+
+    @property
+    def ready(self) -> bool:
+        """There is something to take."""
+        return not self.awaits_scores and (self.finished or (self._rules.stream and self._stop_hit is None))
+
+    def share_scores(self, others: Sequence[ChoiceState]) -> list[ChoiceState]:
+        """Give the prompt's logprobs to the choices that await them; returns those of them that have outputs."""
+        for other in others:
+            other.awaits_scores = False
+            other._prompt_logprobs = self._prompt_logprobs
+        return [other for other in others if other.finished or other._num_tokens]
+
+    def take(self) -> ChoiceOutput:
+        """Everything since the last call, as one delta."""
+        logprobs = self._logprobs
+        delta = ChoiceOutput(
+            self.index,
+            self._token_ids,
+            "".join(self._texts) if self._rules.text else None,
+            join_logprobs(logprobs) if logprobs else None,
+            self._prompt_logprobs,
+            self._cached_tokens,
+        )
+        self._token_ids = []
+        self._texts = []
+        self._logprobs = []
+        self._prompt_logprobs = None
+        self._cached_tokens = 0
+        if self._finish is not None:
+            self._describe_end(delta, self._finish)
+        return delta
+
+    def _describe_end(self, delta: ChoiceOutput, finish: Finish) -> None:
+        delta.finish_reason, delta.stop_detail, delta.message = finish.reason, finish.detail, finish.message
+        delta.stop_reason = finish.stop
+        delta.times = finish.queued, finish.first_token, finish.total
+        delta.pooled = self._pooled
+        count = self._num_tokens
+        delta.weight_versions = [
+            (version, start, min(end, count)) for version, start, end in self._weight_versions if start < count
+        ]
+        if self._stop_hit is not None:
+            delta.finish_reason, delta.stop_detail, delta.stop_reason = "stop", "stop_string", self._stop_hit.text
+            delta.message = None
+
+
+class RequestState:
+    """A checked request of one prompt, from before it is sent to its end.
+
+    `request_id`: as the client gave it.  `engine_requests`: what is to be sent, one per choice; empty once it is sent.
+    `admission`: the error of a refusal or None; one future for all requests of a submission.  The consumer either sets
+    a callback for the request's lifetime (`listen`) or waits in `next_delta`.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: TokenPrompt, seed: int, choices: Sequence[ChoiceState],
+        engine_requests: Sequence[EngineRequest] = (),
+    ) -> None:  # fmt: skip
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_len = len(prompt.ids) // 4
+        self.seed = seed
+        self.choices = choices
+        self.engine_requests = engine_requests
+        self.num_open = len(choices)
+        self.admission: asyncio.Future[RequestError | None]
+        self._awaiting_scores = [choice for choice in choices if choice.awaits_scores]
+        self._queue: deque[ChoiceState] = deque()  # choices with something to take
+        self._listener: Callable[[], None] | None = None
+        self._error: RequestError | None = None
+        for choice in choices:
+            choice.request = self
+
+    def open_ids(self) -> list[str]:
+        """The engine's ids of the choices that have not ended."""
+        return [choice.request_id for choice in self.choices if not choice.finished]
+
+    def enqueue(self, choice: ChoiceState) -> bool:
+        """`choice` has accepted an output.  True: there is something new to take, so `notify` must be called."""
+        is_new = False
+        if self._awaiting_scores and choice is self.choices[0] and choice.scored:
+            others, self._awaiting_scores = self._awaiting_scores, []
+            for other in choice.share_scores(others):
+                is_new |= self.enqueue(other)
+        if choice.queued or not choice.ready:
+            return is_new
+        choice.queued = True
+        self._queue.append(choice)
+        return True
+
+    def fail(self, error: RequestError) -> None:
+        """Nothing more will come."""
+        self._error = error
+        self.notify()
+
+    def abandon(self) -> None:
+        """The request is given up: its consumer sees the end."""
+        self.num_open = 0
+        self.notify()
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call `listener` in the event loop's thread whenever there is something new to `take`, an error included.
+        It must not raise.  None removes it."""
+        if listener is not None and self._listener is not None:
+            raise RuntimeError("a stream has one consumer at a time")
+        self._listener = listener
+
+    def notify(self) -> None:
+        """Call the consumer, if there is one."""
+        if self._listener is not None:
+            self._listener()
+
+    @property
+    def ended(self) -> bool:
+        """All choices have ended, and their last deltas are taken."""
+        return self.num_open == 0 and not self._queue
+
+    def take(self) -> Iterator[ChoiceOutput]:
+        """The deltas available now; after them, raises the request's error, if any."""
+        queue = self._queue
+        while queue:
+            choice = queue.popleft()
+            choice.queued = False
+            yield choice.take()
+        if self._error is not None:
+            raise self._error
+
+    async def next_delta(self) -> ChoiceOutput | None:
+        """The next delta of any choice; None when all have ended.  Raises the request's error."""
+        while True:
+            delta = next(self.take(), None)
+            if delta is not None or self.ended:
+                return delta
+            news = asyncio.Event()
+            self.listen(news.set)
+            try:
+                await news.wait()
+            finally:
+                self.listen(None)

@@ -1,0 +1,146 @@
+"""The blocks of the KV cache as a pool: reference counts, the index of block hashes, and the order of eviction.
+
+A block is in use (at least one block table names it), cached (no table names it, but its hash finds it) or free.
+Allocation takes free blocks first, then cached ones, least recently released first.  A hash is an opaque key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class CacheBroken(RuntimeError):
+    """The bookkeeping of the KV cache contradicts itself: a bug."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block: how many tables name it, and the hash its content is indexed under (None: not indexed)."""
+
+    id: int
+    refs: int = 0
+    hash: bytes | None = None
+
+
+class BlockPool:
+    """All blocks; `num_free + num_cached + num_in_use == total` at any time."""
+
+    def __init__(self, total: int) -> None:
+        self._blocks = [Block(id) for id in range(total)]
+        self._free = list(range(total - 1, -1, -1))  # a stack
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def total(self) -> int:
+        """The number of blocks."""
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no table names and no hash finds."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no table names and whose content can be found."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could return."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that at least one table names."""
+        return self.total - self.num_available
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content."""
+        return self._index.get(block_hash)
+
+    def is_in_use(self, block: int) -> bool:
+        """Whether a table names the block."""
+        return self._blocks[block].refs > 0
+
+    def ref(self, block: int) -> None:
+        """Name the block in one more table."""
+        entry = self._blocks[block]
+        if entry.refs == 0:
+            del self._cached[block]
+        entry.refs += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks for one table, no longer found by their old content; None, and no change, if too few."""
+        if count > self.num_available:
+            return None
+        return [self._pop() for _ in range(count)]
+
+    def _pop(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._evict(self._blocks[block])
+        self._blocks[block].refs = 1
+        return block
+
+    def _evict(self, entry: Block) -> None:
+        if entry.hash is not None:
+            del self._index[entry.hash]
+            entry.hash = None
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a table's references.  Its tail is evicted first, since a prefix is of use without its tail."""
+        for block in reversed(blocks):
+            entry = self._blocks[block]
+            entry.refs -= 1
+            if entry.refs:
+                continue
+            if entry.hash is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """Index a block in use by its hash; no effect if another block is indexed under it already."""
+        entry = self._blocks[block]
+        if entry.hash is None and block_hash not in self._index:
+            entry.hash = block_hash
+            self._index[block_hash] = block
+
+    def clear(self) -> None:
+        """Empty the index; cached blocks become free."""
+        for block in self._index.values():
+            self._blocks[block].hash = None
+        self._index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise `CacheBroken` unless counts, references and the index agree with each other and with `tables`."""
+        refs: Counter[int] = Counter()
+        for table in tables:
+            refs.update(table)
+            if len(set(table)) != len(table):
+                raise CacheBroken("a table names a block twice")
+        free = set(self._free)
+        in_use = indexed = 0
+        for block in self._blocks:
+            in_use += block.refs > 0
+            indexed += block.hash is not None
+            if block.refs != refs[block.id]:
+                raise CacheBroken(f"block {block.id} counts {block.refs} references, tables have {refs[block.id]}")
+            if (block.id in free) != (block.refs == 0 and block.hash is None):
+                raise CacheBroken(f"block {block.id} is wrongly listed as free, or not listed")
+            if (block.id in self._cached) != (block.refs == 0 and block.hash is not None):
+                raise CacheBroken(f"block {block.id} is wrongly listed as cached, or not listed")
+            if block.hash is not None and self._index.get(block.hash) != block.id:
+                raise CacheBroken(f"block {block.id} is not indexed under its hash")
+        if indexed != len(self._index):
+            raise CacheBroken("the index names a block with other content")
+        if len(self._free) + len(self._cached) + in_use != self.total:
+            raise CacheBroken(f"free {len(self._free)} + cached {len(self._cached)} + in use {in_use} != {self.total}")

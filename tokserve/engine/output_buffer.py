@@ -1,0 +1,118 @@
+"""What a request has produced and not yet sent: logprobs, prompt logprobs, the pooled vector, and weight versions."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tokserve.engine.adapter import Adapter
+from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
+from tokserve.messages import Finish
+from tokserve.params import PoolingParams, SamplingParams
+from tokserve.plan import Float32, LogprobRows
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output."""
+
+    context: int
+    vocab_size: int
+    eos: tuple[int, ...]
+    logprobs_mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens from `start` on were made by the weights `version`, with the adapter `label` or ""."""
+
+    version: str
+    label: str
+    start: int
+
+
+class OutputBuffer:
+    """The unsent output of one request; positions are counted from the start of the prompt."""
+
+    def __init__(self, task: SamplingParams | PoolingParams, prompt_len: int, limits: Limits) -> None:
+        self._prompt_len = prompt_len
+        self._next_to_send = prompt_len
+        self._sent = False  # anything has been sent
+        self._versions: list[VersionSpan] = []
+        self._version: str | None = None  # of the weights that made the newest token
+        self._generation = 0  # of its adapter
+        self._pooled = b""
+        self._logprobs: LogprobColumns | None = None
+        self._prompt_logprobs: LogprobColumns | None = None
+        self._first_prompt_row = self.next_prompt_row = prompt_len  # the prompt token whose row comes next
+        if not isinstance(task, SamplingParams):
+            return
+        mode = task.logprobs_mode or limits.logprobs_mode
+        named = len(task.logprob_token_ids or ())
+        if task.logprobs is not None or named:
+            self._logprobs = LogprobColumns(_width(task.logprobs or 0, limits) + named, mode)
+        if task.prompt_logprobs is not None:
+            self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
+            self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
+
+    def has_unsent(self, num_tokens: int) -> bool:
+        """Whether some of the first `num_tokens` tokens have not been sent."""
+        return num_tokens > self._next_to_send
+
+    def add_token(self, rows: PackedRows | None, row: int, index: int, version: str, adapter: Adapter | None) -> None:
+        """The output token `index` was made by `version`; its logprobs are row `row` of `rows`."""
+        if self._logprobs is not None and rows is not None:
+            self._logprobs.append(rows, row)
+        if version != self._version or (adapter is not None and adapter.generation != self._generation):
+            self._version = version
+            label = ""
+            if adapter is not None:
+                self._generation, label = adapter.generation, adapter.label
+            self._versions.append(VersionSpan(version, label, index))
+
+    def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
+        """Keep the logprobs that a chunk from position `start` brought, except those kept before a preemption."""
+        if self._prompt_logprobs is None:
+            return
+        known = self.next_prompt_row - max(start + 1, self._first_prompt_row)
+        count = len(rows.token_logprobs)
+        assert known >= 0, "a chunk left out prompt logprobs"
+        if count > known:
+            self._prompt_logprobs.add(rows, known, count)
+            self.next_prompt_row += count - known
+
+    def set_pooled(self, vector: Float32) -> None:
+        """The vector of a pooling request."""
+        self._pooled = vector.astype("<f4").tobytes()
+
+    def spans(self, num_output: int) -> list[tuple[str, str, int, int]]:
+        """(weight version, adapter's label or "", start, end) of the first `num_output` output positions."""
+        bounds = [span.start for span in self._versions] + [num_output]
+        return [
+            (span.version, span.label, *bound) for span, bound in zip(self._versions, pairwise(bounds), strict=True)
+        ]
+
+    def emit(
+        self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
+    ) -> None:
+        """Add what is unsent to a step's columns."""
+        columns.add(request_id, tokens[self._next_to_send :], self._logprobs)
+        self._next_to_send = len(tokens)
+        if finish is None and self._sent:
+            return
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        if self.next_prompt_row < self._prompt_len:  # it ended within its prompt: all of them or none
+            prompt_logprobs = None
+        versions: list[tuple[str, int, int]] = []
+        if finish is not None:
+            versions = [
+                (f"{version}+{label}" if label else version, start, end)
+                for version, label, start, end in self.spans(len(tokens) - self._prompt_len)
+            ]
+        columns.set_rare(finish, prompt_logprobs, 0 if self._sent else cached, versions, self._pooled)
+        self._sent = True
+
+
+def _width(k: int, limits: Limits) -> int:
+    return limits.vocab_size if k < 0 else k

@@ -1,0 +1,137 @@
+"""A step's plan while it is made: rows under a token budget; and the step once it is in flight."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from tokserve.engine.request import Request
+from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRow:
+    """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`."""
+
+    request: Request
+    num_tokens: int
+    num_logits: int
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A planned step whose result is not here yet.  `future`: its result, once it is sampled from."""
+
+    step: int
+    rows: list[ScheduledRow]
+    weight_version: str
+    num_new: int
+    future: Future[StepResult] | None = None
+    grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
+
+    def __post_init__(self) -> None:
+        self.grammar_rows = [row for row in self.rows if row.num_logits and row.request.grammar is not None]
+
+    def can_sample(self) -> bool:
+        """No earlier step is still to bring a token that a grammar's mask depends on."""
+        return all(
+            row.request.finish is not None or row.request.num_in_flight == row.num_logits for row in self.grammar_rows
+        )
+
+    def bitmask(self) -> GrammarBitmask | None:
+        """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
+        if not self.grammar_rows:
+            return None
+        slots, bits, withheld = [], [], []
+        for row in self.grammar_rows:
+            request, grammar = row.request, row.request.grammar
+            if request.finish is None and request.is_ready_to_sample and grammar is not None:
+                slots.append(request.slot)
+                bits.append(grammar.bits)
+            else:
+                request.withheld = True
+                withheld.append(request.slot)
+        stacked = np.stack(bits) if bits else np.empty((0, 0), np.uint32)
+        return GrammarBitmask(np.array(slots, np.int32), stacked, np.array(withheld, np.int32))
+
+    def summary(self) -> str:
+        """One line for the log of a crash; no token values."""
+        num_tokens = [row.num_tokens for row in self.rows]
+        return (
+            f"step {self.step}: {len(self.rows)} rows, {sum(num_tokens)} tokens, {self.num_new} new, "
+            f"slots {[row.request.slot for row in self.rows]}, num_tokens {num_tokens}, "
+            f"num_drafts {[len(row.drafts) for row in self.rows]}"
+        )
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """A plan being made.  `short`: blocks are or were missing in this step, so no request is admitted."""
+
+    budget: int
+    rows: list[ScheduledRow] = field(default_factory=list)
+    new: list[NewRow] = field(default_factory=list)
+    short: bool = False
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """A row for a request."""
+        row = ScheduledRow(request, 0, 0)
+        self.rows.append(row)
+        self.extend(row, num_tokens)
+
+    def extend(self, row: ScheduledRow, num_tokens: int) -> None:
+        """More positions in a row."""
+        request = row.request
+        row.num_tokens += num_tokens
+        is_last = request.num_computed + row.num_tokens == request.num_tokens
+        row.num_logits = int(is_last and not request.pooling)
+        self.budget -= num_tokens
+
+    def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
+        """Drafts in a row that samples."""
+        row.drafts = drafts
+        row.num_tokens += len(drafts)
+        row.num_logits += len(drafts)
+        self.budget -= len(drafts)
+
+    def drop(self, request: Request) -> None:
+        """Remove the row of a request that was preempted."""
+        for row in self.rows:
+            if row.request is request:
+                self.rows.remove(row)
+                self.budget += row.num_tokens
+                return
+
+    def build(self, step: int, freed: list[int], weight_version: str) -> tuple[StepPlan, InFlightStep]:
+        """The plan, whose positions and tokens count as computed and in flight from here on; `freed`: slots."""
+        rows = self.rows
+        if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
+            rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
+        starts, blocks = [], []
+        for row in rows:
+            request, table = row.request, row.request.table.blocks
+            if len(table) > request.blocks_sent:
+                blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
+                request.blocks_sent = len(table)
+            starts.append(request.num_computed)
+            request.num_computed += row.num_tokens
+            request.num_in_flight += row.num_logits
+            request.is_decoding = request.is_decoding or row.num_logits > 0
+            request.steps_in_flight += 1
+        plan = StepPlan(
+            step=step,
+            slots=np.array([row.request.slot for row in rows], np.int32),
+            num_tokens=np.array([row.num_tokens for row in rows], np.int32),
+            num_computed=np.array(starts, np.int32),
+            num_drafts=np.array([len(row.drafts) for row in rows], np.int32),
+            num_logits=np.array([row.num_logits for row in rows], np.int32),
+            draft_token_ids=np.fromiter(chain.from_iterable(row.drafts for row in rows), np.int32),
+            new=self.new,
+            blocks=blocks,
+            freed=freed,
+        )
+        return plan, InFlightStep(step, rows, weight_version, len(self.new))

@@ -1,0 +1,76 @@
+"""Typed reading of config.json, with errors that name the attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokserve.errors import StartError
+
+
+class ConfigReader:
+    """Typed reading of a JSON object; a wrong value is a StartError that names the attribute."""
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self.values = values
+        self.path = path
+
+    def refuse(self, name: str, problem: str) -> StartError:
+        """The error to raise about attribute `name`."""
+        return StartError(f"config.json: {self.path}{name} {problem}")
+
+    def present(self, name: str) -> bool:
+        """Whether the attribute is there and not null."""
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer; null counts as absent; without a default it must be there."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.refuse(name, "is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.refuse(name, f"must be an integer of at least {minimum}, found {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number; null counts as absent; without a default it must be there."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.refuse(name, "is missing")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.refuse(name, f"must be a positive number, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.refuse(name, f"must be true or false, found {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string; null counts as absent."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.refuse(name, f"must be a string, found {value!r}")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings; empty if absent."""
+        value = self.values.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self.refuse(name, f"must be a list of strings, found {value!r}")
+        return value
+
+    def inner(self, name: str) -> ConfigReader:
+        """An object; empty if absent."""
+        value = self.values.get(name)
+        value = {} if value is None else value
+        if not isinstance(value, Mapping):
+            raise self.refuse(name, f"must be an object, found {value!r}")
+        return ConfigReader(value, f"{self.path}{name}.")

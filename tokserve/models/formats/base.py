@@ -1,0 +1,170 @@
+"""How a checkpoint stores weights: the `CheckpointFormat` protocol, and the format of plain tensors.
+
+A stored tensor is a whole weight, or a part of one in a role that its format names.  `group` joins the parts that lie
+in files; a live update collects them as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tokserve.layers.parameter import StoredWeight
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in safetensors
+FLOAT8 = "F8_E4M3"  # in safetensors
+FLOAT8_DTYPES = (FLOAT8, torch.float8_e4m3fn)
+DTYPES = FLOATS | {FLOAT8: torch.float8_e4m3fn}
+WHOLE = ""  # the role of a tensor that is a weight by itself
+
+
+class Described(Protocol):
+    """A tensor, or its description in a file's header, whose dtype may be one that only safetensors has a name for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """Of its elements."""
+
+
+class Grouped(Described, Protocol):
+    """A weight of a checkpoint; `parts`: by role, if it is stored in parts."""
+
+    @property
+    def parts(self) -> Mapping[str, Described]:
+        """Empty for a whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which weight a stored tensor belongs to, and in which role."""
+
+    weight: str
+    role: str = WHOLE
+
+
+class CheckpointFormat(Protocol):
+    """Which stored tensors form a weight: a weight is stored whole, or in one part for each role in `needs`."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The roles of a weight's parts."""
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of this name is none that a model takes."""
+
+    def part(self, name: str, tensor: Described) -> Part:
+        """What a stored tensor is."""
+
+    def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
+        """Of the weight that all parts form."""
+
+    def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor can have this role in a weight of `shape`."""
+
+    def assemble(self, parts: Mapping[str, Tensor]) -> Tensor | StoredWeight:
+        """The weight that all parts form; it may share their memory."""
+
+    def incomplete(self, parts: Mapping[str, Collection[str]]) -> list[tuple[str, list[str]]]:
+        """What an error says of weights of which only some roles are there, and of which: (kind, weights)."""
+
+    def refusal(self, tensor: Described) -> str | None:
+        """Why a tensor that stands for itself cannot be read, where the format knows more than its dtype."""
+
+    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+        """The quantization whose products take all of the layers' matrices as they are stored; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Every tensor is a whole weight."""
+
+    name: str = "dense"
+    needs: frozenset[str] = frozenset((WHOLE,))
+
+    def is_unused(self, name: str) -> bool:
+        """None is."""
+        return False
+
+    def part(self, name: str, tensor: Described) -> Part:
+        """The weight of that name."""
+        return Part(name)
+
+    def shape(self, parts: Mapping[str, Described]) -> tuple[int, ...]:
+        """The tensor's."""
+        return tuple(parts[WHOLE].shape)
+
+    def fits(self, role: str, tensor: Described, shape: tuple[int, ...]) -> bool:
+        """In its own shape."""
+        return role == WHOLE and tuple(tensor.shape) == shape
+
+    def assemble(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The tensor."""
+        return parts[WHOLE]
+
+    def incomplete(self, parts: Mapping[str, Collection[str]]) -> list[tuple[str, list[str]]]:
+        """Nothing is."""
+        return []
+
+    def refusal(self, tensor: Described) -> str | None:
+        """Float8 numbers have scales, which another format knows."""
+        if tensor.dtype in FLOAT8_DTYPES:
+            return "config.json has no quantization_config that says how float8 is scaled"
+        return None
+
+    def native_method(self, weights: Mapping[str, Grouped]) -> str | None:
+        """None: plain weights are multiplied as the options say."""
+        return None
+
+
+DENSE = Dense()
+
+
+def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described]) -> dict[str, dict[str, str]]:
+    """Weight -> role -> name of the stored tensor.  A tensor that is part of no complete weight stands for itself, so
+    that a comparison with the model's weights names it."""
+    groups: dict[str, dict[str, str]] = {}
+    single: list[str] = []
+    for name, tensor in tensors.items():
+        if checkpoint_format.is_unused(name):
+            continue
+        part = checkpoint_format.part(name, tensor)
+        roles = groups.setdefault(part.weight, {})
+        if part.role in roles:
+            single.append(name)
+        else:
+            roles[part.role] = name
+    for weight, roles in list(groups.items()):
+        if roles.keys() != {WHOLE} and not _forms(
+            checkpoint_format, {role: tensors[name] for role, name in roles.items()}
+        ):
+            single += groups.pop(weight).values()
+    return groups | {name: {WHOLE: name} for name in single}
+
+
+def _forms(checkpoint_format: CheckpointFormat, parts: Mapping[str, Described]) -> bool:
+    if parts.keys() != checkpoint_format.needs:
+        return False
+    shape = checkpoint_format.shape(parts)
+    return all(checkpoint_format.fits(role, tensor, shape) for role, tensor in parts.items())
+
+
+def is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value is finite, and still is when it becomes a `dtype`.  One pass, which makes no copy."""
+    if tensor.numel() == 0:
+        return True
+    if tensor.dtype in FLOAT8_DTYPES:  # float8 has no infinity: all bits but the sign are NaN
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(torch.stack((low, high)).to(dtype)).all())

@@ -1,0 +1,46 @@
+"""Which `CheckpointFormat` a config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.formats import float8
+from tokserve.models.formats.base import DENSE, CheckpointFormat
+
+ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
+
+
+def quantization_of(hf: Mapping[str, Any]) -> Any:
+    """The entry of config.json that says how the checkpoint is quantized; None if it is not."""
+    return next((hf[name] for name in ATTRIBUTES if hf.get(name) is not None), None)
+
+
+def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
+    """The format of that checkpoint; of one that is not supported, `DENSE`."""
+    quantization = quantization_of(hf)
+    if quantization is None or _refusal(quantization):
+        return DENSE
+    block = float8.block(quantization)
+    return DENSE if block is None else float8.Float8(block)
+
+
+def refuse_unsupported(fields: ConfigReader) -> None:
+    """Raise StartError if the checkpoint is quantized in a way that cannot be read."""
+    for name in ATTRIBUTES:
+        if fields.present(name) and (problem := _refusal(fields.values[name])):
+            raise fields.refuse(
+                name,
+                f"{problem}; of quantized checkpoints those with float8 (e4m3) weights are supported, and "
+                "an unquantized one can be quantized as it loads: --quantization int8",
+            )
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of this name is one that no model takes, whatever the format."""
+    return float8.is_unused(name)
+
+
+def _refusal(quantization: Any) -> str | None:
+    return float8.refusal(quantization) if isinstance(quantization, dict) else "is not an object"

@@ -1,0 +1,76 @@
+"""Rotary embedding as config.json describes it, in its older and newer spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokserve.layers.rope import RopeSpec
+from tokserve.models.config_reader import ConfigReader
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def rope(fields: ConfigReader, dim: int, max_position: int) -> RopeSpec:
+    """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside."""
+    given = fields.inner("rope_scaling")
+    if not given.values:
+        given = fields.inner("rope_parameters")
+    nested = [name for name, value in given.values.items() if isinstance(value, Mapping)]
+    if nested:
+        raise given.refuse(nested[0], "(rope parameters by layer type) is not supported by this architecture")
+    theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
+    return rope_spec(fields, given, dim, max_position, theta)
+
+
+def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, theta: float) -> RopeSpec:
+    """From the entry `kind` of `rope_parameters`; `theta`: where it gives none."""
+    given = fields.inner("rope_parameters").inner(kind)
+    return rope_spec(fields, given, dim, max_position, given.number("rope_theta", theta))
+
+
+def rope_spec(fields: ConfigReader, given: ConfigReader, dim: int, max_position: int, theta: float) -> RopeSpec:
+    """The rope that the object `given` describes, with this theta."""
+    if given.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise given.refuse("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
+    kind = given.text("rope_type", given.text("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise given.refuse("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
+    if kind == "default":
+        return RopeSpec(dim, theta)
+    if kind == "linear":
+        return RopeSpec(dim, theta, "linear", factor=given.number("factor"))
+    if kind == "dynamic":
+        if dim < 4:
+            raise fields.refuse("head_dim", f"must be 4 or more with dynamic rope, found {dim}")
+        return RopeSpec(dim, theta, "dynamic", factor=given.number("factor"), original=max_position)
+    before = "original_max_position_embeddings"
+    original = fields.integer(before, given.integer(before, max_position))
+    if kind == "llama3":
+        return _llama3(given, dim, theta, original)
+    return _yarn(given, dim, theta, original, max_position)
+
+
+def _llama3(given: ConfigReader, dim: int, theta: float, original: int) -> RopeSpec:
+    low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
+    if high <= low:
+        raise given.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
+    return RopeSpec(
+        dim, theta, "llama3", given.number("factor"), original, low_freq_factor=low, high_freq_factor=high
+    )  # fmt: skip
+
+
+def _yarn(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+    def optional(name: str) -> float:
+        return given.number(name) if given.values.get(name) else 0.0
+
+    if theta == 1.0:
+        raise given.refuse("rope_theta", "must not be 1 with yarn")
+    return RopeSpec(
+        dim, theta, "yarn", given.number("factor", max_position / original), original,
+        beta_fast=optional("beta_fast") or 32.0,
+        beta_slow=optional("beta_slow") or 1.0,
+        truncate=given.flag("truncate", True),
+        attention_factor=given.number("attention_factor") if given.present("attention_factor") else None,
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+    )  # fmt: skip
