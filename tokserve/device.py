@@ -102,10 +102,10 @@ def _room_in_cgroups() -> list[int]:
 def _room(directory: Path, limit: str, use: str) -> list[int]:
     if not ((directory / limit).is_file() and (directory / use).is_file()):
         return []
-    most = (directory / limit).read_text(encoding="utf-8").strip()
-    if most == "max" or int(most) >= NO_LIMIT:
+    maximum = (directory / limit).read_text(encoding="utf-8").strip()
+    if maximum == "max" or int(maximum) >= NO_LIMIT:
         return []
-    return [int(most) - int((directory / use).read_text(encoding="utf-8")) + _reclaimable(directory / "memory.stat")]
+    return [int(maximum) - int((directory / use).read_text(encoding="utf-8")) + _reclaimable(directory / "memory.stat")]
 
 
 def _reclaimable(statistics: Path) -> int:
@@ -126,7 +126,7 @@ class Fetched(Protocol):
 class Device(Protocol):
     """Where the runner's tensors are.  `has_float8`: it multiplies float8 (e4m3) by instructions of its own."""
 
-    home: torch.device
+    torch_device: torch.device
     has_float8: bool
 
     def free_memory(self) -> int:
@@ -170,7 +170,7 @@ class _OnHost:
 class Host:
     """The CPU: a tensor is an array, work is done when the call returns."""
 
-    home = torch.device("cpu")
+    torch_device = torch.device("cpu")
     has_float8 = False
 
     def free_memory(self) -> int:
@@ -202,7 +202,7 @@ class Cuda:
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
         _require(MIN_CAPABILITY, "device")
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
-        self.home = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._buffers = [self._buffer(1 << 16) for _ in range(NUM_BUFFERS)]
         self._next = 0
@@ -242,7 +242,7 @@ class Cuda:
         if size > len(buffer.memory):
             buffer = self._buffers[self._next] = self._buffer(2 * size)
         fill(buffer.memory, arrays, offsets)
-        copied = buffer.memory[:size].to(self.home, non_blocking=True)
+        copied = buffer.memory[:size].to(self.torch_device, non_blocking=True)
         buffer.copied.record()
         return views(copied, arrays, offsets)
 

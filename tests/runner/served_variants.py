@@ -54,7 +54,7 @@ class Zeros(TorchFunctionMode):
 class Nowhere(FakeDevice):
     """A device without values."""
 
-    home = HOME
+    torch_device = HOME
 
     def put(self, arrays: Sequence[Any]) -> list[Tensor]:
         return [tensor.to(HOME) for tensor in super().put(arrays)]

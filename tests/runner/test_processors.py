@@ -334,6 +334,9 @@ def test_a_grammar_without_a_mask_is_an_error() -> None:
     made, _ = pipeline({"structured_outputs": StructuredOutputs(regex="x")})
     with pytest.raises(ValueError, match="no mask"):
         made.run(some_logits(1), rows_of([0], [4]))
+    made.set_bitmask(grammar_step({0: {3}}))
+    with pytest.raises(ValueError, match="fewer masks than logits"):
+        made.run(some_logits(2), rows_of([0, 0], [4, 5]))
 
 
 def test_a_grammar_is_not_about_prompt_tokens() -> None:

@@ -64,7 +64,7 @@ class CudaBackend:
         """
         rows, tokens, step = self._max_rows, self._max_tokens, decode_step(model)
         width = -(-self._max_model_len // block_size)
-        kv = kvcache.allocate_on(self.device.home, KVLayout(specs, 1, block_size))
+        kv = kvcache.allocate_on(self.device.torch_device, KVLayout(specs, 1, block_size))
         prompt, decode = _batch_in_one_page(tokens, 1, width, kv), _batch_in_one_page(rows, rows, width, kv)
         last = decode.input_ids
         peak = torch.inference_mode()(self.device.peak)
@@ -161,7 +161,7 @@ class CudaBackend:
         """Nothing: capture takes seconds here, so foreign code has to copy into the tensors."""
 
     def allocate_kv(self) -> None:
-        self.kv = kvcache.allocate_on(self.device.home, self.layout, spare=1)
+        self.kv = kvcache.allocate_on(self.device.torch_device, self.layout, spare=1)
 
     def release_kv(self) -> None:
         self.kv = []

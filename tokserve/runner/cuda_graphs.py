@@ -7,6 +7,7 @@ so a graph's rows have the bits that a step of their own would give them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class CudaGraph:
     run: Callable[[], Tensor]  # [T, ...] of all tokens, good until the next run of any graph
 
 
-class CudaGraphs:
+class CudaGraphs(ABC):
     """`Replay` of `step` for these shapes, captured with the largest first: the others fit into its memory.
 
     All graphs return the same memory.  `adapters`: as many again for steps in which a row has an adapter, so that the
@@ -73,14 +74,15 @@ class CudaGraphs:
                 run = device.capture(_bound(step, batch, out[:tokens]), pool)
                 self.captured[tokens, rows, adapted] = CudaGraph(batch, run)
 
-    def fits(self, plan: StepPlan) -> bool:
-        return bool(self.sizes) and self._count(plan) <= self.sizes[-1]
+    @abstractmethod
+    def fits(self, plan: StepPlan) -> bool: ...
 
     def replay(self, plan: StepPlan) -> Tensor:
-        tokens, rows = self._shapes[bisect_left(self.sizes, self._count(plan))]
+        count = self._count(plan)
+        tokens, rows = self._shapes[bisect_left(self.sizes, count)]
         graph = self.captured[tokens, rows, self._slots.has_adapters(plan)]
         self._slots.build(plan, graph.batch.kv, graph.batch)
-        return graph.run()[: int(plan.num_tokens.sum())]
+        return graph.run()[:count]
 
     def invalidate(self) -> None:
         self.sizes, self._shapes = [], []
@@ -94,14 +96,17 @@ class DecodeGraphs(CudaGraphs):
     """Steps of one token a row; they return logits [R, V]."""
 
     def fits(self, plan: StepPlan) -> bool:
-        return super().fits(plan) and is_decode(plan)
+        return bool(self.sizes) and len(plan.slots) <= self.sizes[-1] and is_decode(plan)
+
+    def _count(self, plan: StepPlan) -> int:
+        return len(plan.slots)
 
 
 class PromptGraphs(CudaGraphs):
     """Steps in which a row has several tokens and all are few; they return hidden states [T, H]."""
 
     def fits(self, plan: StepPlan) -> bool:
-        return super().fits(plan) and self._count(plan) > len(plan.slots)
+        return bool(self.sizes) and len(plan.slots) < self._count(plan) <= self.sizes[-1]
 
 
 def _bound(step: Step, batch: ForwardBatch, out: Tensor) -> Callable[[], Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Protocol
@@ -195,10 +196,12 @@ class GrammarMask(Processor):
         if self.bitmask is None:
             raise ValueError("a row with a grammar has no mask")
         masks: dict[int, list[int]] = {}
-        for number, slot in enumerate(self.bitmask.slots.tolist()):
+        for number, slot in reversed(list(enumerate(self.bitmask.slots.tolist()))):
             masks.setdefault(slot, []).append(number)
-        upcoming = {slot: iter(numbers) for slot, numbers in masks.items()}
-        words = self.bitmask.bits[[next(upcoming[slot]) for slot in rows.slots[index].tolist()]]
+        slots = rows.slots[index].tolist()
+        if any(len(masks.get(slot, ())) < count for slot, count in Counter(slots).items()):
+            raise ValueError("a row with a grammar has fewer masks than logits")
+        words = self.bitmask.bits[[masks[slot].pop() for slot in slots]]
         packed = buffer.tensor(words.astype("<u4", copy=False).view(np.uint8))[:, :, None]  # [n, 4 W, 1]
         bits = packed >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1  # [n, 4 W, 8]
         forbidden = bits.flatten(1)[:, : self._vocab_size] == 0

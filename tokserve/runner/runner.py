@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tokserve.config import Config
 from tokserve.models.decoder import Decoder
-from tokserve.plan import DeviceFacts, GrammarBitmask, LogprobRows, StepPlan, StepResult
+from tokserve.plan import GrammarBitmask, LogprobRows, StepPlan, StepResult
 from tokserve.runner.admin import Admin
 from tokserve.runner.backend import Backend, HiddenStates
 from tokserve.runner.features import FeatureTable
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.lora import LoraTables
+from tokserve.runner.pooling import Pooler
 from tokserve.runner.sampler import Sampler, join
 from tokserve.runner.slots import logit_lengths
 from tokserve.runner.steps import PendingResult, PendingStep
@@ -31,14 +32,13 @@ class Runner:
     """`forward` and `sample` alternate for every plan, in order, in one thread, which also makes the calls;
     `background` runs in another one."""
 
-    facts: DeviceFacts
-
     def __init__(self, model: Decoder, backend: Backend, config: Config, lora: LoraTables | None) -> None:
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
         self._sampler = Sampler(backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device)
-        self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.home)
+        self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
+        self._pooler = Pooler(model.spec.hidden)
         self._no_autograd = torch.inference_mode()
         self._score_chunk = max(16, min(256, PROMPT_LOGITS_BYTES // (4 * model.spec.vocab)))  # tokens
         self._admin = Admin(self, config.weights, lora)
@@ -48,7 +48,7 @@ class Runner:
         return self.sample(self.forward(plan), None).result()
 
     def forward(self, plan: StepPlan) -> PendingStep:
-        """Begin a step: bring the tables up to date and compute logits and prompt logprobs."""
+        """Begin a step: bring the tables up to date and compute logits, prompt logprobs and pooled vectors."""
         with self._no_autograd:
             self._update_tables(plan)
             plan = self.backend.begin(plan, needs_history=self._sampler.needs_history(plan.slots))
@@ -75,10 +75,12 @@ class Runner:
         for slot in plan.freed:
             self._sampler.release(slot)
             self._features.release(slot)
+            self._pooler.release(slot)
         for row in plan.new:
             self._slots.assign(row)
             self._sampler.assign(row)
             self._features.assign(row)
+            self._pooler.assign(row)
         for slot, first, blocks in plan.blocks:
             self._slots.extend(slot, first, blocks)
 
@@ -88,13 +90,21 @@ class Runner:
         logits = self.backend.replay(plan) if embeds is None else None
         if logits is None:
             spans = self._sampler.scored_spans(plan.slots, plan.num_computed, plan.num_tokens)
+            pooled = self._pooler.needed(plan)
             needed = plan.num_logits
-            if spans:
+            if spans or pooled:
                 needed = needed.copy()
                 for row, first, _ in spans:  # prompt token j is predicted by position j - 1
                     needed[row] = max(needed[row], plan.num_computed[row] + plan.num_tokens[row] - first + 1)
+                for row, count in pooled.items():
+                    needed[row] = count
             hidden = self.backend.forward(self.model, plan, needed, embeds)
             step.prompt_logprobs = {span[0]: self._score(plan, hidden, span) for span in spans}
+            for row, count in pooled.items():
+                end = int(hidden.ends[row])
+                vector = self._pooler.pool(plan, row, hidden.states[end - count : end])
+                if vector is not None:
+                    step.pooled[row] = vector
             logits = self._logits(hidden) if len(rows.slots) else None
         if logits is not None:
             step.logits, step.columns = logits, self.backend.columns(rows)

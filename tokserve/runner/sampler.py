@@ -134,7 +134,7 @@ class Sampler:
         return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device.home)
+        return torch.from_numpy(array).to(self._device.torch_device)
 
     def _shared_form(self, rows: LogitRows) -> int | None:
         """The form of logprobs of all rows, if it is the same for all and names no ids."""

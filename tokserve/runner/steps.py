@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.plan import OK, WITHHELD, Int32, LogprobRows, StepPlan, StepResult, UInt8
+from tokserve.plan import NOT_FINITE, OK, WITHHELD, Float32, Int32, LogprobRows, StepPlan, StepResult, UInt8
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.sampler import PendingSample, SampledTokens
 from tokserve.runner.slots import Int64, SamplingColumns
+
+NO_TOKENS = SampledTokens(np.zeros(0, np.int32), None, None)
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class PendingStep:
     logits: Tensor | None = None  # [n, V]; None: no row samples
     columns: SamplingColumns | None = None
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    pooled: dict[int, Float32] = field(default_factory=dict)
     withheld: NDArray[np.bool_] | None = None  # [R], plan rows whose logits were left out
 
     def withhold(self, slots: Int32) -> None:
@@ -47,7 +50,7 @@ class PendingResult:
     def __init__(self, step: PendingStep, sample: PendingSample | None) -> None:
         self.plan, self.rows = step.plan, step.rows
         self._sample = sample
-        self._prompt_logprobs = step.prompt_logprobs
+        self._prompt_logprobs, self._pooled = step.prompt_logprobs, step.pooled
         self._withheld = step.withheld
         self._result: StepResult | None = None
         self.kept: NDArray[np.bool_] | None = None  # [n], logits whose tokens are in the result; None: all
@@ -74,13 +77,7 @@ class PendingResult:
 
     def _finish(self) -> StepResult:
         plan = self.plan
-        if self._sample is None:
-            status = np.zeros(len(plan.slots), np.uint8)
-            if self._withheld is not None:
-                status[self._withheld] = WITHHELD
-            none = np.zeros(0, np.int32)
-            return StepResult(plan.step, np.zeros(len(plan.slots), np.int32), none, status, None, self._prompt_logprobs)
-        sampled = self._sample.result()
+        sampled = NO_TOKENS if self._sample is None else self._sample.result()
         token_ids, logprobs = sampled.token_ids, sampled.logprobs
         if self._withheld is None and sampled.status is None and len(plan.draft_token_ids) == 0:
             counts, status = plan.num_logits, np.zeros(len(plan.slots), np.uint8)
@@ -88,7 +85,10 @@ class PendingResult:
             counts, status, self.kept = verify(plan, sampled, self._withheld)
             token_ids = token_ids[self.kept]
             logprobs = None if logprobs is None else take(logprobs, self.kept)
-        return StepResult(plan.step, counts, token_ids, status, logprobs, self._prompt_logprobs)
+        for row, vector in self._pooled.items():
+            if not np.isfinite(vector).all():
+                status[row] = NOT_FINITE
+        return StepResult(plan.step, counts, token_ids, status, logprobs, self._prompt_logprobs, self._pooled)
 
 
 def verify(
@@ -106,6 +106,8 @@ def verify(
         num_logits = np.where(withheld, 0, num_logits)
         drafts = drafts[~np.repeat(withheld, plan.num_drafts)]
     rows = np.flatnonzero(num_logits)
+    if len(rows) == 0:
+        return counts, status, np.zeros(0, np.bool_)
     ends = np.cumsum(num_logits[rows])
     starts = ends - num_logits[rows]
     n = len(sampled.token_ids)
