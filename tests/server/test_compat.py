@@ -18,7 +18,7 @@ from openai.resources.responses import Responses as SdkResponses
 from pydantic import BaseModel
 
 from tests.server.fake_llm import Site, says, site
-from tokserve.server import compat, structured
+from tokserve.server import compat
 from tokserve.server.compat import FieldRule
 from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
 
@@ -44,8 +44,8 @@ def treatment(route: str, name: str) -> FieldRule | None:
     outer = name.partition(".")[0]
     if name in compat.INNER:
         return compat.INNER[name] if outer in body.model_fields else None
-    if name in structured.OTHER_NAMES:
-        return FieldRule("refused", structured.OTHER_NAMES[name], "use structured_outputs")
+    if name in compat.OTHER_NAMES:
+        return FieldRule("refused", compat.OTHER_NAMES[name], "use structured_outputs")
     return None if name in body.model_fields else body.others.get(name)
 
 
@@ -67,7 +67,7 @@ def inner_fields(body: type[RequestBody]) -> list[str]:
 
 
 def names(*, of_openai: bool) -> list[str]:
-    every = {*compat.INNER, *structured.OTHER_NAMES}
+    every = {*compat.INNER, *compat.OTHER_NAMES}
     for body, _ in ROUTES.values():
         every |= {*body.model_fields, *body.others}
     return sorted(name for name in every if (name.partition(".")[0] in OPENAI) == of_openai)

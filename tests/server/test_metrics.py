@@ -6,8 +6,9 @@ import time
 
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
+from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.loop_monitor import LoopMonitor
-from tokserve.server.metrics import SAMPLED, VLLM_NAMES
+from tokserve.server.metrics import SAMPLED
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -121,7 +122,7 @@ def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
     s.post("/v1/completions", {"prompt": "a"})
     shown = s.get("/metrics").text
     families = set(re.findall(r"^# TYPE vllm:(\w+) ", shown, re.MULTILINE))
-    assert {name.removesuffix("_total") for name in families} == VLLM_NAMES
+    assert {name.removesuffix("_total") for name in families} == VLLM_METRICS
     for line in shown.splitlines():
         if line.startswith("vllm:"):
             assert line.replace("vllm:", "tokserve:", 1) in shown

@@ -1,4 +1,4 @@
-"""Compatibility tables: names that clients of OpenAI and of other servers use and that have no effect here.
+"""Compatibility tables: the names of OpenAI and of other servers.
 
 A field that a body declares has an effect.  Other known fields of the text routes are *ignored* and named in
 `X-Ignored-Fields`, if the answer is the same without them, or *refused*, if it would differ.  Values without an effect
@@ -110,6 +110,25 @@ INNER: FieldTable = {
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
 }
+# names of structured outputs elsewhere, with the values that have no effect (null never has one)
+OTHER_NAMES: dict[str, tuple[Any, ...]] = {
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
+    "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
+    "json_schema": (),
+}  # fmt: skip
+# options inside structured_outputs, likewise
+IGNORED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
+}  # fmt: skip
+# metrics that vLLM has, too
+VLLM_METRICS = frozenset({
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+})  # fmt: skip
 
 
 def has_no_effect(field: FieldRule, value: Any) -> bool:

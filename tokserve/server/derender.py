@@ -277,13 +277,8 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
 
     def work() -> chat.Reply:
         reader = ReplyReader(serving, params, text_body is not None and bool(text_body.return_token_ids))
-        reader.add(
-            request_body.generate_response,
-            "generate_response",
-            request_body.prompt_token_ids,
-            request_body.prompt_tokens,
-            "",
-        )
+        ids, count = request_body.prompt_token_ids, request_body.prompt_tokens
+        reader.add(request_body.generate_response, "generate_response", ids, count, "")
         external = reader.external
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
         answers = chat.reader_of(serving, plan, external.key, _prompt_of(serving, plan, external.prompts[0], text_body))
@@ -310,9 +305,8 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         prompts = _prompts(text_body, len(replies))
 
     def work() -> completions.Reply:
-        reader = ReplyReader(
-            serving, params, text_body is not None and bool(text_body.return_token_ids or text_body.echo)
-        )
+        needs_prompt = text_body is not None and bool(text_body.return_token_ids or text_body.echo)
+        reader = ReplyReader(serving, params, needs_prompt)
         for i, reply in enumerate(replies):
             ids = None if request_body.prompt_token_ids is None else request_body.prompt_token_ids[i]
             count = None if request_body.prompt_tokens is None else request_body.prompt_tokens[i]

@@ -21,19 +21,12 @@ from tokserve.client.outputs import ChoiceOutput, StepStats
 from tokserve.config import Config
 from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
+from tokserve.server.compat import VLLM_METRICS
 from tokserve.server.counters import SharedCounters
 from tokserve.server.generation import Generation, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
-VLLM_NAMES = frozenset({
-    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
-    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
-})  # fmt: skip
 LABELS = ["model_name", "engine"]
 ENGINE = "0"  # value of vLLM's label: this server has one engine
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -211,7 +204,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families():
             yield family
-            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_NAMES:
+            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_METRICS:
                 yield _renamed(family)
 
     def _families(self) -> Iterator[Metric]:

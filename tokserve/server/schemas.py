@@ -261,7 +261,7 @@ def _without_effect(body: RequestBody | BaseModel, n: Any, prefix: str = "") -> 
         if not prefix:
             structured.refuse_other_names(name, value)
         field = others.get(prefix + name)
-        if field is None and not prefix and name in structured.OTHER_NAMES:
+        if field is None and not prefix and name in compat.OTHER_NAMES:
             continue
         if field is None or (field.treatment == "ignored" and not compat.has_no_effect(field, value)):
             ignored.append(prefix + name)

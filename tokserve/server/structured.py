@@ -6,7 +6,6 @@ names are refused with the name to use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,17 +13,7 @@ import msgspec
 from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server import body, errors
-
-# obsolete and other servers' names, with the values that have no effect (null never has one)
-OTHER_NAMES: Mapping[str, tuple[Any, ...]] = {
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
-    "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
-    "json_schema": (),
-}  # fmt: skip
-# options of other servers, with the values that have no effect
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
-}  # fmt: skip
+from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 
 
 class _JsonSchemaField(msgspec.Struct):
@@ -52,9 +41,9 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
 
 def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
     """The options without nulls and ignored fields; refuses unsupported ones."""
-    for name, no_effect in _UNSUPPORTED.items():
+    for name, no_effect in IGNORED_OPTIONS.items():
         errors.refuse_unsupported(f"{path}.{name}", value.get(name), no_effect)
-    return {name: field for name, field in value.items() if field is not None and name not in _UNSUPPORTED}
+    return {name: field for name, field in value.items() if field is not None and name not in IGNORED_OPTIONS}
 
 
 def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:

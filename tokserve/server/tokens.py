@@ -21,7 +21,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs
-from tokserve.server import body, errors, logprobs, reply_size, sse, structured
+from tokserve.server import body, compat, errors, logprobs, reply_size, sse, structured
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
@@ -231,10 +231,7 @@ def _without_habits(values: dict[Any, Any]) -> dict[Any, Any]:
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if not (
-            name in IGNORED
-            or name in UNSUPPORTED
-            or name in structured.OTHER_NAMES
-            or (value is None and name in NULLABLE)
+            name in IGNORED or name in UNSUPPORTED or name in compat.OTHER_NAMES or (value is None and name in NULLABLE)
         ):
             kept[name] = value
     return kept

@@ -129,22 +129,16 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        documents: Sequence[dict[str, Any]] | None = None,
-        template: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
-        must_show_tools: bool = True,
         context: int | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's to those of the
-        template.  `context`: refuse a text that cannot fit into so many tokens, before it is tokenized."""
-        rendered = self.text(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, documents=documents, template=template, kwargs=kwargs, must_show_tools=must_show_tools,
-        )  # fmt: skip
+        """Token ids of the conversation; `options` are those of `text`.
+
+        `add_special_tokens`: add the tokenizer's to those of the template.  `context`: refuse a text that cannot fit
+        into so many tokens, before it is tokenized.
+        """
+        rendered = self.text(messages, **options)
         if context is not None:
             self._tokenizer.check_fits(rendered, context, "messages")
         try:
