@@ -42,14 +42,14 @@ import zmq
 from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import (
     Abort,
-    Add,
     Call,
+    EngineRequest,
     Finish,
     Ready,
     Reply,
     StepStats,
     Submit,
-    Verdict,
+    SubmitReply,
     decode_to_engine,
     encode,
 )
@@ -61,7 +61,7 @@ ACK = struct.Struct("<q")
 
 
 class Case(NamedTuple):
-    """What is asked for."""
+    """The options of a case's requests."""
 
     stream: bool
     logprobs: int | None = None
@@ -79,7 +79,7 @@ CASES = {
     "full-objects": Case(False, 0),
 }
 
-# --- the script: what the token at a position is, for everybody ---
+# --- the script: the token at each position, for engine and client ---
 
 NUMBERS = np.arange(PERIOD)
 IDS = array("i", (NUMBERS * 37_199 % VOCAB).astype("<i4").tobytes())
@@ -94,17 +94,17 @@ SCORES = PackedRows(ROWS)
 class Row:
     """A request in the engine."""
 
-    def __init__(self, add: Add) -> None:
-        self.rid = add.rid
-        self.hold = add.hold
-        self.limit = add.sampling.max_tokens or 1
-        self.width = add.sampling.logprobs
+    def __init__(self, request: EngineRequest) -> None:
+        self.request_id = request.request_id
+        self.stream = request.options.stream
+        self.limit = request.task.max_tokens or 1
+        self.width = request.task.logprobs
         self.sent = 0
 
     def take(self, count: int, step: StepColumns) -> None:
         """The next `count` tokens."""
         first, self.sent = self.sent, self.sent + count
-        step.add(self.rid, IDS[first : self.sent], None if self.width is None else self.scored(first))
+        step.add(self.request_id, IDS[first : self.sent], None if self.width is None else self.scored(first))
         if self.sent == self.limit:
             times = {"queued": 0.001, "first_token": 0.002, "total": 0.5}
             step.describe(Finish("length", "max_tokens", **times), spans=[("0", 0, self.sent)])
@@ -157,15 +157,15 @@ class Engine:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
             if isinstance(message, Submit):
-                self._say(Verdict(message.call_id))
-                for row in map(Row, message.adds):
-                    if row.hold:
-                        whole.append(row)
+                self._send_message(SubmitReply(message.call_id))
+                for row in map(Row, message.requests):
+                    if row.stream:
+                        self._rows[row.request_id] = row
                     else:
-                        self._rows[row.rid] = row
+                        whole.append(row)
             elif isinstance(message, Abort):
-                for rid in message.rids:
-                    self._rows.pop(rid, None)
+                for request_id in message.request_ids:
+                    self._rows.pop(request_id, None)
             else:
                 self._answer(message)
         if whole:
@@ -173,9 +173,9 @@ class Engine:
 
     def _answer(self, call: Call) -> None:
         if call.method == "hello":
-            self._say(Ready(1 << 20, VOCAB, 1 << 16, 64, [2], "0", {"scripted": True}))
+            self._send_message(Ready(1 << 20, VOCAB, 1 << 16, 64, [2], "0", {"scripted": True}))
         else:
-            self._say(Reply(call.call_id, {}))
+            self._send_message(Reply(call.call_id, {}))
 
     def _send(self, rows: list[Row], count: int | None) -> None:
         """A step with so many tokens of each row, or all."""
@@ -184,10 +184,10 @@ class Engine:
             self._unread += count or row.limit
             row.take(count or row.limit, step)
             if row.sent == row.limit:
-                self._rows.pop(row.rid, None)
-        self._say(step.step(StepStats(running=len(self._rows))))
+                self._rows.pop(row.request_id, None)
+        self._send_message(step.step(StepStats(running=len(self._rows))))
 
-    def _say(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         self._socket.send_multipart((self._identity, encode(message)))
 
 
@@ -195,7 +195,7 @@ class Engine:
 
 
 class Script:
-    """A case as requests and as what must come back; tells the engine what was read."""
+    """The requests of a case and their expected replies; reports to the engine what was read."""
 
     def __init__(self, case: Case, args: argparse.Namespace, acks: int) -> None:
         self.case = case
