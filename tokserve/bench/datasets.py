@@ -7,7 +7,7 @@ prepends the earlier turns with their outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn adds to the prompt, and the number of output tokens asked for."""
+    """What a turn adds to the prompt, and the number of output tokens."""
 
     prompt: Prompt
     output_len: int
@@ -56,6 +56,11 @@ class DatasetSpec:
     vocab_size: int = DEFAULT_VOCAB
     seed: int = 0
     text: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """The options for a result, under vLLM's names."""
+        same = ("input_len", "output_len", "shared_prefix_len", "range_ratio", "seed")
+        return {"dataset": self.kind, "num_prompts": self.count} | {name: getattr(self, name) for name in same}
 
     def check(self) -> None:
         """Raise StartError for values out of range or in conflict."""

@@ -93,20 +93,13 @@ def _outcome(output: RequestOutput, duration: float) -> Outcome:
 
 def _facts(run: Offline, started: float) -> dict[str, Any]:
     """The options of the run, for the result."""
-    spec = run.dataset
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model_id": run.model,
         "engine_options": {name: value for name, value in run.options.items() if not name.endswith("api_key")},
         "start_seconds": started,
-        "dataset": spec.kind,
-        "num_prompts": spec.count,
+        **run.dataset.facts(),
         "n": run.n,
-        "input_len": spec.input_len,
-        "output_len": spec.output_len,
-        "shared_prefix_len": spec.shared_prefix_len,
-        "range_ratio": spec.range_ratio,
-        "seed": spec.seed,
         "temperature": run.temperature,
         "ignore_eos": run.ignore_eos,
         "logprobs": run.logprobs,

@@ -254,21 +254,15 @@ async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcom
 
 def _facts(load: Load) -> dict[str, Any]:
     """The options of the run, for the result."""
-    shape, data = load.shape, load.dataset
+    shape = load.shape
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "base_url": load.base_url,
         "backend": shape.backend,
         "model_id": shape.model,
-        "dataset": data.kind,
-        "num_prompts": data.count,
-        "turns": data.turns,
+        **load.dataset.facts(),
+        "turns": load.dataset.turns,
         "n": shape.n,
-        "input_len": data.input_len,
-        "output_len": data.output_len,
-        "shared_prefix_len": data.shared_prefix_len,
-        "range_ratio": data.range_ratio,
-        "seed": data.seed,
         "stream": shape.stream,
         "logprobs": shape.logprobs,
         "temperature": shape.temperature,

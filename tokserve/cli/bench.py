@@ -79,7 +79,7 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
     add("--num-prompts", type=int, default=100, metavar="N", help="prompts, or conversations. Default: 100.")
     add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (words with openai-chat). "
         "Default: 128.")  # fmt: skip
-    add("--output-len", type=int, default=64, metavar="N", help="tokens asked for. Default: 64.")
+    add("--output-len", type=int, default=64, metavar="N", help="tokens to generate. Default: 64.")
     add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens before those of --input-len, "
         "the same in all prompts (and cached after the warm-up).")  # fmt: skip
     add("--range-ratio", type=float, default=0.0, metavar="R", help="draw lengths from [len*(1-R), len*(1+R)]. "
@@ -99,7 +99,7 @@ def _add_sampling(parser: Any) -> None:
     add("--temperature", type=float, metavar="X", help="Default: 0, with --n above 1: 1.")
     add("--logprobs", type=int, metavar="K", help="ask for logprobs and the K most probable. Default: none.")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="generate exactly the tokens asked for. Default: true.")  # fmt: skip
+        help="do not stop at an end-of-sequence token. Default: true.")  # fmt: skip
 
 
 def _add_load(parser: Any) -> None:

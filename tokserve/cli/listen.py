@@ -51,11 +51,8 @@ def _why(error: OSError, uds: str | None) -> str:
 
 
 def begin(sock: socket.socket, config: Config) -> None:
-    """Listen, so that clients can connect.
-
-    Raises StartError if another server, started at the same time, was first: the kernel lets both bind while neither
-    listens.
-    """
+    """Listen, so that clients can connect.  Raises StartError if another server, started at the same time, was first:
+    the kernel lets both bind while neither listens."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:

@@ -142,11 +142,8 @@ class BodyReader:
 
 
 class _BodyBuffer:
-    """The part of a body that has been received.
-
-    A large body is kept in mapped pages: it is not copied if its length was announced, and the pages are returned to
-    the system.
-    """
+    """The part of a body that has been received.  A large one is in mapped pages: not copied if its length was
+    announced, and returned to the system."""
 
     def __init__(self, announced: int) -> None:
         self.size = 0

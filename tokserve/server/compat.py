@@ -33,7 +33,7 @@ def _refused(*no_effect: Any, note: str = "") -> FieldRule:
 FieldTable = dict[str, FieldRule]
 
 VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
-_TAG = "no user is told apart and nothing is stored"
+_TAG = "users are not distinguished and nothing is stored"
 _CACHE = "the prefix cache needs no hints"
 _OUTPUTS = "use structured_outputs"
 

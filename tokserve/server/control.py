@@ -362,10 +362,7 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
 
 
 async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
-    """Checksums of the weights in memory, of the checkpoint's tensors, or both.
-
-    With both, those of the checkpoint may be null, with a reason.
-    """
+    """Checksums in memory, of the checkpoint, or both; with both, the checkpoint's may be null, with a reason."""
     reply: dict[str, Any] = {}
     if names != "checkpoint":
         reply["checksums"] = await serving.llm.weight_checksums()

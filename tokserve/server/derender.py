@@ -224,8 +224,9 @@ class ReplyReader:
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
         kind = self._stop_kind(choice, ids)
         end = ChoiceOutput(
-            choice.index, ids, "", logprobs, scores, 0, choice.finish_reason, choice.stop_reason, kind,
-            choice.stop_detail.message if choice.stop_detail else None,
+            choice.index, ids, "", logprobs, prompt_logprobs=scores, finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason, stop_detail=kind,
+            message=choice.stop_detail.message if choice.stop_detail else None,
         )  # fmt: skip
         text_ids = ids[:-1] if kind in TERMINATORS and not self.params.include_stop_str_in_output else ids
         stops, min_tokens = self.params.stop_strings(), self.params.min_tokens

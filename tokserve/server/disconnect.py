@@ -17,7 +17,7 @@ class CancelOnDisconnect:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._gone = False
+        self._disconnected = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -29,10 +29,10 @@ class CancelOnDisconnect:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._disconnected = True
         self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watcher.cancel()
-        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if self._disconnected and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise ClientDisconnected

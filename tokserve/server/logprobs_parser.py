@@ -170,10 +170,8 @@ def _columns(rows: list[ParsedRow], top: int | None, named: Sequence[int], field
 
 
 def _insert_token(row: ParsedRow) -> list[tuple[int, float]]:
-    """The alternatives with the token inserted by its rank, which equal logits share in the order of ids.
-
-    Different logits may have equal logprobs: then ids are in no order.
-    """
+    """The alternatives with the token inserted by its rank, which equal logits share in the order of ids.  (Different
+    logits may have equal logprobs: then ids are in no order.)"""
     above = sum(value > row.logprob for _, value in row.others)
     equals = [token for token, value in row.others if value == row.logprob]
     position = min((row.rank or 1) - 1, above + len(equals))

@@ -61,9 +61,7 @@ async def answer(
     headers: dict[str, str],
 ) -> Response:
     """The reply that `render` makes from all choices; a large one is made in a thread, in parts, while it is sent.
-
-    Raises as `collect`.
-    """
+    Raises as `collect`."""
     choices = await collect(generation, request)
     size = sum(map(_columns_size, choices))
     if size < LARGE:
@@ -81,10 +79,7 @@ def _columns_size(completion: ChoiceOutput) -> int:
 
 
 async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:
-    """All choices in order.
-
-    Raises `ClientDisconnected`, and the error of `request_failure` if every choice failed.
-    """
+    """All choices in order.  Raises `ClientDisconnected`, and `request_failure`'s error if every choice failed."""
     choices: list[ChoiceOutput] = []
     finished: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 

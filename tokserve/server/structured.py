@@ -64,9 +64,7 @@ def requested_format(
     outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
 ) -> StructuredOutputs | None:
     """The structured outputs of a text route's body.  `closed`: as in `by_default`, for schemas without `strict`.
-
-    Raises RequestError naming the field.
-    """
+    Raises RequestError naming the field."""
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
