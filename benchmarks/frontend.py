@@ -159,7 +159,7 @@ class Engine:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
             if isinstance(message, Submit):
-                self._say(SubmitReply(message.call_id))
+                self._send_message(SubmitReply(message.call_id))
                 for row in map(Row, message.requests):
                     if row.stream:
                         self._rows[row.request_id] = row
@@ -187,7 +187,7 @@ class Engine:
             row.take(count or row.limit, step)
             if row.sent == row.limit:
                 self._rows.pop(row.request_id, None)
-        self._say(step.step(StepStats(running=len(self._rows))))
+        self._send_message(step.step(StepStats(running=len(self._rows))))
 
     def _send_message(self, message: Any) -> None:
         self._socket.send_multipart((self._identity, encode(message)))

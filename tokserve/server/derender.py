@@ -224,7 +224,7 @@ class ReplyReader:
         logprobs = self._logprobs(choice, ids, f"{where}.logprobs")
         kind = self._stop_kind(choice, ids)
         end = ChoiceOutput(
-            choice.index, ids, "", logprobs, scores, finish_reason=choice.finish_reason,
+            choice.index, ids, "", logprobs, prompt_logprobs=scores, finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason, stop_detail=kind,
             message=choice.stop_detail.message if choice.stop_detail else None,
         )  # fmt: skip
