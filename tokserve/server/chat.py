@@ -21,11 +21,11 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.holes import Holes
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.reply_parts import DeferredParts
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
+from tokserve.server.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "chatcmpl-"
@@ -152,8 +152,8 @@ async def call_of(
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
 
-    def plan_and_params() -> tuple[Plan, SamplingParams]:
-        plan = planned(serving, body)
+    def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
+        plan = tool_plan(serving, body)
         return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
@@ -204,28 +204,28 @@ def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None
             continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
             template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
             add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not (isinstance(body, ChatBody) and tools.forced(body.tool_choice)),
+            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
 
-def planned(serving: Serving, body: ChatBody) -> Plan:
+def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
     """What becomes of the body's tools."""
     off = serving.config.server.enable_auto_tool_choice is False
-    return tools.plan(
+    return tools.make_plan(
         body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
-        most=body.max_tool_calls, shape=_shape(serving, body),
+        max_calls=body.max_tool_calls, response_format=_shape(serving, body),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
         thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
 
 
-def _shape(serving: Serving, body: ChatBody) -> Shape | None:
-    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     if form is None:
         return None
-    shape = Shape(form, "response_format" if body.structured_outputs is None else "structured_outputs")
+    shape = ResponseFormat(form, "response_format" if body.structured_outputs is None else "structured_outputs")
     try:
         form.validate()
     except RequestError as error:
@@ -240,7 +240,7 @@ def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int])
     return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
 
 
-def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingParams:
+def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> SamplingParams:
     """What the body asks for, with the model's recommended defaults."""
     top = body.top_logprobs
     if top is not None and not body.logprobs and top != 0:
@@ -259,7 +259,12 @@ class Render:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, body: ChatBody, params: SamplingParams, reader: Reader | None
+        self,
+        serving: Serving,
+        generation: ReplyContext,
+        body: ChatBody,
+        params: SamplingParams,
+        reader: OutputParser | None,
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
@@ -308,7 +313,7 @@ class Render:
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: ChoiceOutput, holes: Holes | None = None) -> logprobs.Content | Raw | None:
+    def _logprobs(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
         if not self._has_logprobs:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)

@@ -135,7 +135,7 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         both = (num_logprobs, num_prompt_logprobs or 0)
         num_prompt_logprobs = -1 if -1 in both else max(both)
-    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     return schemas.sampling(
         body,
         serving.defaults,
@@ -213,7 +213,7 @@ class Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(body)
-        self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
+        self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
     def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
@@ -233,7 +233,7 @@ class Render:
         begins = c.index not in self._places
         if begins:
             prompt = self._begin(choice, c.prompt_logprobs, holes)
-            self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
+            self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
         if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
             choice.logprobs = made() if holes is None else holes.defer(single_part(made))
@@ -251,7 +251,7 @@ class Render:
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
             exact = self._tokenizer.decode(ids, False) == self._prompt_text(c.index)
-            place = logprobs.Place(self._tokenizer.pieces(not exact))
+            place = logprobs.TextOffset(self._tokenizer.pieces(not exact))
             shown.add(None, ids[:1], self._spelling, place, 0)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
             shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, declared
-from tokserve.server import errors, fields, structured, tools
+from tokserve.server import compat, errors, structured, tools
 from tokserve.server.body import convert, is_msgpack, unpack_ids
 from tokserve.server.declared import OPTIONS, model
 from tokserve.server.serving import Serving

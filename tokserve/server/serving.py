@@ -28,11 +28,11 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import declared, estimate
-from tokserve.server.bodies import Bodies
+from tokserve.server import declared, reply_size
 from tokserve.server.body import encode_json, given_request_id
-from tokserve.server.clients import Clients
-from tokserve.server.counters import Counters, Place
+from tokserve.server.body_reader import BodyReader
+from tokserve.server.client_names import ClientNames
+from tokserve.server.counters import ApiProcess, SharedCounters
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.metrics import Metrics
 from tokserve.server.request_log import RequestLog
@@ -229,7 +229,7 @@ class Serving:
 
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
-        entry_bytes: int = estimate.OBJECT_BYTES,
+        entry_bytes: int = reply_size.OBJECT_BYTES,
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
@@ -271,7 +271,7 @@ class Serving:
         entry_bytes: int,
     ) -> None:  # fmt: skip
         ready = self.llm.ready
-        size = estimate.reply_bytes(
+        size = reply_size.reply_bytes(
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
         )  # fmt: skip

@@ -24,8 +24,8 @@ from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutpu
 from tokserve.server import compat, declared, errors, logprobs, reply_size, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
-from tokserve.server.holes import Holes, whole
 from tokserve.server.replies import StopDetail, WeightVersion, versions
+from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
@@ -310,7 +310,7 @@ class _Render:
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
         return make(columns) if holes is None else holes.defer(single_part(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
