@@ -65,14 +65,18 @@ test-wheel: install
 	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check build/wheel/*.whl
 	cd build/wheel && venv/bin/python -P $(CURDIR)/tests/wheel.py
 
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp tests/ops/*.cpp tests/ops/kernels/*.h tests/ops/kernels/*.cpp)
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 # Known vulnerabilities of everything installed, as PyPI knows them, or OSV where a mirror without PyPI's JSON interface
 # stands in for it.  A service that answers for every package writes the report; else nothing is known, and that fails.

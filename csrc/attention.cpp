@@ -78,8 +78,8 @@ struct Runs {
 // Pages lie anywhere, so the processor does not see what comes next: meanwhile the same runs of `next` are fetched, if
 // there is one.
 template <class Format, int ROWS, int VECTORS, class T>
-TOKSERVE_INLINE void score(const typename Format::Row* queries, int64_t stride, const Runs<T>& keys, int run, int64_t steps,
-                           float* scores, const Runs<T>* next) {
+TOKSERVE_INLINE void score(const typename Format::Row* queries, int64_t stride, const Runs<T>& keys, int run,
+                           int64_t steps, float* scores, const Runs<T>* next) {
   F sum[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECTORS; v++) sum[r][v] = fzero();
@@ -130,8 +130,8 @@ TOKSERVE_INLINE auto load_values(const T* p, int part, int64_t n) {
   return Format::load_weight(words, part);
 }
 
-// Of a part of the values of positions [at, at + depth): those outside [begin, end) become zero.  They may hold anything,
-// so a weight of zero would not hide them.
+// Of a part of the values of positions [at, at + depth): those outside [begin, end) become zero.  They may hold
+// anything, so a weight of zero would not hide them.
 TOKSERVE_INLINE I visible(I pair, int, int64_t at, int64_t begin, int64_t end) {
   if (at < begin) pair = pair & iset(0xffff0000);
   if (at + 1 >= end) pair = pair & iset(0x0000ffff);
@@ -180,10 +180,11 @@ TOKSERVE_INLINE void add_values(const typename Format::Row* weights, const Runs<
 }
 
 template <class Format, int ROWS = kTileRows, class T>
-void add_values_up_to(int64_t rows, const typename Format::Row* weights, const Runs<T>& values, int64_t begin, int64_t end,
-                      int64_t dim, float* sums, int64_t width, const Runs<T>* next) {
+void add_values_up_to(int64_t rows, const typename Format::Row* weights, const Runs<T>& values, int64_t begin,
+                      int64_t end, int64_t dim, float* sums, int64_t width, const Runs<T>* next) {
   if (rows != ROWS) {
-    if constexpr (ROWS > 1) add_values_up_to<Format, ROWS - 1>(rows, weights, values, begin, end, dim, sums, width, next);
+    if constexpr (ROWS > 1)
+      add_values_up_to<Format, ROWS - 1>(rows, weights, values, begin, end, dim, sums, width, next);
     return;
   }
   int64_t column = 0;
@@ -382,7 +383,8 @@ struct Tile {
     for (int64_t r = 0; r < rows; r++) {
       T* out = static_cast<T*>(a.out) + ((tile.token + r / group) * a.heads + tile.kv_head * group + r % group) * a.dim;
       const F mass = fset(state.mass[r]);
-      for (int64_t i = 0; i < a.dim; i += kLanes) store_part(out + i, load(state.sums + r * width + i) / mass, a.dim - i);
+      for (int64_t i = 0; i < a.dim; i += kLanes)
+        store_part(out + i, load(state.sums + r * width + i) / mass, a.dim - i);
     }
   }
 };
@@ -402,7 +404,8 @@ void attend_typed(const AttentionArgs& a, const AttentionTile& which, char* scra
 }
 
 template <class T>
-void attend_split_typed(const AttentionArgs& a, const AttentionTile& which, int64_t split, float* partial, char* scratch) {
+void attend_split_typed(const AttentionArgs& a, const AttentionTile& which, int64_t split, float* partial,
+                        char* scratch) {
   Tile<T> tile(a, which, scratch);
   tile.read_queries();
   tile.attend_split(split, state_at(partial, tile.rows));
@@ -424,7 +427,8 @@ void merge_splits_typed(const AttentionArgs& a, const AttentionTile& which, floa
 int64_t attention_scratch(const AttentionArgs& a) {
   const int64_t rows = most(kQueryRows, a.heads / a.kv_heads), width = rounded_up(a.dim, kLanes);
   const int64_t gathered = (2 * a.dim + 1) * kKeyBlock;
-  const int64_t floats = rows * (2 * kKeyBlock + a.dim + 1) + 2 * state_floats(rows, width) + gathered;  // the widest type
+  const int64_t floats =
+      rows * (2 * kKeyBlock + a.dim + 1) + 2 * state_floats(rows, width) + gathered;  // the widest type
   return floats * static_cast<int64_t>(sizeof(float));
 }
 

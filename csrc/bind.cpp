@@ -71,21 +71,29 @@ NB_MODULE(_C, m) {
         "Read tensors of this type through its DLPack exchange table; to be called before any op.");
   m.def("instruction_sets", names, "Names of the kernels this machine runs, best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); }, "Name of the kernels in use.");
-  m.def("arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
-        "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
-  m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"),
-        "Use the kernels of this name; packed weights stay valid. amx_software, for tests, runs where avx512_bf16 does.");
-  m.def("set_threads", set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>(),
-        "Compute with n threads, the calling one included, all others on the CPUs named; whether the system bound them.");
+  m.def(
+      "arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
+      "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
+  m.def(
+      "select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"),
+      "Use the kernels of this name; packed weights stay valid. amx_software, for tests, runs where avx512_bf16 does.");
+  m.def(
+      "set_threads", set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>(),
+      "Compute with n threads, the calling one included, all others on the CPUs named; whether the system bound them.");
   m.def("threads", [] { return pool().threads(); });
   nb::class_<Record>(m, "Record", "Calls of ops in one thread, to be made again with the memory they had.")
       .def(nb::init<>())
-      .def("begin", [](Record& record) {
-        require(!recording.into, "record", "this thread makes a record already");
-        recording.into = &record;
-      }, "Add what this thread calls from now on.")
-      .def("end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
-      .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.");
+      .def(
+          "begin",
+          [](Record& record) {
+            require(!recording.into, "record", "this thread makes a record already");
+            recording.into = &record;
+          },
+          "Add what this thread calls from now on.")
+      .def(
+          "end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
+      .def("repeat", &Record::repeat,
+           "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.");
   bind_amx(m);
   bind_elementwise(m);
   bind_linear(m);

@@ -30,9 +30,10 @@ void over_rows(int64_t rows, double cost, F&& f) {
   parallel(pieces, [&](int64_t piece) { f(rows * piece / pieces, rows * (piece + 1) / pieces); });
 }
 
-// Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of about
-// 8 us, small enough to balance, but of `fewest` panels where a thread has as many, to share what a piece prepares.  All
-// blocks of a range come in a row, so that a thread keeps its part of the weight.  `cost`: about ns of one core for all.
+// Calls f(row, begin, end) in all threads, for blocks of kRowBlock of m rows and ranges of a weight's panels: pieces of
+// about 8 us, small enough to balance, but of `fewest` panels where a thread has as many, to share what a piece
+// prepares.  All blocks of a range come in a row, so that a thread keeps its part of the weight.  `cost`: about ns of
+// one core for all.
 template <class F>
 void over_panels(int64_t m, int64_t panels, int64_t fewest, double cost, const F& f) {
   const int64_t blocks = (m + kRowBlock - 1) / kRowBlock;
@@ -50,7 +51,8 @@ struct Caches {
 };
 
 inline Caches caches_of(const Tensor& k_cache, const Tensor& v_cache, Kind kind, const char* op) {
-  require(k_cache.ndim() == 4 && k_cache.dense() && k_cache.kind() == kind, op, "k_cache must be contiguous [B,Hk,P,D]");
+  require(k_cache.ndim() == 4 && k_cache.dense() && k_cache.kind() == kind, op,
+          "k_cache must be contiguous [B,Hk,P,D]");
   const Caches c{k_cache.size(0), k_cache.size(1), k_cache.size(2), k_cache.size(3)};
   require(v_cache, kind, {c.blocks, c.kv_heads, c.page, c.dim}, op, "v_cache must be like k_cache");
   return c;

@@ -37,7 +37,8 @@ int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPa
 // Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>
 void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
-  constexpr int64_t stretch = 64 / sizeof(T);  // of K at a time: a line of each row, and what is written stays in the cache
+  constexpr int64_t stretch =
+      64 / sizeof(T);  // of K at a time: a line of each row, and what is written stays in the cache
   for (int64_t begin = 0; begin < k; begin += stretch) {
     const int64_t end = std::min(begin + stretch, k);
     for (int64_t r = 0; r < rows; r++) {
@@ -84,7 +85,8 @@ void pack(const Tensor& weight, const Tensor& packed, bool gated) {
   require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
   const bool pairs = weight.kind() == Kind::bf16;
   const int64_t panels = panels_of(weight.size(0) / (gated ? 2 : 1), gated);
-  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op, "packed has the wrong size or dtype");
+  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op,
+          "packed has the wrong size or dtype");
   nb::gil_scoped_release unlocked;
   if (weight.item() == 2) pack_panels<uint16_t>(weight, packed, gated, pairs ? 2 : 1);
   else pack_panels<uint32_t>(weight, packed, gated, 1);
@@ -116,7 +118,8 @@ void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor&
   require(out, packed.kind(), {ids.size(0), -1}, op, "out must be [T,K] of the weight's dtype");
   const bool pairs = packed.kind() == Kind::bf16, words = packed.item() == 2;
   const int64_t count = ids.size(0), k = out.size(1);
-  require(packed, packed.kind(), {packed_size(panels_of(n, false), k, pairs)}, op, "the weight was packed for another shape");
+  require(packed, packed.kind(), {packed_size(panels_of(n, false), k, pairs)}, op,
+          "the weight was packed for another shape");
   const int64_t* id = ids.data<int64_t>();
   const void* from = packed.data<void>();
   void* to = out.data<void>();
@@ -148,8 +151,18 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   const Product p = product_of(x, bias, out, gate, op);
   const int64_t size = packed_size(p.panels, p.k, p.dtype == DType::bf16);
   require(packed, x.kind(), {size}, op, "the weight was packed for another shape or dtype");
-  const LinearArgs a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
-                     out.data<void>(), p.m, p.n, p.k, x.stride(0), has_cheap_widening()};
+  const LinearArgs a{p.dtype,
+                     p.out_dtype,
+                     gate,
+                     x.data<void>(),
+                     packed.data<void>(),
+                     bias ? bias->data<void>() : nullptr,
+                     out.data<void>(),
+                     p.m,
+                     p.n,
+                     p.k,
+                     x.stride(0),
+                     has_cheap_widening()};
   if (p.m == 0 || p.n == 0) return;
   perform([=] { multiply(a, p.panels, p.sums); });
 }
@@ -157,16 +170,26 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-  m.def("packed_size", [](int64_t outputs, int64_t k, bool pairs, bool gated) { return packed_size(panels_of(outputs, gated), k, pairs); },
-        nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
+  m.def(
+      "packed_size",
+      [](int64_t outputs, int64_t k, bool pairs, bool gated) {
+        return packed_size(panels_of(outputs, gated), k, pairs);
+      },
+      nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
   m.def("pack_linear", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("gated"));
   m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
-  m.def("linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
-    linear(x, packed, bias, out, Gate::none);
-  }, nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("gated_linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                           const std::optional<std::string>& activation, const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
-        nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
+  m.def(
+      "linear",
+      [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
+        linear(x, packed, bias, out, Gate::none);
+      },
+      nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
+  m.def(
+      "gated_linear",
+      [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+         const std::optional<std::string>& activation,
+         const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -20,7 +20,8 @@ struct Batch {
 std::vector<LoraGroup> grouped(const LoraArgs& a, const Batch& batch, std::vector<int32_t>& rows) {
   const int64_t slots = batch.slots;
   const int32_t* adapters = batch.adapters;
-  for (int64_t i = 0; i < slots * a.shards; i++) require(a.ranks[i] >= 0 && a.ranks[i] <= a.r, "add_lora", "a rank is not within 0 and R");
+  for (int64_t i = 0; i < slots * a.shards; i++)
+    require(a.ranks[i] >= 0 && a.ranks[i] <= a.r, "add_lora", "a rank is not within 0 and R");
   std::vector<int64_t> first(slots + 1, 0);  // of each slot in `rows`
   for (int64_t t = 0; t < batch.tokens; t++) {
     require(adapters[t] < slots, "add_lora", "an adapter has no slot");
@@ -61,7 +62,8 @@ void add_in_pieces(const LoraArgs& a, const std::vector<LoraGroup>& groups, int6
   const auto over = [&](int64_t total, int64_t unit, auto&& f) {
     const int64_t units = (total + unit - 1) / unit;
     parallel(count * pieces, [&](int64_t i) {
-      const int64_t group = i / pieces, piece = i % pieces, begin = units * piece / pieces, end = units * (piece + 1) / pieces;
+      const int64_t group = i / pieces, piece = i % pieces, begin = units * piece / pieces,
+                    end = units * (piece + 1) / pieces;
       if (begin < end) f(groups[group], memory.data() + group * inner, begin * unit, std::min(total, end * unit));
     });
   };
@@ -80,7 +82,8 @@ void add_rows(LoraArgs a, const Batch& batch) {
   const int64_t count = static_cast<int64_t>(groups.size()), scratch = kernels().lora_scratch(a);
   double cost = 0;  // about nanoseconds of one core
   for (const LoraGroup& group : groups) {
-    for (int64_t p = 0; p < a.shards; p++) cost += 0.1 * a.ranks[group.slot * a.shards + p] * static_cast<double>(a.k + a.sizes[p]);
+    for (int64_t p = 0; p < a.shards; p++)
+      cost += 0.1 * a.ranks[group.slot * a.shards + p] * static_cast<double>(a.k + a.sizes[p]);
   }
   if (cost < 15000.0) {  // not worth a thread's wake-up
     for (const LoraGroup& group : groups) add_group(a, group, scratch);
@@ -111,8 +114,20 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const 
     outputs += size;
   }
   require(outputs == out.size(1), op, "sizes must add up to N");
-  const LoraArgs a{dtype, x.data<void>(), down.data<void>(), up.data<void>(), ranks.data<int32_t>(), scales.data<float>(),
-                   nullptr, out.data<void>(), x.size(1), out.size(1), r, shards, x.stride(0), out.stride(0)};
+  const LoraArgs a{dtype,
+                   x.data<void>(),
+                   down.data<void>(),
+                   up.data<void>(),
+                   ranks.data<int32_t>(),
+                   scales.data<float>(),
+                   nullptr,
+                   out.data<void>(),
+                   x.size(1),
+                   out.size(1),
+                   r,
+                   shards,
+                   x.stride(0),
+                   out.stride(0)};
   const Batch batch{adapters.data<int32_t>(), rows, slots, sizes};
   perform([=] { add_rows(a, batch); });
 }

@@ -26,7 +26,8 @@ void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) 
   const QuantizeArgs a{dtype, x.data<void>(), values.data<int8_t>(), scales.data<float>(), x.size(1), x.stride(0)};
   const int64_t rows = x.size(0);
   perform([=] {
-    over_rows(rows, 0.15 * static_cast<double>(a.k), [&](int64_t begin, int64_t end) { kernels().quantize_rows(a, begin, end); });
+    over_rows(rows, 0.15 * static_cast<double>(a.k),
+              [&](int64_t begin, int64_t end) { kernels().quantize_rows(a, begin, end); });
   });
 }
 
@@ -86,7 +87,8 @@ void multiply(Int8Args a, int64_t panels, int64_t sums) {
     const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
     parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
   }
-  over_panels(m, panels, 1, cost, [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
+  over_panels(m, panels, 1, cost,
+              [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
 }
 
 void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
@@ -97,25 +99,43 @@ void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, co
   require(packed, Kind::u8, {packed_int8_size(p.panels, p.k)}, op, "the weight was packed for another shape");
   require(scales, Kind::f32, {p.sums}, op, "scales must be float32 with an entry for each row of the weight");
   if (p.m == 0 || p.n == 0) return;
-  const Int8Args a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
-                   bias ? bias->data<void>() : nullptr, out.data<void>(), p.m, p.n, p.k, x.stride(0), nullptr};
+  const Int8Args a{p.dtype,
+                   p.out_dtype,
+                   gate,
+                   x.data<void>(),
+                   packed.data<uint8_t>(),
+                   scales.data<float>(),
+                   bias ? bias->data<void>() : nullptr,
+                   out.data<void>(),
+                   p.m,
+                   p.n,
+                   p.k,
+                   x.stride(0),
+                   nullptr};
   perform([=] { multiply(a, p.panels, p.sums); });
 }
 
 }  // namespace
 
 void bind_quant(nb::module_& m) {
-  m.def("packed_int8_size", [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
-        nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
+  m.def(
+      "packed_int8_size",
+      [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
+      nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
   m.def("quantize_rows", quantize_rows);
   m.def("pack_linear_int8", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("scales"), nb::arg("gated"));
-  m.def("linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-                          const Tensor& out) { linear_int8(x, packed, scales, bias, out, Gate::none); },
-        nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("gated_linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-                                const std::optional<std::string>& activation, const Tensor& out) {
-    linear_int8(x, packed, scales, bias, out, gate_of(activation));
-  }, nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
+  m.def(
+      "linear_int8",
+      [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+         const Tensor& out) { linear_int8(x, packed, scales, bias, out, Gate::none); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
+  m.def(
+      "gated_linear_int8",
+      [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+         const std::optional<std::string>& activation,
+         const Tensor& out) { linear_int8(x, packed, scales, bias, out, gate_of(activation)); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("activation").none(),
+      nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -138,8 +138,10 @@ void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
     const Slot slot = find_slot(a.slots[t], a.heads, a.page, a.dim);
     for (int64_t h = 0; h < a.heads; h++) {
       const int64_t head = slot.first + h * a.page * a.dim;
-      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, static_cast<const T*>(a.k) + t * a.k_stride + h * a.dim);
-      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, static_cast<const T*>(a.v) + t * a.v_stride + h * a.dim);
+      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token,
+                     static_cast<const T*>(a.k) + t * a.k_stride + h * a.dim);
+      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token,
+                       static_cast<const T*>(a.v) + t * a.v_stride + h * a.dim);
     }
   }
 }

@@ -1,7 +1,7 @@
-// How a product ends: a panel's sums [rows][64] get their bias and are rounded once, or become an activation of themselves
-// where the weight is gated.  Args is what the product was called with: bias, out, n, gate, out_dtype.  Sums gives the sums
-// as float32: columns(place, output, n)(row) are up to sixteen of a row from `place` of the panel on, of the weight's rows
-// from `output` on.
+// How a product ends: a panel's sums [rows][64] get their bias and are rounded once, or become an activation of
+// themselves where the weight is gated.  Args is what the product was called with: bias, out, n, gate, out_dtype.  Sums
+// gives the sums as float32: columns(place, output, n)(row) are up to sixteen of a row from `place` of the panel on, of
+// the weight's rows from `output` on.
 #pragma once
 
 #include "activation.h"
@@ -20,8 +20,8 @@ struct FloatSums {
 
 // `columns` of the panel's sums from `place` on go to rows of `width` outputs, from `first` on.
 template <class T, class Out, class Args, class Sums>
-void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t place, int64_t columns, int64_t first,
-               int64_t width) {
+void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t place, int64_t columns,
+               int64_t first, int64_t width) {
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const int64_t n = least(kLanes, columns - c);
@@ -54,12 +54,14 @@ void write_gated(const Args& a, const Sums& sums, int64_t row0, int64_t rows, in
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + first : nullptr;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const int64_t n = least(kLanes, columns - c);
-    const F gate_shift = bias ? load_part(bias + c, n) : fzero(), up_shift = bias ? load_part(bias + a.n + c, n) : fzero();
+    const F gate_shift = bias ? load_part(bias + c, n) : fzero(),
+            up_shift = bias ? load_part(bias + a.n + c, n) : fzero();
     const auto gates = sums.columns(c, first + c, n), ups = sums.columns(kGatedPanel + c, a.n + first + c, n);
     T* out = static_cast<T*>(a.out) + row0 * a.n + first + c;
     for (int64_t r = 0; r < rows; r++) {
       const F gate = gates(r), up = ups(r);
-      const F shifted_gate = rounded<T>(bias ? gate + gate_shift : gate), shifted_up = rounded<T>(bias ? up + up_shift : up);
+      const F shifted_gate = rounded<T>(bias ? gate + gate_shift : gate),
+              shifted_up = rounded<T>(bias ? up + up_shift : up);
       store_part(out + r * a.n, activation(shifted_gate) * shifted_up, n);
     }
   }

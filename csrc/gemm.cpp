@@ -28,16 +28,19 @@ template <class T>
 const float* widened_rows(const T* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded, float* scratch) {
   for (int64_t r = 0; r < rows; r++) {
     float* to = scratch + r * padded;
-    for (int64_t i = 0; i < k; i += kLanes) store_part(to + i, load_part(x + r * stride + i, k - i), least(kLanes, k - i));
+    for (int64_t i = 0; i < k; i += kLanes)
+      store_part(to + i, load_part(x + r * stride + i, k - i), least(kLanes, k - i));
     for (int64_t i = k; i < padded; i++) to[i] = 0.0f;
   }
   stride = padded;
   return scratch;
 }
-[[maybe_unused]] const float* rows_of(const bf16* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded, float* scratch) {
+[[maybe_unused]] const float* rows_of(const bf16* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded,
+                                      float* scratch) {
   return widened_rows(x, stride, rows, k, padded, scratch);
 }
-[[maybe_unused]] const float* rows_of(const f16* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded, float* scratch) {
+[[maybe_unused]] const float* rows_of(const f16* x, int64_t& stride, int64_t rows, int64_t k, int64_t padded,
+                                      float* scratch) {
   return widened_rows(x, stride, rows, k, padded, scratch);
 }
 
@@ -63,7 +66,8 @@ void linear_typed(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end,
 
 int64_t linear_scratch(const LinearArgs& a) {
   const int64_t rows = least(kRowBlock, a.m);
-  return (kRowBlock * kPanel + kStretch<Plain<float>> + rows * rounded_up(a.k, 2)) * static_cast<int64_t>(sizeof(float));
+  return (kRowBlock * kPanel + kStretch<Plain<float>> + rows * rounded_up(a.k, 2)) *
+         static_cast<int64_t>(sizeof(float));
 }
 
 int64_t linear_panels(const LinearArgs& a) {

@@ -1,12 +1,14 @@
-// linear on AMX tiles, and with it the kernels of the arithmetic "amx": those of avx512_bf16 but for products of bfloat16.
+// linear on AMX tiles, and with it the kernels of the arithmetic "amx": those of avx512_bf16 but for products of
+// bfloat16.
 //
-// An output is one chain: for each 32 elements of K, in ascending order, one tile instruction adds what it makes of them
-// (tiles.h). A last step of fewer elements is padded with zeros. A tile holds as many rows as there are of x, up to 16; no
-// row has a part in another's sum, so bits depend neither on the number of rows nor on the tile.
+// An output is one chain: for each 32 elements of K, in ascending order, one tile instruction adds what it makes of
+// them (tiles.h). A last step of fewer elements is padded with zeros. A tile holds as many rows as there are of x, up
+// to 16; no row has a part in another's sum, so bits depend neither on the number of rows nor on the tile.
 //
 // Four tiles hold sums: 16 rows times the panel's 64 columns. A step loads one tile of x and four of weights for four
-// products: 5 loads of 8 cycles against 4 products of 16 by Intel's figures. Two by two tiles would take 4 loads, but read
-// each tile of x twice, and x comes from the second-level cache; so it is one by four, where all of x is read once a panel.
+// products: 5 loads of 8 cycles against 4 products of 16 by Intel's figures. Two by two tiles would take 4 loads, but
+// read each tile of x twice, and x comes from the second-level cache; so it is one by four, where all of x is read once
+// a panel.
 #include "amx.h"
 #include "epilogue.h"
 #include "table.h"
@@ -21,8 +23,8 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kTileColumns = 16, kTileDepth = 32;
 constexpr int64_t kStepSize = kPanel * kTileDepth;  // elements of a panel that a step reads: 4 KiB
-constexpr int64_t kStretchSteps = 4;                // whose weights stay in the first-level cache while all rows use them
-constexpr int kX = 4, kWeights = 5;                 // registers; the sums are in 0 to 3
+constexpr int64_t kStretchSteps = 4;  // whose weights stay in the first-level cache while all rows use them
+constexpr int kX = 4, kWeights = 5;   // registers; the sums are in 0 to 3
 
 // `rows` rows of x and of the sums; weights are full tiles.
 TileShapes shapes_of(int64_t rows) {
@@ -72,10 +74,11 @@ TOKSERVE_INLINE void end_sums(Tiles& tiles, float* sums) {
   if constexpr (COLUMN < 3) end_sums<COLUMN + 1>(tiles, sums);
 }
 
-// Steps [begin, end) of a tile's sums, and what is left of K if `rest`, its padded weights, is given. The first tile that
-// reads a stretch of weights fetches the next one.
+// Steps [begin, end) of a tile's sums, and what is left of K if `rest`, its padded weights, is given. The first tile
+// that reads a stretch of weights fetches the next one.
 template <class Tiles>
-void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, int64_t begin, int64_t end, const bf16* rest, bool fetch) {
+void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, int64_t begin, int64_t end,
+                 const bf16* rest, bool fetch) {
   float* sums = a.sums + row * kPanel;
   const bf16* x = a.x + row * a.x_stride;
   begin_sums<0>(tiles, sums, begin == 0);
@@ -83,7 +86,8 @@ void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, in
     const bf16* w = panel + step * kStepSize;
     if (fetch) {
       const char* next = reinterpret_cast<const char*>(w + kStretchSteps * kStepSize);
-      for (int64_t i = 0; i < kStepSize * static_cast<int64_t>(sizeof(bf16)); i += 64) __builtin_prefetch(next + i, 0, 2);
+      for (int64_t i = 0; i < kStepSize * static_cast<int64_t>(sizeof(bf16)); i += 64)
+        __builtin_prefetch(next + i, 0, 2);
     }
     add_step(tiles, x + step * kTileDepth, a.x_stride, w);
   }
@@ -93,7 +97,8 @@ void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, in
 
 // Rows [first, last) in tiles of `height` rows. Sums are stored between two stretches, which is exact.
 template <class Tiles>
-void multiply_rows(Tiles& tiles, const Rows& a, int64_t first, int64_t last, int64_t height, const bf16* panel, const bf16* rest) {
+void multiply_rows(Tiles& tiles, const Rows& a, int64_t first, int64_t last, int64_t height, const bf16* panel,
+                   const bf16* rest) {
   const int64_t stretch = last - first > height ? kStretchSteps : most(a.steps, int64_t{1});
   int64_t begin = 0;
   do {
@@ -106,7 +111,8 @@ void multiply_rows(Tiles& tiles, const Rows& a, int64_t first, int64_t last, int
 }
 
 // Scratch memory: the sums, then the padded last steps of x and of a panel.
-constexpr int64_t kScratchBytes = kRowBlock * kPanel * sizeof(float) + (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16);
+constexpr int64_t kScratchBytes =
+    kRowBlock * kPanel * sizeof(float) + (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16);
 
 template <class Tiles>
 void linear_in_tiles(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {

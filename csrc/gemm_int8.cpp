@@ -10,12 +10,12 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-constexpr float kLevels = 127.0f;   // values are -127 .. 127
-constexpr float kLeast = 1e-30f;    // a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+constexpr float kLevels = 127.0f;  // values are -127 .. 127
+constexpr float kLeast = 1e-30f;   // a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
 #if defined(TOKSERVE_NEON)
 constexpr uint32_t kOffset = 0;
 #else
-constexpr uint32_t kOffset = 128;   // a packed weight is its value plus this: vpdpbusd wants one unsigned operand
+constexpr uint32_t kOffset = 128;  // a packed weight is its value plus this: vpdpbusd wants one unsigned operand
 #endif
 
 // Four elements of K side by side, weights unsigned: [ceil(K / 4)][64][4].  Sums are of x (w + kOffset), modulo 2^32.
@@ -65,14 +65,14 @@ struct Quads {
     return {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
 #elif defined(__AVX2__)
     const __m256i even = _mm256_set1_epi32(quad[0]), odd = _mm256_set1_epi32(quad[1]);
-    const I products = {
-        _mm256_add_epi32(_mm256_madd_epi16(w.even.a, even), _mm256_madd_epi16(w.odd.a, odd)),
-        _mm256_add_epi32(_mm256_madd_epi16(w.even.b, even), _mm256_madd_epi16(w.odd.b, odd))};
+    const I products = {_mm256_add_epi32(_mm256_madd_epi16(w.even.a, even), _mm256_madd_epi16(w.odd.a, odd)),
+                        _mm256_add_epi32(_mm256_madd_epi16(w.even.b, even), _mm256_madd_epi16(w.odd.b, odd))};
     return sum + products;
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(TOKSERVE_NEON)
     const int8x8_t values = vreinterpret_s8_s32(vset_lane_s32(quad[0], vdup_n_s32(0), 0));
     return quarters<I>([&](int i) {
-      return vreinterpretq_u32_s32(vdotq_lane_s32(vreinterpretq_s32_u32(sum.v[i]), vreinterpretq_s8_u32(w.v[i]), values, 0));
+      return vreinterpretq_u32_s32(
+          vdotq_lane_s32(vreinterpretq_s32_u32(sum.v[i]), vreinterpretq_s8_u32(w.v[i]), values, 0));
     });
 #elif defined(TOKSERVE_NEON)  // two products fit into 16 bits: 2 * 127 * 127 < 2^15
     const int8x16_t values = vreinterpretq_s8_s32(vdupq_n_s32(quad[0]));
@@ -207,7 +207,8 @@ void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
 }
 
 int64_t int8_rows_size(const Int8Args& a) {
-  return a.m * (static_cast<int64_t>(sizeof(float) + sizeof(uint32_t)) + padded(a.k) * static_cast<int64_t>(sizeof(Quads::Row)));
+  return a.m * (static_cast<int64_t>(sizeof(float) + sizeof(uint32_t)) +
+                padded(a.k) * static_cast<int64_t>(sizeof(Quads::Row)));
 }
 
 void int8_rows(const Int8Args& a, int64_t begin, int64_t end) {

@@ -147,24 +147,24 @@ struct AttentionArgs {
 
 // Consecutive queries of one request, all heads of one group: one attention task.
 struct AttentionTile {
-  const int32_t* pages;    // this request's row of the block table
-  int64_t token;           // first query's row in q and out
-  int64_t position;        // first query's absolute position
-  int64_t queries;         // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
+  const int32_t* pages;  // this request's row of the block table
+  int64_t token;         // first query's row in q and out
+  int64_t position;      // first query's absolute position
+  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
   int64_t kv_head;
   int64_t split_begin, split_end;  // splits that hold keys some query of the tile sees
-  bool next_head;          // the same queries of the next head come right after: its first keys are worth fetching
+  bool next_head;  // the same queries of the next head come right after: its first keys are worth fetching
 };
 
 struct LogprobArgs {
-  const float* logits;      // [R, V]
-  const int64_t* token_ids; // [R]
-  const float* temperature; // [R] or null
-  const int64_t* named;     // [R, m] or null
-  float* token_logprobs;    // [R]
-  int32_t* ranks;           // [R]
-  int32_t* top_ids;         // [R, k + m]
-  float* top_logprobs;      // [R, k + m]
+  const float* logits;       // [R, V]
+  const int64_t* token_ids;  // [R]
+  const float* temperature;  // [R] or null
+  const int64_t* named;      // [R, m] or null
+  float* token_logprobs;     // [R]
+  int32_t* ranks;            // [R]
+  int32_t* top_ids;          // [R, k + m]
+  float* top_logprobs;       // [R, k + m]
   int64_t vocab, k, m;
 };
 
@@ -216,8 +216,8 @@ struct Kernels {
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
-  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first brings
-  // the rows of x into its own form, which is worth doing for linear_panels(args) panels at least.
+  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
+  // brings the rows of x into its own form, which is worth doing for linear_panels(args) panels at least.
   int64_t (*linear_scratch)(const LinearArgs&);
   int64_t (*linear_panels)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);

@@ -1,5 +1,5 @@
-// Low-rank adapters: rows of one adapter get what it adds to a projection, out += scale * (x down^T) up for each shard of
-// its outputs.  Such rows share the reading of its weights.  An element's sums run over K, then over the rank, in an
+// Low-rank adapters: rows of one adapter get what it adds to a projection, out += scale * (x down^T) up for each shard
+// of its outputs.  Such rows share the reading of its weights.  An element's sums run over K, then over the rank, in an
 // order that knows nothing of the rows beside it, nor of how the work was cut.
 #include "table.h"
 
@@ -22,10 +22,11 @@ void widen(const T* x, int64_t k, float* to) {
   for (int64_t i = 0; i < k; i += kLanes) store(to + i, load_part(x + i, k - i));
 }
 
-// inner [ROWS][*] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.  Fetches as many rows from `ahead`:
-// these weights are read once a step, in pieces too short for the processor to see what comes next.
+// inner [ROWS][*] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.  Fetches as many rows from
+// `ahead`: these weights are read once a step, in pieces too short for the processor to see what comes next.
 template <class T, int ROWS, int RANKS>
-TOKSERVE_INLINE void dot(const float* x, const T* down, const T* ahead, int64_t k, int64_t stride, float scale, float* inner) {
+TOKSERVE_INLINE void dot(const float* x, const T* down, const T* ahead, int64_t k, int64_t stride, float scale,
+                         float* inner) {
   const int64_t row_stride = padded(k), whole = whole_lanes(k);
   F sums[ROWS][RANKS];
   for (int row = 0; row < ROWS; row++) {

@@ -82,8 +82,8 @@ bool Pool::resize(int n, const std::vector<int>& cpus) {
   return bound.load();
 }
 
-// The next task of a region of the offered list, or -1 if it has no more.  A thread that is late with a list that is over
-// claims nothing: it sees another offer, or the region's word has changed since, as all of its tasks were claimed.
+// The next task of a region of the offered list, or -1 if it has no more.  A thread that is late with a list that is
+// over claims nothing: it sees another offer, or the region's word has changed since, as all of its tasks were claimed.
 int64_t Pool::claim(int region, uint64_t offer, int64_t tasks) {
   const int64_t begin = tasks * region / threads(), end = tasks * (region + 1) / threads();
   if (begin == end) return -1;
@@ -93,7 +93,8 @@ int64_t Pool::claim(int region, uint64_t offer, int64_t tasks) {
     const int64_t count = number(word) == number(offer) ? low(word) : 0;
     if (begin + count >= end) return -1;
     const uint64_t next = offer | static_cast<uint64_t>(count + 1);
-    if (claimed.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire)) return begin + count;
+    if (claimed.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire))
+      return begin + count;
   }
   return -1;
 }
@@ -130,7 +131,9 @@ void Pool::run(int64_t tasks, Task task, const void* context) {
   finished_.store(0, std::memory_order_release);
   offer_.store(list);
   if (sleepers_.load() > 0) {
-    { std::lock_guard order(sleep_); }  // whoever counted itself as a sleeper is in wait() now, or will see the offer
+    {
+      std::lock_guard order(sleep_);
+    }  // whoever counted itself as a sleeper is in wait() now, or will see the offer
     wake_.notify_all();
   }
   help(0);

@@ -95,13 +95,15 @@ float mass_of(const Scaled& x, float top) {
 
 int32_t rank_of(const float* row, int64_t vocab, float value) {
   int32_t greater = 0;
-  for (int64_t i = 0; i < vocab; i += kLanes) greater += __builtin_popcount(bits(fset(value) < load_logits(row, i, vocab)));
+  for (int64_t i = 0; i < vocab; i += kLanes)
+    greater += __builtin_popcount(bits(fset(value) < load_logits(row, i, vocab)));
   return 1 + greater;
 }
 
 // Philox 4x32-10 (Salmon et al., SC 2011) for sixteen counters: random[4][16].
 TOKSERVE_INLINE void philox(I block, uint64_t position, uint64_t seed, I* random) {
-  I c0 = block, c1 = iset(static_cast<uint32_t>(position)), c2 = iset(static_cast<uint32_t>(position >> 32)), c3 = iset(0);
+  I c0 = block, c1 = iset(static_cast<uint32_t>(position)), c2 = iset(static_cast<uint32_t>(position >> 32)),
+    c3 = iset(0);
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; round++, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u) {
     I high0, low0, high1, low1;
@@ -165,7 +167,8 @@ int64_t draw_noisy(const Scaled& x, uint64_t seed, uint64_t position) {
     // A bound on the best so far, with room for all rounding of the comparisons below.
     const F limit = fset(reached - (0.01f + 0x1p-19f * (__builtin_fabsf(reached) + kMostGumbel)));
     F raw[4];
-    for (int j = 0; j < 4; j++) raw[j] = i + j * kLanes < x.vocab ? load_logits(x.row, i + j * kLanes, x.vocab) : fset(kNever);
+    for (int j = 0; j < 4; j++)
+      raw[j] = i + j * kLanes < x.vocab ? load_logits(x.row, i + j * kLanes, x.vocab) : fset(kNever);
     const F highest = vmax(vmax(raw[0], raw[1]), vmax(raw[2], raw[3]));
     if (!bits(limit - fset(kMostGumbel) < highest * fset(factor))) continue;
     deinterleave(raw);  // lane b of raw[j] is now id i + 4 b + j, whose random word is lane b of random[j]
@@ -289,7 +292,8 @@ float largest_of(const Scaled& x) {
 
 // The largest of a row; not a number if there is one that is not.
 float largest_or_nan(const float* row, int64_t vocab) {
-  F highest[4] = {fset(kNever), fset(kNever), fset(kNever), fset(kNever)}, found[4] = {fzero(), fzero(), fzero(), fzero()};
+  F highest[4] = {fset(kNever), fset(kNever), fset(kNever), fset(kNever)},
+    found[4] = {fzero(), fzero(), fzero(), fzero()};
   for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
     for (int j = 0; j < 4 && i + j * kLanes < vocab; j++) {
       const F x = load_logits(row, i + j * kLanes, vocab);
@@ -308,7 +312,8 @@ float temperature_of(const float* temperatures, int64_t row) {
 
 int64_t sampled(const SampleArgs& a, int64_t row, const Scaled& x) {
   bool nan;
-  return a.greedy[row] ? arg_max(x, nan) : draw_noisy(x, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
+  return a.greedy[row] ? arg_max(x, nan)
+                       : draw_noisy(x, static_cast<uint64_t>(a.seeds[row]), static_cast<uint64_t>(a.positions[row]));
 }
 
 }  // namespace

@@ -19,12 +19,12 @@ constexpr int kTileRows = 2, kTileVectors = 1;
 #endif
 constexpr int kPanelVectors = kPanel / kLanes;
 constexpr int64_t kStretchBytes = 16384;  // of a panel: stays in the first-level cache while all row tiles use it
-constexpr int64_t kWidenTiles = 3;        // from so many row tiles on, the first stores the weights widened for the rest
-constexpr int kShared = 2;                // cache lines of the next stretch that a row tile prefetches per step
+constexpr int64_t kWidenTiles = 3;  // from so many row tiles on, the first stores the weights widened for the rest
+constexpr int kShared = 2;          // cache lines of the next stretch that a row tile prefetches per step
 
-// A format says how a panel stores its weights, what a row of x looks like, and what a sum is: Sum in registers, Element
-// in memory.  One step of the chain takes kDepth elements of K in kParts operations on each sum: the weights of one part
-// fill one register per vector of columns.
+// A format says how a panel stores its weights, what a row of x looks like, and what a sum is: Sum in registers,
+// Element in memory.  One step of the chain takes kDepth elements of K in kParts operations on each sum: the weights of
+// one part fill one register per vector of columns.
 template <class T>
 struct Plain {  // [K][64]
   using Weight = T;
@@ -49,7 +49,8 @@ struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
   TOKSERVE_INLINE static F add(const bf16* x, int, I w, F sum) {
     int pair;
     std::memcpy(&pair, x, sizeof pair);
-    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), reinterpret_cast<__m512bh>(w.v))};
+    return {
+        _mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), reinterpret_cast<__m512bh>(w.v))};
   }
 #else
   using Row = float;
@@ -82,7 +83,8 @@ inline constexpr bool kWidens<Pairs> = Pairs::kParts == 2;
 
 // Elements of K times columns in a stretch; widened weights take twice the memory.
 template <class Format>
-constexpr int64_t kStretch = kStretchBytes / static_cast<int64_t>(kWidens<Format> ? sizeof(float) : sizeof(typename Format::Weight));
+constexpr int64_t kStretch =
+    kStretchBytes / static_cast<int64_t>(kWidens<Format> ? sizeof(float) : sizeof(typename Format::Weight));
 
 TOKSERVE_INLINE void set_zero(F& sum) { sum = fzero(); }
 TOKSERVE_INLINE void set_zero(I& sum) { sum = iset(0); }
@@ -92,9 +94,9 @@ TOKSERVE_INLINE void store_sum(float* p, F sum) { store(p, sum); }
 TOKSERVE_INLINE void store_sum(uint32_t* p, I sum) { istore(p, sum); }
 
 // sums [ROWS][64] (+)= x [ROWS][K] times w, in VECTORS vectors of columns; `steps` steps of K.
-// Meanwhile it prefetches AHEAD cache lines a step from `ahead`, into the second level: the first level would evict them
-// before their use.  A stream of several rows works on little data, slowly enough to profit from the first.
-// With STORE, the weights as float32 go to `widened`, as Plain<float> reads them.
+// Meanwhile it prefetches AHEAD cache lines a step from `ahead`, into the second level: the first level would evict
+// them before their use.  A stream of several rows works on little data, slowly enough to profit from the first. With
+// STORE, the weights as float32 go to `widened`, as Plain<float> reads them.
 template <class Format, int ROWS, int VECTORS, int AHEAD, bool STORE>
 TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
                                    int64_t steps, typename Format::Element* sums, bool begin, const char* ahead,
@@ -143,12 +145,14 @@ template <class Format, int AHEAD, bool STORE = false, int ROWS = kTileRows>
 TOKSERVE_INLINE void multiply_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
                                     const typename Format::Weight* w, int64_t steps, typename Format::Element* sums,
                                     bool begin, const char* ahead, float* widened = nullptr) {
-  if (rows == ROWS) return multiply_rows<Format, ROWS, AHEAD, STORE>(x, x_stride, w, steps, sums, begin, ahead, widened);
-  if constexpr (ROWS > 1) multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
+  if (rows == ROWS)
+    return multiply_rows<Format, ROWS, AHEAD, STORE>(x, x_stride, w, steps, sums, begin, ahead, widened);
+  if constexpr (ROWS > 1)
+    multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
 }
 
-// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that widen:
-// scratch of kStretch<Plain<float>> floats, to widen a stretch once where several row tiles share it, or null.
+// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that
+// widen: scratch of kStretch<Plain<float>> floats, to widen a stretch once where several row tiles share it, or null.
 template <class Format>
 void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows, const typename Format::Weight* panel,
                     int64_t padded, typename Format::Element* sums, [[maybe_unused]] float* widened) {
@@ -162,7 +166,8 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
   for (int64_t k = 0; k < padded; k += stretch) {
     const int64_t depth = least(stretch, padded - k), steps = depth / Format::kDepth, lines = steps * step_lines;
     const auto* now = panel + k * kPanel;
-    const char* ahead = reinterpret_cast<const char*>(now) + lines * 64;  // the next stretch, shared out among the tiles
+    const char* ahead =
+        reinterpret_cast<const char*>(now) + lines * 64;  // the next stretch, shared out among the tiles
     for (int64_t tile = 0, row = 0, fetched = 0; tile < tiles; tile++) {
       const int64_t count = (rows - row) / (tiles - tile);  // tiles of nearly equal height
       const auto* from = x + row * stride + k;
@@ -171,8 +176,10 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
       row += count;
       if constexpr (kWidens<Format>) {
         if (widened && tiles >= kWidenTiles) {
-          if (tile == 0) multiply_up_to<Format, kShared, true>(count, from, stride, now, steps, to, k == 0, next, widened);
-          else if (fetched < lines) multiply_up_to<Plain<float>, 1>(count, from, stride, widened, depth, to, k == 0, next);
+          if (tile == 0)
+            multiply_up_to<Format, kShared, true>(count, from, stride, now, steps, to, k == 0, next, widened);
+          else if (fetched < lines)
+            multiply_up_to<Plain<float>, 1>(count, from, stride, widened, depth, to, k == 0, next);
           else multiply_up_to<Plain<float>, 0>(count, from, stride, widened, depth, to, k == 0, next);
           fetched += tile == 0 ? kShared * steps : depth;
           continue;

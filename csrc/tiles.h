@@ -1,5 +1,5 @@
-// Tile registers and what AMX does with them, twice: the processor's instructions, and software that defines their bits.
-// A tile has up to 16 rows of 64 bytes. Registers are template arguments because the instructions encode them.
+// Tile registers and what AMX does with them, twice: the processor's instructions, and software that defines their
+// bits. A tile has up to 16 rows of 64 bytes. Registers are template arguments because the instructions encode them.
 // The instructions are written as assembly: GCC 12's intrinsics are assembly too, but their loads do not say that they
 // read memory, and the compiler may move a store to what they load behind them.
 #pragma once
@@ -48,9 +48,9 @@ using Tile = uint32_t[16][16];
 //   even = odd = 0
 //   for each pair k:  even = fma(a[m][2k], b[k][2n], even);  odd = fma(a[m][2k + 1], b[k][2n + 1], odd)
 //   c[m][n] = c[m][n] + (even + odd)
-// in float32, every operation rounded to nearest even, denormal operands taken as zero, denormal results flushed to zero,
-// whatever MXCSR says. Here MXCSR is set to do just that. The assembly keeps the arithmetic between the two settings,
-// because the tiles are memory that a caller passed.
+// in float32, every operation rounded to nearest even, denormal operands taken as zero, denormal results flushed to
+// zero, whatever MXCSR says. Here MXCSR is set to do just that. The assembly keeps the arithmetic between the two
+// settings, because the tiles are memory that a caller passed.
 [[gnu::noinline]] inline void dot_in_software(Tile& c, const Tile& a, const Tile& b, int rows) {
   const uint32_t flush = 0x9fc0;  // FTZ, DAZ, no exception trapped, nearest even
   uint32_t before;
@@ -83,11 +83,13 @@ struct SoftwareTiles {
   template <int T>
   void load(const void* p, int64_t stride) {
     zero<T>();
-    for (int r = 0; r < shapes.rows[T]; r++) std::memcpy(tiles[T][r], static_cast<const char*>(p) + r * stride, shapes.row_bytes[T]);
+    for (int r = 0; r < shapes.rows[T]; r++)
+      std::memcpy(tiles[T][r], static_cast<const char*>(p) + r * stride, shapes.row_bytes[T]);
   }
   template <int T>
   void store(void* p, int64_t stride) {
-    for (int r = 0; r < shapes.rows[T]; r++) std::memcpy(static_cast<char*>(p) + r * stride, tiles[T][r], shapes.row_bytes[T]);
+    for (int r = 0; r < shapes.rows[T]; r++)
+      std::memcpy(static_cast<char*>(p) + r * stride, tiles[T][r], shapes.row_bytes[T]);
   }
   template <int C, int A, int B>
   void dot() {

@@ -67,9 +67,7 @@ TOKSERVE_INLINE I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_
 TOKSERVE_INLINE F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 TOKSERVE_INLINE I select(M m, I x, I y) { return as_int(select(m, as_float(x), as_float(y))); }
 // Both halves are exact as floats and so is high * 65536, so that the sum is rounded once.
-TOKSERVE_INLINE F from_unsigned(I x) {
-  return from_int(shr<16>(x)) * fset(65536.0f) + from_int(x & iset(0xffff));
-}
+TOKSERVE_INLINE F from_unsigned(I x) { return from_int(shr<16>(x)) * fset(65536.0f) + from_int(x & iset(0xffff)); }
 
 TOKSERVE_INLINE void multiply(__m256i x, __m256i factor, __m256i& high, __m256i& low) {
   const __m256i even = _mm256_mul_epu32(x, factor);

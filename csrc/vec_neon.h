@@ -17,6 +17,7 @@ TOKSERVE_INLINE R quarters(Each each) {
   return {{each(0), each(1), each(2), each(3)}};
 }
 
+// clang-format off: a line per operation
 TOKSERVE_INLINE F fset(float x) { return quarters<F>([&](int) { return vdupq_n_f32(x); }); }
 TOKSERVE_INLINE F operator+(F a, F b) { return quarters<F>([&](int i) { return vaddq_f32(a.v[i], b.v[i]); }); }
 TOKSERVE_INLINE F operator-(F a, F b) { return quarters<F>([&](int i) { return vsubq_f32(a.v[i], b.v[i]); }); }
@@ -27,8 +28,12 @@ TOKSERVE_INLINE F fma(F a, F b, F c) { return quarters<F>([&](int i) { return vf
 TOKSERVE_INLINE F fma(float a, F b, F c) { return quarters<F>([&](int i) { return vfmaq_n_f32(c.v[i], b.v[i], a); }); }
 TOKSERVE_INLINE M operator<(F a, F b) { return quarters<M>([&](int i) { return vcltq_f32(a.v[i], b.v[i]); }); }
 TOKSERVE_INLINE M operator==(F a, F b) { return quarters<M>([&](int i) { return vceqq_f32(a.v[i], b.v[i]); }); }
-TOKSERVE_INLINE F select(M m, F a, F b) { return quarters<F>([&](int i) { return vbslq_f32(m.v[i], a.v[i], b.v[i]); }); }
-TOKSERVE_INLINE I select(M m, I a, I b) { return quarters<I>([&](int i) { return vbslq_u32(m.v[i], a.v[i], b.v[i]); }); }
+TOKSERVE_INLINE F select(M m, F a, F b) {
+  return quarters<F>([&](int i) { return vbslq_f32(m.v[i], a.v[i], b.v[i]); });
+}
+TOKSERVE_INLINE I select(M m, I a, I b) {
+  return quarters<I>([&](int i) { return vbslq_u32(m.v[i], a.v[i], b.v[i]); });
+}
 // Not FMAX and FMIN, which order the two zeros and return what is not a number from either side.
 TOKSERVE_INLINE F vmax(F a, F b) { return select(b < a, a, b); }  // b if either is not a number
 TOKSERVE_INLINE F vmin(F a, F b) { return select(a < b, a, b); }
@@ -98,6 +103,7 @@ TOKSERVE_INLINE void store_words(uint16_t* p, I a) {
 TOKSERVE_INLINE void store(f16* p, F a) {
   for (int i = 0; i < 4; i++) vst1_u16(&p->bits + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
+// clang-format on
 
 // The trees of vec.h: lanes eight apart, then four, two and one.
 TOKSERVE_INLINE float sum(F a) {

@@ -19,14 +19,15 @@ TOKSERVE_INLINE R lanes(Each each) {
   return r;
 }
 
+// clang-format off: a line per operation
 TOKSERVE_INLINE F fset(float x) { return lanes<F>([&](int) { return x; }); }
 TOKSERVE_INLINE F operator+(F a, F b) { return lanes<F>([&](int i) { return a.v[i] + b.v[i]; }); }
 TOKSERVE_INLINE F operator-(F a, F b) { return lanes<F>([&](int i) { return a.v[i] - b.v[i]; }); }
 TOKSERVE_INLINE F operator*(F a, F b) { return lanes<F>([&](int i) { return a.v[i] * b.v[i]; }); }
 TOKSERVE_INLINE F operator/(F a, F b) { return lanes<F>([&](int i) { return a.v[i] / b.v[i]; }); }
-// a * b + c rounded once, as the instruction of other processors rounds it.  The product is exact in double; their sum is
-// rounded to odd there, after which rounding to float gives the float nearest to the exact sum (S. Boldo, G. Melquiond,
-// "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+// a * b + c rounded once, as the instruction of other processors rounds it.  The product is exact in double; the sum is
+// rounded to odd in double, after which rounding to float gives the float nearest to the exact sum (S. Boldo,
+// G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 TOKSERVE_INLINE float fused(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
@@ -75,10 +76,16 @@ TOKSERVE_INLINE I shr(I a) {
 }
 // Adding and taking away 1.5 * 2^23 rounds to the nearest even integer; only used where |x| < 2^22.
 TOKSERVE_INLINE I to_int(F a) {
-  return lanes<I>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>((a.v[i] + 12582912.0f) - 12582912.0f)); });
+  return lanes<I>([&](int i) {
+    return static_cast<uint32_t>(static_cast<int32_t>((a.v[i] + 12582912.0f) - 12582912.0f));
+  });
 }
-TOKSERVE_INLINE F from_int(I a) { return lanes<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); }); }
+TOKSERVE_INLINE F from_int(I a) {
+  return lanes<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
+}
 TOKSERVE_INLINE F from_unsigned(I a) { return lanes<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
+// clang-format on
+
 TOKSERVE_INLINE I as_int(F a) {
   I r;
   std::memcpy(r.v, a.v, sizeof r.v);
@@ -97,7 +104,9 @@ TOKSERVE_INLINE void multiply(I a, uint32_t b, I& high, I& low) {
   }
 }
 
-TOKSERVE_INLINE F load(const float* p) { return lanes<F>([&](int i) { return p[i]; }); }
+TOKSERVE_INLINE F load(const float* p) {
+  return lanes<F>([&](int i) { return p[i]; });
+}
 TOKSERVE_INLINE F load(const bf16* p) {
   return as_float(lanes<I>([&](int i) { return static_cast<uint32_t>(p[i].bits) << 16; }));
 }
