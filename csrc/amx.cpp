@@ -28,7 +28,7 @@ struct Operands {
   float c[kRows][kColumns];
 };
 
-// What kind of numbers a tile holds. The small ones are multiples of 2^-71 (c: of 2^-142), below and above the smallest
+// The kind of numbers in a tile. The small ones are multiples of 2^-71 (c: of 2^-142), below and above the smallest
 // normal number: every sum below that is exact, so that what is flushed to zero does not depend on when it is rounded.
 enum class Numbers { ordinary, special, small, large };
 
@@ -111,9 +111,9 @@ bool tiles_agree(const TileProduct& product) {
 namespace {
 
 #if !defined(TOKSERVE_HAS_avx512_bf16)
-std::string find_status() { return "the processor has no AMX"; }
+std::string check_status() { return "the processor has no AMX"; }
 #elif !defined(TOKSERVE_HAS_amx)
-std::string find_status() { return "the extension was built by a compiler without AMX"; }
+std::string check_status() { return "the extension was built by a compiler without AMX"; }
 #else
 
 // Whether the processor has AMX for bfloat16: CPUID leaf 7, EDX bits 22 (AMX-BF16) and 24 (AMX-TILE).
@@ -140,7 +140,7 @@ int request_tile_state() {
 #endif
 }
 
-std::string find_status() {
+std::string check_status() {
   if (!runs_avx512_bf16() || !has_amx()) return "the processor has no AMX";
   if (!system_saves_tiles()) return "the system does not save AMX tiles";
   if (const int error = request_tile_state())
@@ -153,7 +153,7 @@ std::string find_status() {
 }  // namespace
 
 const std::string& amx_status() {
-  static const std::string status = find_status();
+  static const std::string status = check_status();
   return status;
 }
 

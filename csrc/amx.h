@@ -1,4 +1,4 @@
-// Whether this machine's AMX may be used, and single tile products through which that is checked.
+// Whether this machine's AMX may be used, and the single tile products with which that is checked.
 #pragma once
 
 #include <cstdint>

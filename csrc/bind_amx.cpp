@@ -1,4 +1,4 @@
-// Bindings with which tests reach the definition of AMX's tiles and the check of the processor's.
+// Bindings of AMX's status, and, for tests, of the software tiles and the check of the processor's tiles.
 #include <nanobind/stl/string.h>
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Bindings of the store into the KV pages and of attention over them: all indices are checked here, once a call.
+// Bindings of the store into the KV pages and of attention over them: all indices are checked here, once per call.
 #include <vector>
 
 #include "bind.h"
@@ -24,7 +24,7 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   const StoreArgs a{dtype, k.data<void>(), v.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
                     slot,  k.stride(0),    v.stride(0),    c.kv_heads,           c.page,
                     c.dim};
-  perform([=] {
+  launch([=] {
     for (int64_t t = 0; t < tokens; t++)
       require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
     over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim),
@@ -32,7 +32,7 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   });
 }
 
-// What a batch's rows are.
+// The rows of a batch.
 struct AttentionRows {
   int64_t rows, tokens;
   const int32_t* start;   // [rows + 1]
@@ -41,12 +41,13 @@ struct AttentionRows {
   int64_t width, stride;
 };
 
-// Cuts the rows into tiles, without kv_head; returns about how many ns of one core they cost.
-double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, std::vector<AttentionTile>& tiles) {
+// Divides the rows into tiles, without kv_head; returns their estimated cost in ns of one core.
+double make_tiles(const AttentionArgs& a, const Caches& c, const AttentionRows& batch,
+                  std::vector<AttentionTile>& tiles) {
   const char* op = "paged_attention";
   const int32_t *start = batch.start, *lens = batch.lens;
   require(start[0] == 0 && start[batch.rows] == batch.tokens, op, "query_start must go from 0 to T");
-  const int64_t group = a.heads / a.kv_heads, most_queries = std::max<int64_t>(1, kQueryRows / group);
+  const int64_t group = a.heads / a.kv_heads, max_queries = std::max<int64_t>(1, kQueryRows / group);
   double cost = 0;
   for (int64_t r = 0; r < batch.rows; r++) {
     const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
@@ -60,8 +61,8 @@ double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, 
     for (int64_t i = first_key(first) / c.page; i <= (lens[r] - 1) / c.page; i++) {
       require(pages[i] >= 0 && pages[i] < c.blocks, op, "a page is outside the cache");
     }
-    for (int64_t q = 0; q < queries; q += most_queries) {
-      const int64_t count = std::min(most_queries, queries - q), position = first + q, last = position + count - 1;
+    for (int64_t q = 0; q < queries; q += max_queries) {
+      const int64_t count = std::min(max_queries, queries - q), position = first + q, last = position + count - 1;
       tiles.push_back(
           {pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false});
       cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
@@ -70,7 +71,7 @@ double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, 
   return cost;
 }
 
-// Few tiles with long contexts: splits go to different threads, then each tile's partial results are merged.
+// For few tiles with long contexts: splits go to different threads, then the partial results of each tile are merged.
 void attend_by_splits(const AttentionArgs& a, const std::vector<AttentionTile>& tiles) {
   const Kernels& kernel = kernels();
   struct Piece {
@@ -110,7 +111,7 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
     }
     return attend_by_splits(a, by_head);
   }
-  // A task takes several heads of a tile, as long as there are tasks enough to balance.
+  // A task takes several heads of a tile, as long as enough tasks remain to balance the threads.
   int64_t heads = a.kv_heads;
   while (threaded && heads > 1 && tasks / heads < 8 * pool().threads()) heads = (heads + 1) / 2;
   const int64_t parts = (a.kv_heads + heads - 1) / heads;
@@ -157,9 +158,9 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         c.dim,
                         scale,
                         window};
-  perform([=] {
+  launch([=] {
     std::vector<AttentionTile> tiles;
-    const double cost = cut(a, c, batch, tiles);
+    const double cost = make_tiles(a, c, batch, tiles);
     if (cost < 15000.0) return attend(a, tiles, false);
     const Unlocked unlocked;
     attend(a, tiles, pool().threads() > 1);

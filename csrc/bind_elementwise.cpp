@@ -1,4 +1,4 @@
-// Bindings of the row-wise ops.  Outputs are tensors the caller made.
+// Bindings of the row-wise ops.  The caller allocates the outputs.
 #include <nanobind/stl/optional.h>
 
 #include "bind.h"
@@ -30,7 +30,7 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
                    sum ? sum->data<void>() : nullptr,
                    width,
                    eps};
-  perform([=] {
+  launch([=] {
     over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
   });
 }
@@ -42,7 +42,7 @@ void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, i
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   require(out, x.kind(), {rows, width}, op, "out must be [T,I] of x's dtype");
   const GatedArgs a{dtype, x.data<void>(), out.data<void>(), width};
-  perform([=] {
+  launch([=] {
     over_rows(rows, 10 + 0.8 * width, [&](int64_t begin, int64_t end) { (kernels().*kernel)(a, begin, end); });
   });
 }
@@ -118,7 +118,7 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
                   c.page,
                   eps};
   const int64_t scratch = c.dim * qkv.item();
-  perform([=] {
+  launch([=] {
     for (int64_t t = 0; t < tokens; t++) {
       require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
       require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");

@@ -1,4 +1,4 @@
-// Bindings of the ops on logits [R, V]: one task a row.
+// Bindings of the ops on logits [R, V]: one task per row.
 #include <nanobind/stl/optional.h>
 
 #include <vector>
@@ -69,11 +69,12 @@ void sample(const Tensor& logits, const Tensor& seeds, const Tensor& positions, 
   });
 }
 
-void draw(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy,
-          const std::optional<Tensor>& temperature, bool scaled, int64_t k, const Tensor& ids, const Tensor& finite,
-          const Tensor& token_logprobs, const Tensor& ranks, const Tensor& top_ids, const Tensor& top_logprobs) {
-  const char* op = "draw";
-  const int64_t vocab = vocab_of(logits, op), rows = logits.size(0), with = k < 0 ? 0 : rows,
+void sample_fused(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy,
+                  const std::optional<Tensor>& temperature, bool scaled, int64_t k, const Tensor& ids,
+                  const Tensor& finite, const Tensor& token_logprobs, const Tensor& ranks, const Tensor& top_ids,
+                  const Tensor& top_logprobs) {
+  const char* op = "sample_fused";
+  const int64_t vocab = vocab_of(logits, op), rows = logits.size(0), logprob_rows = k < 0 ? 0 : rows,
                 columns = std::max<int64_t>(k, 0);
   require(k <= vocab, op, "k must be at most V");
   require(seeds, Kind::i64, {rows}, op, "seeds must be int64 [R]");
@@ -82,10 +83,10 @@ void draw(const Tensor& logits, const Tensor& seeds, const Tensor& positions, co
   if (temperature) require(*temperature, Kind::f32, {rows}, op, "temperature must be float32 [R]");
   require(ids, Kind::i64, {rows}, op, "ids must be int64 [R]");
   require(finite, Kind::boolean, {rows}, op, "finite must be bool [R]");
-  require(token_logprobs, Kind::f32, {with}, op, "token_logprobs must be float32 [R]");
-  require(ranks, Kind::i32, {with}, op, "ranks must be int32 [R]");
-  require(top_ids, Kind::i32, {with, columns}, op, "top_ids must be int32 [R,k]");
-  require(top_logprobs, Kind::f32, {with, columns}, op, "top_logprobs must be float32 [R,k]");
+  require(token_logprobs, Kind::f32, {logprob_rows}, op, "token_logprobs must be float32 [R]");
+  require(ranks, Kind::i32, {logprob_rows}, op, "ranks must be int32 [R]");
+  require(top_ids, Kind::i32, {logprob_rows, columns}, op, "top_ids must be int32 [R,k]");
+  require(top_logprobs, Kind::f32, {logprob_rows, columns}, op, "top_logprobs must be float32 [R,k]");
   const SampleArgs s{logits.data<float>(),   seeds.data<int64_t>(), positions.data<int64_t>(),
                      greedy.data<uint8_t>(), ids.data<int64_t>(),   vocab};
   const LogprobArgs l{s.logits,
@@ -99,12 +100,12 @@ void draw(const Tensor& logits, const Tensor& seeds, const Tensor& positions, co
                       vocab,
                       columns,
                       0};
-  const DrawArgs a{s, finite.data<uint8_t>(), temperature ? temperature->data<float>() : nullptr, scaled, l};
+  const SampleFusedArgs a{s, finite.data<uint8_t>(), temperature ? temperature->data<float>() : nullptr, scaled, l};
   over_rows(rows, (k < 0 ? 0.15 : 0.5) * vocab + 20.0 * columns, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(0, columns));
     for (int64_t r = begin; r < end; r++) {
-      a.finite[r] = kernels().draw(a, r, a.sample.logits + r * vocab, scratch);
-      if (!a.finite[r]) kernels().draw(a, r, std::vector<float>(vocab).data(), scratch);
+      a.finite[r] = kernels().sample_fused(a, r, a.sample.logits + r * vocab, scratch);
+      if (!a.finite[r]) kernels().sample_fused(a, r, std::vector<float>(vocab).data(), scratch);
     }
   });
 }
@@ -167,7 +168,7 @@ void bind_sampling(nb::module_& m) {
         nb::arg("temperature").none(), nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"),
         nb::arg("top_logprobs"));
   m.def("sample", sample);
-  m.def("draw", draw, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("greedy"),
+  m.def("sample_fused", sample_fused, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("greedy"),
         nb::arg("temperature").none(), nb::arg("scaled"), nb::arg("k"), nb::arg("ids"), nb::arg("finite"),
         nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"), nb::arg("top_logprobs"));
   m.def("filter_logits", filter_logits);

@@ -1,4 +1,4 @@
-// Torch tensors seen through DLPack's C table (DLPack 1.3, `torch.Tensor.__dlpack_c_exchange_api__`): no torch headers,
+// Torch tensors read through DLPack's C table (DLPack 1.3, `torch.Tensor.__dlpack_c_exchange_api__`): no torch headers,
 // about 50 ns a tensor, no reference taken.  And the checks every binding makes before a kernel touches memory.
 #pragma once
 
@@ -73,7 +73,7 @@ class Tensor {
       default: return Kind::other;
     }
   }
-  // Dimensions from `from` on lie without gaps.
+  // Dimensions from `from` on are contiguous.
   bool dense(int from = 0) const {
     int64_t expected = 1;
     for (int i = t_.ndim - 1; i >= from; i--) {

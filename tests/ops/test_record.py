@@ -142,7 +142,7 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_nothing_behind(what: str)
         "op": lambda: ops.sample(layer(), rows, rows, greedy),
         "memory": layer,
     }
-    reason = {"torch": "torch's mul", "op": "an op that cannot be recorded", "memory": "more than 1000 bytes"}
+    reason = {"torch": "torch's mul", "op": "an op that cannot be captured", "memory": "more than 1000 bytes"}
     with pytest.raises(Unrecordable, match=reason[what]):
         record(functions[what], Memory(1000 if what == "memory" else 1 << 20))
     expected = functions[what]()

@@ -257,7 +257,7 @@ def draw(
     rows = logits.shape[0]
     ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     columns = _NO_LOGPROBS if k < 0 else _logprob_columns(rows, k)
-    _C.draw(logits, seeds, positions, greedy, temperature, scaled, k, ids, finite, *columns)
+    _C.sample_fused(logits, seeds, positions, greedy, temperature, scaled, k, ids, finite, *columns)
     return ids, finite, *columns
 
 

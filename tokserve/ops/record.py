@@ -82,13 +82,13 @@ def record(function: Callable[[], Tensor], memory: Memory) -> tuple[Tensor, Call
     extension = sys.modules.get("tokserve._C")
     if extension is None:
         raise Unrecordable("there are no compiled ops")
-    calls = extension.Record()
-    calls.begin()
+    calls = extension.Graph()
+    calls.begin_capture()
     try:
         with _Tensors(memory):
             result = function()
     except ValueError as error:
         raise Unrecordable(str(error)) from error
     finally:
-        calls.end()
-    return result, calls.repeat
+        calls.end_capture()
+    return result, calls.replay

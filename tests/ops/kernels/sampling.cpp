@@ -95,14 +95,14 @@ void run_draws(const Kernels& kernels, Results& results, int64_t vocab, int64_t 
                         vocab,
                         k > 0 ? k : 0,
                         0};
-    DrawArgs a{s, finite.as<uint8_t>(), scaled ? temperature.as<float>() : nullptr, scaled, l};
+    SampleFusedArgs a{s, finite.as<uint8_t>(), scaled ? temperature.as<float>() : nullptr, scaled, l};
     a.sample.ids = drawn.as<int64_t>();
     for (int64_t row = 0; row < kRows; row++) {
-      finite.as<uint8_t>()[row] = kernels.draw(a, row, s.logits + row * vocab, memory.as<char>());
+      finite.as<uint8_t>()[row] = kernels.sample_fused(a, row, s.logits + row * vocab, memory.as<char>());
     }
-    results.add("draw" + rest, drawn);
-    results.add("draw" + rest + " finite", finite);
-    w.add(results, "draw" + rest);
+    results.add("sample_fused" + rest, drawn);
+    results.add("sample_fused" + rest + " finite", finite);
+    w.add(results, "sample_fused" + rest);
   }
 }
 
