@@ -89,7 +89,7 @@ EXTENSION = Need(
         "models/conftest.py",
         "ops/test_arithmetic.py",
         "ops/test_cpu.py",
-        "ops/test_record.py",
+        "ops/test_capture.py",
         "runner/test_arithmetic.py",
         "runner/test_records.py",
     ),

@@ -52,7 +52,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "errors",
         },
         set(),
-    ),  # fmt: skip
+    ),
     "executor": ({"plan", "config", "runner"}, TORCH),
     "engine": ({"messages", "plan", "prompt", "params", "config", "errors", "log", "sockets", "executor"}, TORCH),
     "client": (
@@ -74,7 +74,7 @@ ONLY_IN = {
         "engine/process.py",
         "engine/weights.py",
     },
-    ("ops", "_C"): {"ops/cpu.py"},
+    ("ops", "_C"): {"ops/cpu/kernels.py"},
 }
 LAZY_IMPORTS = {
     "tokserve/__init__.py",

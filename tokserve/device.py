@@ -133,7 +133,7 @@ class Device(Protocol):
     (e4m3) by instructions of its own.
     """
 
-    home: torch.device
+    torch_device: torch.device
     staged: bool
     has_float8: bool
 
@@ -173,7 +173,7 @@ class _There:
 class Host:
     """The CPU: a tensor is an array, work is done when the call returns."""
 
-    home = torch.device("cpu")
+    torch_device = torch.device("cpu")
     staged = False
     has_float8 = False
 
@@ -220,7 +220,7 @@ class Cuda:
             raise StartError("option device: no GPU is usable here (torch.cuda.is_available() is false); try cpu")
         _require(LEAST_CAPABILITY, "device")
         self.has_float8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
-        self.home = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._out = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stages = [self._stage(1 << 16) for _ in range(STAGES)]
         self._next = 0
@@ -260,7 +260,7 @@ class Cuda:
         if size > len(stage.buffer):
             stage = self._stages[self._next] = self._stage(2 * size)
         fill(stage.buffer, arrays, places)
-        staged = stage.buffer[:size].to(self.home, non_blocking=True)
+        staged = stage.buffer[:size].to(self.torch_device, non_blocking=True)
         stage.copied.record()
         return views(staged, arrays, places)
 

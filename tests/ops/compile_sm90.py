@@ -107,7 +107,7 @@ def calls(sizes: list[int]) -> None:
     ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
-    call["draw"](logits, index, index, index == 0, ones, True, 5)
+    call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)

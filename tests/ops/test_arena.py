@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests import needs
-from tokserve.ops.arena import ALIGNMENT, CHUNK, HUGE, Arena
+from tokserve.ops.cpu.arena import ALIGNMENT, CHUNK, HUGE, Arena
 
 
 def mappings() -> Iterator[tuple[int, int, list[str]]]:

@@ -114,7 +114,7 @@ def test_the_log_names_kernels_arithmetic_and_rates() -> None:
 @pytest.fixture
 def selection() -> Iterator[Any]:
     needs.EXTENSION.or_skip()
-    from tokserve.ops.cpu import _C
+    from tokserve.ops.cpu.kernels import _C
 
     before = _C.instruction_set()
     yield _C

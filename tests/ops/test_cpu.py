@@ -214,7 +214,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
             *randn(2, 40, 2, 16, 64, dtype=bf16).unbind(), torch.randperm(640)[:300],
         ),
-        "draw": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
+        "sample_fused": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
@@ -284,8 +284,8 @@ def test_threads_sleep_and_the_process_exits() -> None:
 import resource, time, torch
 from tokserve import ops
 ops.bind("cpu")
-from tokserve.ops import cpu
-cpu.set_threads(4)
+from tokserve.ops.cpu import kernels
+kernels.set_threads(4)
 x = torch.randn(64, 512)
 packed = ops.pack_linear(torch.randn(512, 512))
 ops.linear(x, packed, None)
@@ -402,8 +402,8 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "store: a slot outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at, *caches, at + 62)),
         "store: a position outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at + 2, *caches, at)),
         "store: width": ("norm_rope_store", (qkv[:, :97], None, None, 1e-6, angles, at, *caches, at)),
-        "draw: k over V": ("draw", (logits, ids, ids, ids == 0, None, False, 51)),
-        "draw: short temperature": ("draw", (logits, ids, ids, ids == 0, one[:1], False, -1)),
+        "sample_fused: k over V": ("sample_fused", (logits, ids, ids, ids == 0, None, False, 51)),
+        "sample_fused: short temperature": ("sample_fused", (logits, ids, ids, ids == 0, one[:1], False, -1)),
         "pack: one dimension": ("pack_linear", (w,)),
         "int8: other width": ("linear_int8", (x[:, :63], eight, None)),
         "int8: short bias": ("linear_int8", (x, eight, torch.ones(9))),

@@ -257,7 +257,7 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
 
 
 @pytest.mark.parametrize("width", [1, 17, 1000, 5003])
-@every("sample", "filter_logits", "penalize", "logprobs", "draw")
+@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused")
 def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = randn(torch.float32, 1, MOST, width) * 3
@@ -272,7 +272,7 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     ids = torch.randint(0, width, (MOST,), generator=generator)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
-        "draw": lambda r: call(
+        "sample_fused": lambda r: call(
             logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], False, min(width, 5)
         ),
         "filter_logits": lambda r: call(logits[r], top_k[r], top_p[r], min_p[r]),
@@ -284,7 +284,7 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     rows_stand_alone(calls[name], trials=5)
 
 
-@every("logprobs", "filter_logits", "draw", "rms_norm", "add_rms_norm", "quantize_rows")
+@every("logprobs", "filter_logits", "sample_fused", "rms_norm", "add_rms_norm", "quantize_rows")
 def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, call: Any) -> None:
     logits, weight = randn(torch.float32, 4, 3, 40001), randn(torch.float32, 5, 40001)
     logits[:, 5] = 12.0  # the sum of exp is near 1, where its logarithm shows every bit
@@ -292,7 +292,7 @@ def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, c
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "logprobs": lambda r: call(logits[r], r, 3, None, None),
         "filter_logits": lambda r: call(logits[r], off[r].int(), tenth[r], off[r]),
-        "draw": lambda r: call(logits[r], r, r, off[r].bool(), None, False, 3),
+        "sample_fused": lambda r: call(logits[r], r, r, off[r].bool(), None, False, 3),
         "rms_norm": lambda r: call(logits[r], weight, 1e-6),
         "add_rms_norm": lambda r: call(logits[r], logits[r].flip(1), weight, 1e-6),
         "quantize_rows": lambda r: call(logits[r]),

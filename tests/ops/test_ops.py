@@ -283,10 +283,12 @@ def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch
         assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", OPS["draw"].available("cpu"))
-def test_draw_has_the_bits_of_sample_and_logprobs(name: str) -> None:
-    for logits, seeds, positions, greedy, temperature, scaled, k in OPS["draw"].samples(torch.float32):
-        ids, finite, *columns = implementation(name, "draw")(logits, seeds, positions, greedy, temperature, scaled, k)
+@pytest.mark.parametrize("name", OPS["sample_fused"].available("cpu"))
+def test_sample_fused_has_the_bits_of_sample_and_logprobs(name: str) -> None:
+    for logits, seeds, positions, greedy, temperature, scaled, k in OPS["sample_fused"].samples(torch.float32):
+        ids, finite, *columns = implementation(name, "sample_fused")(
+            logits, seeds, positions, greedy, temperature, scaled, k
+        )
         assert finite.tolist() == [math.isfinite(row.max().item()) for row in logits]
         logits = logits.where(finite[:, None], 0.0)
         divisor = torch.ones(len(logits)) if temperature is None else temperature.where(temperature != 0.0, 1.0)

@@ -380,7 +380,7 @@ def test_sampling_rows_stand_alone() -> None:
     top_k, top_p, min_p = (index % 3 * 300).int(), 1.0 - index // 2 * 0.15, index % 3 * 0.01
     history = (torch.arange(count * 40).view(count, 40) * 37 % width).int()
     lens = (index * 7 % 41).int()
-    draw, filtered, penalize = (on_device(name) for name in ("draw", "filter_logits", "penalize"))
+    draw, filtered, penalize = (on_device(name) for name in ("sample_fused", "filter_logits", "penalize"))
     rows_stand_alone(
         lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
     )

@@ -38,7 +38,7 @@ class Leaving:
 class FakeDevice:
     """Counts what a real device would be made to wait for."""
 
-    home = torch.device("cpu")
+    torch_device = torch.device("cpu")
     staged = True
     has_float8 = True
 

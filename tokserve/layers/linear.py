@@ -46,7 +46,7 @@ class Linear:
         self.outputs = sum(shards.values())
         self.dtype = dtype
         self.quant = quant
-        self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.home) if bias else None  # [outputs]
+        self.bias = torch.zeros(self.outputs, dtype=dtype, device=ops.torch_device) if bias else None  # [outputs]
         self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()

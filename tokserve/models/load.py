@@ -116,7 +116,13 @@ def build(
     head_quant = quant if quantize_lm_head else UNQUANTIZED
     table = rope_table(spec.rope, max_model_len or spec.max_position)
     return Decoder(
-        spec, model_type, head_type, table.to(ops.home), quant=quant, head_quant=head_quant, float8_cache=float8_cache
+        spec,
+        model_type,
+        head_type,
+        table.to(ops.torch_device),
+        quant=quant,
+        head_quant=head_quant,
+        float8_cache=float8_cache,
     )
 
 

@@ -21,16 +21,16 @@ from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
 
 __all__ = [
-    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw",
-    "edit_rows", "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
-    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear",
-    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step",
-    "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
+    "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear", "linear_float8",
+    "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
+    "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
+    "rms_norm", "rope", "sample", "sample_fused", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-home = torch.device("cpu")  # where tensors that the bound ops take are to lie
+torch_device = torch.device("cpu")  # of the tensors that the bound ops take
 
 rms_norm = elementwise.rms_norm.reference
 add_rms_norm = elementwise.add_rms_norm.reference
@@ -55,7 +55,7 @@ store_kv = attention.store_kv.reference
 norm_rope_store = attention.norm_rope_store.reference
 paged_attention = attention.paged_attention.reference
 sample = sampling.sample.reference
-draw = sampling.draw.reference
+sample_fused = sampling.sample_fused.reference
 edit_rows = step.edit_rows.reference
 prepare_step = step.prepare_step.reference
 filter_logits = sampling.filter_logits.reference
@@ -87,7 +87,7 @@ def bind(
     if threads is not None:
         set_threads(device, threads, cpus)
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
-    for name, value in (bound | {"home": torch.device(device)}).items():
+    for name, value in (bound | {"torch_device": torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)
     most, _ = Counter(chosen.values()).most_common(1)[0]
     others = [f"{name}={one}" for name, one in chosen.items() if one != most]

@@ -60,7 +60,9 @@ def choose_kernels(
     arithmetic is `fma`.  `kernels` names an instruction set and implies its arithmetic.  Raises StartError if this
     machine cannot run what is named, or if both are named and disagree.
     """
-    extension = extension or importlib.import_module("tokserve.ops.cpu")._C  # which tells it how to read tensors
+    extension = (
+        extension or importlib.import_module("tokserve.ops.cpu.kernels")._C
+    )  # which tells it how to read tensors
     best = best_kernels(extension)
     rates: dict[str, float] = {}
     if kernels is not None:

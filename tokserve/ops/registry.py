@@ -27,7 +27,7 @@ REFERENCES_RUN = {"cpu"}  # device kinds whose tensors the references take
 ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
 FAST = {"cuda": "cublas"}  # by device kind: the implementation where a row's bits may depend on the batch
 EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
-    "cpu": ("tokserve._C", "tokserve.ops.cpu"),
+    "cpu": ("tokserve._C", "tokserve.ops.cpu.kernels"),
     "cuda": ("triton", "tokserve.ops.triton"),
 }
 

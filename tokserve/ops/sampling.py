@@ -1,4 +1,4 @@
-"""From logits to a token, as torch says it: penalties, filters, the seeded draw, and logprobs.
+"""From logits to a token, as torch says it: penalties, filters, seeded sampling, and logprobs.
 
 Each row depends on its own inputs only: randomness is a function of (seed, position, vocabulary index), sums run over
 fixed slices or strictly in order, and a tie always goes to the lower id.  Rows that a step leaves as they are cost
@@ -51,7 +51,7 @@ def _sample_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 @op(samples=_sample_samples, tolerance=EXACT)
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-    """A token id [R] int64 for each row of logits [R,V] float32; -inf is never drawn.
+    """A token id [R] int64 for each row of logits [R,V] float32; -inf is never sampled.
 
     Greedy rows ([R] bool) take the largest logit, the lowest id of equals.  The others take the largest of logit +
     Gumbel noise made from Philox with key seeds [R] int64 and counter (id // 4, positions [R] int64, 0), lane id % 4.
@@ -67,7 +67,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
 def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     count, width = logits.shape
     blocks = torch.nn.functional.pad(logits, (0, -width % 4), value=NEVER).view(count, -1, 4)
-    row, block = (blocks > NEVER).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be drawn
+    row, block = (blocks > NEVER).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be sampled
     for at in range(0, len(row), DRAWS):
         r, b = row[at : at + DRAWS], block[at : at + DRAWS]
         seed, position = seeds[r], positions[r]
@@ -247,7 +247,7 @@ def largest_ids(logits: Tensor, k: int) -> Tensor:
     return distinct.topk(k).indices
 
 
-def _draw_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+def _sample_fused_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for number, (logits, seeds, positions, greedy) in enumerate(_sample_samples(dtype)):
         rows, width = logits.shape
         temperature = torch.arange(rows) % 5 * 0.4
@@ -259,8 +259,8 @@ def _draw_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, None, False, 1
 
 
-@op(samples=_draw_samples, tolerance={torch.float32: (4e-6, 4e-7)})
-def draw(
+@op(samples=_sample_fused_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+def sample_fused(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -269,7 +269,7 @@ def draw(
     scaled: bool,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the ids drawn.
+    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the sampled ids.
 
     Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns for the k
     most probable, of the logits as they are or (`scaled`) over temperature, all of it empty if k < 0.  A row whose

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve.layers.batch import ForwardBatch, Pages
-from tokserve.ops.record import Memory, Unrecordable, record
+from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.plan import StepPlan
 from tokserve.runner.graphs import decodes
 from tokserve.runner.slots import Slots
@@ -42,7 +42,7 @@ class Records:
         self._slots = slots
         self._kv = kv
         self._step = step
-        self._memory = Memory(MOST_ROWS * row_bytes)
+        self._memory = CaptureMemory(MOST_ROWS * row_bytes)
         self._recorded: dict[tuple[int, bool], Recorded] = {}  # by number of rows, and whether one has an adapter
         self._possible = True
 
@@ -69,8 +69,8 @@ class Records:
         batch = self._slots.blank(rows, self._kv, adapters=adapted)
         self._slots.build(plan, self._kv, batch)
         try:
-            logits, repeat = record(lambda: self._step(batch), self._memory)
-        except Unrecordable as error:
+            logits, repeat = capture(lambda: self._step(batch), self._memory)
+        except NotCapturable as error:
             logger.info("decode steps run op by op: %s", error)
             self._possible = False
             return self._step(batch)

@@ -171,7 +171,7 @@ class Runner:
     def _reserve(self) -> None:
         """The memory of the KV cache; on a device of its own a page more, for padding."""
         if self._device.staged:
-            self._kv = kvcache.allocate_on(self._device.home, self._layout, spare=1)
+            self._kv = kvcache.allocate_on(self._device.torch_device, self._layout, spare=1)
         else:
             self._kv = kvcache.allocate(self._layout)
 
@@ -183,7 +183,7 @@ class Runner:
         block_size = self._cache_config.block_size or DEFAULT_BLOCK_SIZE
         most, tokens, model = self._scheduler_config.max_num_seqs, self._most_tokens(), self._model
         width = -(-len(model.rope_table) // block_size)
-        kv = kvcache.allocate_on(self._device.home, KVLayout(specs, 1, block_size))
+        kv = kvcache.allocate_on(self._device.torch_device, KVLayout(specs, 1, block_size))
         prompt, decode = _in_one_page(tokens, 1, width, kv), _in_one_page(most, most, width, kv)
         ends = decode.input_ids
         with self._no_autograd:

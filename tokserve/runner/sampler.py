@@ -131,7 +131,7 @@ class Sampler:
         return Drawing(token_ids, self._device.fetch([token_ids]), (finite, logprobs, forbidden))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device.home)
+        return torch.from_numpy(array).to(self._device.torch_device)
 
     def _shared_form(self, rows: Rows) -> int | None:
         """What logprobs all rows ask for, if it is the same for all and no ids are named."""
@@ -144,7 +144,7 @@ class Sampler:
         """For rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
         columns = self._slots.columns(rows.slots, rows.lengths)
-        drawn = ops.draw(
+        drawn = ops.sample_fused(
             logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
             LOGPROBS_MODES[kind] == "temperature", k,
         )  # fmt: skip

@@ -27,7 +27,7 @@ class StagedSlots(Slots):
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._device = device
         self._padding = max_num_seqs
-        home, rows = device.home, max_num_seqs + 1
+        home, rows = device.torch_device, max_num_seqs + 1
         self._device_tokens = torch.zeros(rows, self.tokens.shape[1], dtype=torch.int32, device=home)
         self._device_blocks = torch.full((rows, self.blocks.shape[1]), padding_block, dtype=torch.int32, device=home)
         self._token_edits: list[tuple[int, int, Int32]] = []
@@ -51,7 +51,7 @@ class StagedSlots(Slots):
 
         `tokens`: of all rows together, more than there are rows; None: one each.
         """
-        home = self._device.home
+        home = self._device.torch_device
         count = rows if tokens is None else tokens
         query_start = torch.arange(rows + 1, dtype=torch.int32, device=home)
         query_start[-1] = count  # the last row has what is left
@@ -121,7 +121,7 @@ class StagedSlots(Slots):
         return batch
 
     def _empty(self, tokens: int, rows: int, width: int, query_start: Tensor, kv: Pages) -> ForwardBatch:
-        home = self._device.home
+        home = self._device.torch_device
         return ForwardBatch(
             input_ids=torch.empty(tokens, dtype=torch.int64, device=home),
             positions=torch.empty(tokens, dtype=torch.int64, device=home),

@@ -19,7 +19,7 @@ from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, home, tuned
+from tokserve.ops.triton.launch import EXACT, torch_device, tuned
 
 BLOCK_K = STEP  # inputs of one step; part of the arithmetic where both are float8, else what the table says
 BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
@@ -80,7 +80,7 @@ def linear_kernel(
 def pack(weight: Tensor) -> PackedWeight:
     """A copy of the weight on the GPU, as it is."""
     rows, columns = weight.shape
-    there = weight.to(home(), copy=True, memory_format=torch.contiguous_format)
+    there = weight.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
     return PackedWeight(rows, columns, weight.dtype, there)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import EXACT, home, warps
+from tokserve.ops.triton.launch import EXACT, torch_device, warps
 
 MOST = tl.constexpr(float8.MOST)
 LEAST = tl.constexpr(float8.LEAST)
@@ -64,7 +64,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor) -> PackedFloat8:
     """Values and scales on the GPU."""
     rows, columns = weight.shape
-    values, scales = quantize(weight.to(home()).contiguous())
+    values, scales = quantize(weight.to(torch_device()).contiguous())
     return PackedFloat8(rows, columns, values, scales[None], columns)
 
 
@@ -73,8 +73,8 @@ def pack(weight: Tensor) -> PackedFloat8:
 def pack_scaled(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
     """Copies on the GPU, as they are."""
     rows, columns = values.shape
-    there = values.to(home(), copy=True, memory_format=torch.contiguous_format)
-    return PackedFloat8(rows, columns, there, scales.to(home(), copy=True).contiguous(), group)
+    there = values.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
+    return PackedFloat8(rows, columns, there, scales.to(torch_device(), copy=True).contiguous(), group)
 
 
 @float8.linear_float8.implement("triton", device="cuda")

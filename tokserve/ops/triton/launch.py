@@ -54,7 +54,7 @@ def multiprocessors(device: int | None) -> int:
     return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def home() -> torch.device:
+def torch_device() -> torch.device:
     """Where the kernels' tensors lie: the current GPU, or the CPU under the interpreter."""
     if triton.knobs.runtime.interpret:
         return torch.device("cpu")

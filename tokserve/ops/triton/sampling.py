@@ -72,7 +72,7 @@ def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINIT
 
 
 @triton.jit
-def draw_slice_kernel(
+def sample_slice_kernel(
     logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr,
     width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def draw_slice_kernel(
 
 
 @triton.jit
-def draw_merge_kernel(
+def sample_merge_kernel(
     best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr, out_ptr, finite_ptr, slices, SLICES: tl.constexpr
 ):
     """One row: its id, and whether its largest logit is finite.  Where it is not, logits count as zeros."""
@@ -128,7 +128,7 @@ def _planes(logits: Tensor, count: int, slices: int, dtype: torch.dtype = torch.
     return list(logits.new_empty((count, rows, slices), dtype=dtype).unbind())
 
 
-def _draw(
+def _sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Ids int64 [R], and whether each row's largest logit is finite, bool [R]."""
@@ -138,12 +138,12 @@ def _draw(
     floats, whole = _planes(logits, 3, slices), _planes(logits, 2, slices, torch.int32)
     if rows:
         size = min(SLICE, max(4, triton.next_power_of_2(width)))
-        draw_slice_kernel[(rows, slices)](
+        sample_slice_kernel[(rows, slices)](
             logits, seeds, positions, greedy.view(torch.int8), logits if temperature is None else temperature,
             floats[0], whole[0], floats[1], floats[2], whole[1], width, slices, temperature is not None, size,
             num_warps=warps(size), **EXACT,
         )  # fmt: skip
-        draw_merge_kernel[(rows,)](
+        sample_merge_kernel[(rows,)](
             floats[0], whole[0], floats[1], floats[2], whole[1], ids, finite, slices,
             triton.next_power_of_2(slices), num_warps=1, **EXACT,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def _draw(
 @sampling.sample.implement("triton", device="cuda")
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
     """As the reference."""
-    return _draw(logits.contiguous(), seeds, positions, greedy, None)[0]
+    return _sample(logits.contiguous(), seeds, positions, greedy, None)[0]
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -272,8 +272,8 @@ def logprobs(
     return _logprobs(logits.contiguous(), token_ids, k, named, temperature, None)
 
 
-@sampling.draw.implement("triton", device="cuda")
-def draw(
+@sampling.sample_fused.implement("triton", device="cuda")
+def sample_fused(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -284,7 +284,7 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As the reference."""
     logits = logits.contiguous()
-    ids, finite = _draw(logits, seeds, positions, greedy, temperature)
+    ids, finite = _sample(logits, seeds, positions, greedy, temperature)
     if k < 0:
         floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
         return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import attention, dense, elementwise, lora, quant, sampling
-from tokserve.ops.arena import Arena
+from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
 
@@ -244,8 +244,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
     return ids
 
 
-@sampling.draw.implement("cpp", device="cpu")
-def draw(
+@sampling.sample_fused.implement("cpp", device="cpu")
+def sample_fused(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
