@@ -18,6 +18,7 @@ from tests.ops import pages
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples import samples
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
@@ -87,7 +88,7 @@ def test_the_last_kernels_run_anywhere_and_multiply_with_fma() -> None:
 def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: str) -> None:
     op = OPS[name]
     for dtype in op.tolerance:
-        for arguments in op.samples(dtype):
+        for arguments in samples(op.name, dtype):
             _C.select("portable")
             expected = run(name, arguments)
             _C.select(isa)
@@ -102,7 +103,7 @@ def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) 
     """The sets named _vnni differ from those without in linear_int8 alone, which has tests of its own on all sets."""
     op = OPS[name]
     for dtype, (absolute, relative) in op.tolerance.items():
-        for arguments in op.samples(dtype):
+        for arguments in samples(op.name, dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
             if name in PACKING:
                 copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])

@@ -28,6 +28,7 @@ from tests.ops.test_ops import PACKING, close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
+from tokserve.ops.samples import samples  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
@@ -89,24 +90,20 @@ def on_device(name: str) -> Callable[..., Any]:
     return lambda *arguments: back(call(*(there(argument) for argument in arguments)))
 
 
-def samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """The op's own; the interpreter is spared many rows and long ones."""
-    found = list(op.samples(dtype))
+def small_samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """The op's samples, without those that take the interpreter or the compiler long."""
+    calls = list(samples(op.name, dtype))
     if not INTERPRETED and op.name == "paged_attention" and dtype == torch.float32:
-        return [each for each in found if each[0].shape[2] <= 128]  # heads of 256 take a minute to compile
+        return [call for call in calls if call[0].shape[2] <= 128]  # heads of 256 take a minute to compile
     if not INTERPRETED or op.name in ("edit_rows", "prepare_step"):
-        return found
-    most = MOST.get((op.name, dtype), 12_000)
-    return [
-        each
-        for each in found
-        if each[0].shape[0] <= (70 if op.name == "paged_attention" else 17) and each[0].numel() <= most
-    ]
+        return calls
+    max_elements, max_rows = MOST.get((op.name, dtype), 12_000), 70 if op.name == "paged_attention" else 17
+    return [call for call in calls if call[0].shape[0] <= max_rows and call[0].numel() <= max_elements]
 
 
 @pytest.mark.parametrize(("op", "name", "dtype"), CASES)
 def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
-    for arguments in samples(op, dtype):
+    for arguments in small_samples(op, dtype):
         found = back(run(op, name, tuple(there(argument) for argument in arguments)))
         expected = run(op, registry.REFERENCE, arguments)
         if not expected[1] or op.name in PACKING:

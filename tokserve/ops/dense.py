@@ -12,15 +12,13 @@ This file must not know what a weight is for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import PRODUCTS, no_samples, op
+from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
 TILE = 16  # rows of one product
@@ -38,7 +36,7 @@ class PackedWeight:
     packed: Tensor
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear")
+@op(tolerance=TOLERANCE, follows="linear")
 def pack_linear(weight: Tensor) -> PackedWeight:
     """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros."""
     rows, columns = weight.shape
@@ -51,19 +49,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked: the test packs them with the `pack_linear` of the implementation."""
-    for tokens, columns, rows in PRODUCTS:
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, columns, generator=generator).to(dtype)
-        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
-        bias = torch.randn(rows, generator=generator).to(dtype)
-        yield x, weight, None, None
-        yield x, weight, bias, None
-        yield x, weight, None, torch.float32
-
-
-@op(samples=_linear_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], summed in float32 and rounded once.
 
@@ -84,15 +70,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     return result.to(out_dtype or x.dtype).contiguous()
 
 
-def _embedding_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked, as for `linear`."""
-    for tokens, rows, columns in ((1, 64, 64), (5, 130, 33), (70, 7, 192), (0, 3, 2), (4, 1, 1)):
-        generator = torch.Generator().manual_seed(tokens)
-        weight = torch.randn(rows, columns, generator=generator).to(dtype)
-        yield torch.randint(0, rows, (tokens,), generator=generator), weight
-
-
-@op(samples=_embedding_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
+@op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
 
@@ -101,17 +79,13 @@ def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="gated_linear")
+@op(tolerance=TOLERANCE, follows="gated_linear")
 def pack_gated(weight: Tensor) -> PackedWeight:
     """The weight [2I,K] of a gate and, below it, what is gated, in the layout of `gated_linear`."""
     return pack_linear.reference(weight)
 
 
-def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return elementwise.gated_samples(_linear_samples(dtype))
-
-
-@op(samples=_gated_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(gate) * up for x [T,K] times a gated weight's transpose plus bias [2I] (gate, then up): [T,I].
 

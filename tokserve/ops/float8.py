@@ -7,15 +7,13 @@ own, a row's or finer.  This file must not know layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops import dense
-from tokserve.ops.registry import no_samples, op
+from tokserve.ops.registry import op
 
 MOST = 448.0  # the largest number of e4m3
 LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
@@ -48,14 +46,14 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.where(finite, largest / MOST, torch.nan).squeeze(-1)
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(tolerance=TOLERANCE, follows="linear_float8")
 def pack_linear_float8(weight: Tensor) -> PackedFloat8:
     """The floating weight [N,K] quantized by rows, in the layout of `linear_float8`: here that of `linear`."""
     (rows, columns), (values, scales) = weight.shape, quantize(weight)
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales[None], columns)
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(tolerance=TOLERANCE, follows="linear_float8")
 def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
     """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`.
 
@@ -65,19 +63,7 @@ def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloa
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales.contiguous(), group)
 
 
-def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked: the test packs them with the `pack_linear_float8` of the implementation."""
-    for tokens, columns, rows in ((1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (5, 1000, 3)):
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, columns, generator=generator).to(dtype)
-        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
-        bias = torch.randn(rows, generator=generator).to(dtype)
-        x[tokens // 2 :: 9] = 0.0
-        yield x, weight, None, None
-        yield x, weight, bias, torch.float32
-
-
-@op(samples=_linear_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized by rows as the weight is.
 

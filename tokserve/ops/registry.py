@@ -20,7 +20,6 @@ from tokserve.errors import StartError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
 
 REFERENCE = "torch"
 REFERENCES_RUN = {"cpu"}  # device kinds whose tensors the references take
@@ -53,15 +52,18 @@ class Op(Generic[P, R]):
 
     name: str
     reference: Callable[P, R]
-    samples: Samples
     tolerance: Mapping[torch.dtype, tuple[float, float]]
     follows: str | None = None
     implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
-    def implement(self, name: str, *, device: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorator: register an implementation."""
+    def implement(self, name: str, *, device: str) -> Callable[[Callable[..., R]], Callable[P, R]]:
+        """Decorator: register an implementation.
 
-        def register(call: Callable[P, R]) -> Callable[P, R]:
+        It has the reference's signature: parameters that it only passes on may be `*rest`.  Ops are called with
+        positional arguments.
+        """
+
+        def register(call: Callable[..., R]) -> Callable[P, R]:
             if name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
             self.implementations[name] = Implementation(call, device)
@@ -79,23 +81,8 @@ class Op(Generic[P, R]):
 OPS: dict[str, Op[Any, Any]] = {}
 
 
-def no_samples(dtype: torch.dtype) -> Iterable[tuple[Any, ...]]:
-    """Of an op that only packs: what is done with the packed weight shows whether it is right."""
-    return ()
-
-
-PRODUCTS = (  # tokens, inputs and outputs of a product, for samples
-    (1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (1, 1, 1), (5, 1030, 3), (4, 7, 130),
-)  # fmt: skip
-
-
-def normal(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
-    """Normally distributed numbers, for samples."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def op(
-    *, samples: Samples, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
+    *, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorator: declare an op by its torch reference; the op is named after the function."""
 
@@ -103,7 +90,7 @@ def op(
         name = reference.__name__
         if name in OPS:
             raise ValueError(f"op {name} is declared twice")
-        declared = Op(name, reference, samples, tolerance, follows)
+        declared = Op(name, reference, tolerance, follows)
         declared.implementations[REFERENCE] = Implementation(reference, None)
         OPS[name] = declared
         return declared

@@ -7,9 +7,6 @@ nothing.  This file must not know requests; temperature is a division the caller
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,10 +20,6 @@ NEVER = float("-inf")
 EXACT = {torch.float32: (0.0, 0.0)}
 
 
-def _logits(seed: int, rows: int, width: int, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * scale
-
-
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Philox 4x32-10 (Salmon et al., SC 2011) of uint32 values held in int64 tensors: four of the same."""
     c0, c1, c2, c3 = counter
@@ -38,18 +31,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return [c0, c1, c2, c3]
 
 
-def _sample_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width in ((1, 1), (5, 7), (64, 1000), (2, 5003)):
-        logits = _logits(width, rows, width)
-        logits[:, 1::3] = NEVER
-        generator = torch.Generator().manual_seed(rows)
-        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
-        positions = torch.randint(0, 1 << 40, (rows,), generator=generator)
-        yield logits, seeds, positions, torch.arange(rows) % 4 == 3
-    yield torch.zeros(3, 9), torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.bool)
-
-
-@op(samples=_sample_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
     """A token id [R] int64 for each row of logits [R,V] float32; -inf is never sampled.
 
@@ -78,17 +60,7 @@ def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return blocks.view(count, -1)[:, :width]
 
 
-def _filter_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for width in (1, 17, 1000, 5003):
-        logits = _logits(width, 8, width)
-        top_k = torch.tensor([0, 1, 5, 0, 0, 40, 0, 2000], dtype=torch.int32)
-        top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 0.5, 0.999, 0.8])
-        min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.01, 0.0, 0.2])
-        yield logits, top_k, top_p, min_p
-        yield logits.round(), top_k, torch.ones(8), min_p
-
-
-@op(samples=_filter_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [R,V] with -inf where top_k [R] int32 (0: off), then top_p [R] (1: off), then min_p [R] (0: off) forbid.
 
@@ -157,20 +129,7 @@ def _row_sum(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -width % SLICE)).view(count, -1, SLICE).sum(-1).sum(-1)
 
 
-def _penalize_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width, length in ((1, 5, 1), (6, 50, 30), (3, 5003, 200)):
-        generator = torch.Generator().manual_seed(width)
-        history = torch.randint(0, width, (rows, length), generator=generator, dtype=torch.int32)
-        lens = torch.randint(1, length + 1, (rows,), generator=generator, dtype=torch.int32)
-        history[torch.arange(length) >= lens[:, None]] = -1
-        presence = torch.arange(rows) % 3 * 0.7 - 0.3
-        frequency = torch.arange(rows) % 2 * 0.4
-        repetition = 1.0 + torch.arange(rows) % 4 * 0.2 - 0.2
-        yield _logits(width, rows, width), history, lens // 2, lens, presence, frequency, repetition
-    yield _logits(1, 2, 9), torch.full((2, 3), -1, dtype=torch.int32), lens[:2] * 0, lens[:2] * 0, *torch.ones(3, 2)
-
-
-@op(samples=_penalize_samples, tolerance={torch.float32: (1e-6, 1e-6)})
+@op(tolerance={torch.float32: (1e-6, 1e-6)})
 def penalize(
     logits: Tensor,
     history: Tensor,
@@ -204,17 +163,7 @@ def penalize(
     return out
 
 
-def _logprob_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width, k in ((1, 1, 1), (4, 50, 5), (3, 5003, 0), (2, 5003, 20), (2, 9000, 9000)):
-        logits = _logits(width, rows, width)
-        ids = torch.randint(0, width, (rows,), generator=torch.Generator().manual_seed(k))
-        named = torch.arange(rows * 3).view(rows, 3) % width
-        yield logits, ids, k, None, None
-        yield logits.round(), ids, k, named, torch.arange(rows) * 0.5
-    yield torch.tensor([[NEVER, 1.0, NEVER, 2.0, NEVER]]), torch.tensor([0]), 4, None, None
-
-
-@op(samples=_logprob_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
 def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,19 +196,7 @@ def largest_ids(logits: Tensor, k: int) -> Tensor:
     return distinct.topk(k).indices
 
 
-def _sample_fused_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for number, (logits, seeds, positions, greedy) in enumerate(_sample_samples(dtype)):
-        rows, width = logits.shape
-        temperature = torch.arange(rows) % 5 * 0.4
-        yield logits, seeds, positions, greedy, None, False, -1
-        yield logits, seeds, positions, greedy, None, False, min(number, width)
-        yield logits, seeds, positions, greedy, temperature, False, min(number, width)
-        yield logits, seeds, positions, greedy, temperature, True, 0
-    broken = torch.tensor([[1.0, float("nan"), 2.0], [0.5, 1.0, -NEVER], [NEVER] * 3, [NEVER, 3.0, NEVER]])
-    yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, None, False, 1
-
-
-@op(samples=_sample_fused_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
 def sample_fused(
     logits: Tensor,
     seeds: Tensor,

@@ -7,9 +7,6 @@ ops have no use.  This file must not know plans, requests or models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,18 +15,7 @@ from tokserve.ops.registry import op
 WHOLE = {torch.int32: (0.0, 0.0)}
 
 
-def _table_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for slots, width, count in ((1, 1, 1), (5, 40, 3), (3, 3000, 2), (2, 9, 0)):
-        table = torch.arange(slots * width, dtype=dtype).view(slots, width)
-        lengths = [(7 * edit + width) % (width + 1) for edit in range(count)]
-        edits = [
-            (edit % slots, (width - length) // 2, sum(lengths[:edit]), length) for edit, length in enumerate(lengths)
-        ]
-        values = -torch.arange(sum(lengths) + 1, dtype=dtype)
-        yield table, torch.tensor(edits, dtype=torch.int32).view(count, 4), values
-
-
-@op(samples=_table_samples, tolerance=WHOLE)
+@op(tolerance=WHOLE)
 def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
     """For each edit (slot, column, start, count) of edits [E,4]: count values from start on go to table[slot, column:].
 
@@ -39,29 +25,7 @@ def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
         table[slot, column : column + count] = values[start : start + count]
 
 
-def _step_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for page, context, rows in ((4, 50, [(3, 0, 1)]), (16, 2500, [(1, 3, 2100), (0, 2499, 1), (2, 0, 17), (4, 8, 1)])):
-        width = -(-context // page)
-        tokens = torch.arange(5 * context, dtype=dtype).view(5, context)
-        blocks = torch.arange(5 * width, dtype=dtype).flip(0).view(5, width)
-        slots, computed, counts = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-        starts = torch.tensor([0, *counts.tolist()]).cumsum(0).int()
-        total = int(starts[-1])
-        longs = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
-        yield (
-            tokens,
-            blocks,
-            slots,
-            computed,
-            starts,
-            page,
-            *longs,
-            torch.zeros_like(slots),
-            torch.zeros(len(rows), width, dtype=dtype),
-        )
-
-
-@op(samples=_step_samples, tolerance=WHOLE)
+@op(tolerance=WHOLE)
 def prepare_step(
     tokens: Tensor,
     blocks: Tensor,
