@@ -15,8 +15,8 @@ from torch import Tensor
 from tokserve.ops import dense
 from tokserve.ops.registry import op
 
-MOST = 448.0  # the largest number of e4m3
-LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+MAX = 448.0  # the largest number of e4m3
+MIN_MAGNITUDE = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
 STEP = 64  # inputs whose products an implementation sums at once; a multiple of them can share a scale
 # the matrix unit keeps 14 bits of a sum of float8 products; an implementation adds up such sums of 64 in float32
 TOLERANCE = {torch.float32: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
@@ -41,9 +41,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
     finite = largest.isfinite()
-    largest = largest.clamp(min=LEAST)
-    values = (wide * (torch.full_like(largest, MOST) / largest)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
-    return values, torch.where(finite, largest / MOST, torch.nan).squeeze(-1)
+    largest = largest.clamp(min=MIN_MAGNITUDE)
+    values = (wide * (torch.full_like(largest, MAX) / largest)).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return values, torch.where(finite, largest / MAX, torch.nan).squeeze(-1)
 
 
 @op(tolerance=TOLERANCE, follows="linear_float8")
