@@ -1,7 +1,7 @@
 """The ops by name: `ops.rms_norm(x, weight, eps)`.  Until `bind` they are the torch references.
 
-`bind` runs once, before any weight is packed, and puts the chosen implementations in place of the names; so callers
-write `from tokserve import ops` and look the name up when they call.  This file knows no arithmetic.
+`bind` runs once, before any weight is packed, and replaces the names by the chosen implementations.  So callers write
+`from tokserve import ops` and `ops.name(...)`, which looks the name up in every call.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ def bind(
 ) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
-    `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
-    `cpus`: one for each of them, to bind them to.
+    `threads`: number of threads of the compiled ops in this process; None leaves it unchanged.
+    `cpus`: one per thread, to bind them to.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
-    for a name that does not exist.  `exact` False: products may be those of the device's own library, where a row's
-    bits may depend on the batch.  Weights packed before a bind that changes how a product is done are not valid after
-    it.
+    for a name that does not exist.  `exact` False: products may be those of the device's library, which are not batch
+    invariant.  A bind that changes the implementation of a product invalidates weights packed before it.
     """
     if not exact and device in FAST:
         products = ("linear", "gated_linear", "linear_float8")
@@ -89,7 +88,7 @@ def bind(
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
     for name, value in (bound | {"torch_device": torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)
-    most, _ = Counter(chosen.values()).most_common(1)[0]
-    others = [f"{name}={one}" for name, one in chosen.items() if one != most]
-    logger.info("ops: %s%s", most, f", but {', '.join(others)}" if others else "")
+    common, _ = Counter(chosen.values()).most_common(1)[0]
+    others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
+    logger.info("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
     return chosen

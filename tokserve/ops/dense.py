@@ -1,13 +1,9 @@
-"""What is done with a packed weight: the product x W^T, the same with a gated activation, the lookup of its rows.
+"""References of the ops on packed weights: the product x W^T, with and without a gated activation, and row lookup.
 
-Products run as fixed row tiles on one thread, so that a row's bits depend neither on how many rows there are nor on
-the number of threads.
-
-A BLAS picks its order of summation by the shape of the call and by the number of threads: MKL cuts K between them on
-Intel processors.  So there is one shape per weight, on one thread: TILE rows (the last tile is filled up with zeros) by
-a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32, twice the memory of a 16-bit
-checkpoint: right for a reference, which has to return float32 sums from any dtype.
-This file must not know what a weight is for.
+A BLAS picks its order of summation by the shape of the call and by the number of threads: MKL divides K between threads
+on Intel processors.  For batch invariance, every product of a weight has one shape, on one thread: TILE rows (the last
+tile is padded with zeros) by a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32,
+twice the memory of a 16-bit checkpoint, since the reference returns float32 sums for any dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 8e-3), torch.fl
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [rows, columns] in the layout that the `linear` it was packed for wants."""
+    """A weight [rows, columns] in the layout of the `linear` that it was packed for."""
 
     rows: int  # N, outputs
     columns: int  # K, inputs
@@ -74,14 +70,14 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
 
-    So that an embedding tied to the output head is held once.
+    An embedding tied to the output head thus shares its memory.
     """
     return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
 
 
 @op(tolerance=TOLERANCE, follows="gated_linear")
 def pack_gated(weight: Tensor) -> PackedWeight:
-    """The weight [2I,K] of a gate and, below it, what is gated, in the layout of `gated_linear`."""
+    """The weight [2I,K] of a gate and, below it, the up projection, in the layout of `gated_linear`."""
     return pack_linear.reference(weight)
 
 

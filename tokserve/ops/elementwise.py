@@ -1,8 +1,7 @@
-"""Norms, rotary embedding and gated activations, as torch says them: one row in, one row out.
+"""References of norms, rotary embedding and gated activations: one row in, one row out.
 
-Arithmetic is float32 inside with one rounding at the end, made only of torch functions whose bits do not
-depend on where an element lies (+ - * /, exp, tanh, rsqrt, a sum over one row; torch's own silu, gelu and
-sigmoid do depend on it).  This file must not know layers, models or where a tensor came from.
+Arithmetic is float32 with one rounding at the end, and uses only torch functions whose bits do not depend on an
+element's position (+ - * /, exp, tanh, rsqrt, a sum over one row); torch's silu, gelu and sigmoid depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     square = x * x
-    with one_thread():  # torch cuts one long row by the number of threads
+    with one_thread():  # torch divides one long row between threads
         mean = square.sum(-1, keepdim=True) / x.shape[-1]  # [T,1]
     return x * torch.rsqrt(mean + eps) * weight.float()
 
@@ -53,8 +52,8 @@ def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], -1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else torch.cat([rotated, x[..., 2 * half :]], -1)
 
 
 @op(tolerance=TOLERANCE)
@@ -73,7 +72,7 @@ def gelu_mul(x: Tensor) -> Tensor:
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:
-    """What a gated product [T,2I] ends in: `silu_mul` or `gelu_mul` of it; None: the product itself."""
+    """The activation of a gated product [T,2I]: `silu_mul` or `gelu_mul` of it; None: the product itself."""
     if activation is None:
         return both
     return (silu_mul if activation == "silu" else gelu_mul).reference(both)

@@ -1,8 +1,7 @@
-"""What low-rank adapters add to a projection's rows, each row by its own adapter or none: one op for all of a batch.
+"""Reference of add_lora: the contribution of LoRA adapters to a projection's rows, where rows may have any adapter.
 
-Adapters lie in slots, padded to one rank, and have a pair of factors for each shard of the projection's outputs; the
-pair's own rank and scale say how much of it counts.  A row's bits depend on the row and on its adapter only, and a row
-without one is not touched.  This file must not know which layer asks.
+Adapters are in slots, padded to one rank, with a pair of factors for each shard of the projection's outputs; each pair
+has a rank and a scale.  A row's bits depend on the row and on its adapter only; a row without adapter is unchanged.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ def add_lora(
 ) -> None:
     """out [T,N] += scale * (x [T,K] times down^T) times up, for row t with those of slot adapters[t] (int32 [T]).
 
-    `sizes` says how N is cut into P shards, each with factors of its own: `down` [S,P,R,K], and in `up` [S,R,N] the
-    shard's columns, of which ranks[s,p] (int32 [S,P]) rows are used, 0: nothing is added; `scales` float32 [S,P].  A
-    row whose slot is negative is left alone.  Rows of `out` and x may lie apart.  Summed in float32, and added to out
-    in float32 with one rounding.  Source: Hu et al. 2021, LoRA.
+    `sizes` divides N into P shards with separate factors: `down` [S,P,R,K], and the shard's columns of `up` [S,R,N].
+    ranks[s,p] (int32 [S,P]) rows of a pair are used, none if 0; `scales` is float32 [S,P].  Rows with a negative slot
+    are unchanged.  Rows of `out` and x need not be adjacent.  Summed in float32, and added to out in float32 with one
+    rounding.  Source: Hu et al. 2021, LoRA.
     """
     first = 0
     for shard, size in enumerate(sizes):

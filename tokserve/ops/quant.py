@@ -1,8 +1,8 @@
-"""Int8: rows scaled to whole numbers of -127 to 127, and the matrix product of two such matrices.
+"""References of the int8 ops: rows quantized to integers of -127 to 127, and the product of two such matrices.
 
-A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
-one float32 scale a row.  Products are summed as integers, which is exact in any order; the rest is one fixed float
-expression per element.  So every implementation has the reference's bits.  This file must not know layers.
+A row of a weight (an output channel) is quantized once, a row of activations (a token) in every call: symmetric, with
+one float32 scale per row.  Products are summed as integers, which is exact in any order; the rest is one fixed float
+expression per element.  So every implementation has the reference's bits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tokserve.ops import elementwise
 from tokserve.ops.registry import op
 
 LEVELS = 127.0
-LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
-STRETCH = 1024  # of K: 1024 products of at most 127 * 127 are below 2^24, so their float32 sum is exact
+MIN_MAGNITUDE = 1e-30  # lower bound of a row's largest magnitude: a row of zeros stays zero
+DEPTH_BLOCK = 1024  # of K: 1024 products of at most 127 * 127 are below 2^24, so their float32 sum is exact
 EXACT = {torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0), torch.float16: (0.0, 0.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """An int8 weight [rows, columns] in the layout that the `linear_int8` it was packed for wants."""
+    """An int8 weight [rows, columns] in the layout of the `linear_int8` that it was packed for."""
 
     rows: int  # N, outputs
     columns: int  # K, inputs
@@ -41,8 +41,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
     finite = largest.isfinite()
-    largest = largest.clamp(min=LEAST)
-    inverse = torch.full_like(largest, LEVELS) / largest  # rounded once; torch makes number / tensor of two roundings
+    largest = largest.clamp(min=MIN_MAGNITUDE)
+    inverse = torch.full_like(largest, LEVELS) / largest  # rounded once; torch rounds number / tensor twice
     values = torch.where(finite, (wide * inverse).round(), 0.0)
     scales = torch.where(finite, largest / LEVELS, torch.nan)
     return values.to(torch.int8), scales.squeeze(-1)
@@ -64,8 +64,8 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
     """
     values, scales = quantize_rows.reference(x)
     sums = torch.zeros(x.shape[0], packed.rows, dtype=torch.int32)
-    for start in range(0, packed.columns, STRETCH):
-        part = slice(start, start + STRETCH)
+    for start in range(0, packed.columns, DEPTH_BLOCK):
+        part = slice(start, start + DEPTH_BLOCK)
         sums += torch.mm(values[:, part].float(), packed.packed[:, part].float().t()).to(torch.int32)
     result = sums.float() * scales[:, None] * packed.scales
     if bias is not None:

@@ -1,8 +1,7 @@
-"""What an op is: a torch reference that says what is right, and named implementations of the same signature.
+"""The registry of ops: a torch reference defines an op, and implementations of the same signature have names.
 
-Declaring an op decorates its reference with the sample inputs and tolerances every implementation is
-tested with; `choose` picks one implementation per op, once, at start-up.  This file knows names and
-device kinds; it must not know any op's arithmetic, nor what a model is.
+`@op` declares a reference, with the tolerances that tests compare implementations with; `choose` picks one
+implementation per op, once, at start-up.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "torch"
-REFERENCES_RUN = {"cpu"}  # device kinds whose tensors the references take
+REFERENCES_RUN = {"cpu"}  # device kinds that the references run on
 ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
-FAST = {"cuda": "cublas"}  # by device kind: the implementation where a row's bits may depend on the batch
-EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
+FAST = {"cuda": "cublas"}  # by device kind: the implementation that is not batch invariant
+EXTENSIONS = {  # by device kind: the required module, and the module that registers the implementations
     "cpu": ("tokserve._C", "tokserve.ops.cpu.kernels"),
     "cuda": ("triton", "tokserve.ops.triton"),
 }
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
-    """A function, and the device kind it is for (None: all)."""
+    """A function, and its device kind (None: all)."""
 
     call: Callable[P, R]
     device: str | None
@@ -45,8 +44,8 @@ class Implementation(Generic[P, R]):
 class Op(Generic[P, R]):
     """A named operation.
 
-    `samples(dtype)` yields argument tuples; `tolerance` maps each dtype the op takes to (absolute,
-    relative) distance that an implementation may have from the reference.  `follows`: the op whose choice of
+    `tolerance` maps each dtype that the op takes to the (absolute, relative) distance that an implementation may have
+    from the reference; tokserve/ops/samples has inputs to compare them with.  `follows`: the op whose choice of
     implementation this one shares.
     """
 
@@ -110,8 +109,7 @@ def load_extension(device: str) -> str | None:
 
 
 def set_threads(device: str, count: int, cpus: Sequence[int] = ()) -> None:
-    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use and which
-    CPUs to bind them to."""
+    """Set the number of threads of the compiled implementations for `device`, where they have any, and their CPUs."""
     registrations = sys.modules.get(EXTENSIONS[device][1])
     if registrations is None or not hasattr(registrations, "set_threads"):
         return
@@ -127,8 +125,8 @@ def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:
     """
     if device not in ORDER:
         raise StartError(f"no ops for device {device!r}; there are: {_listed(ORDER)}")
-    wanted = set(overrides.values())
-    missing = "" if set(overrides) >= {"*"} and wanted == {REFERENCE} else load_extension(device)
+    implementations = set(overrides.values())
+    missing = "" if set(overrides) >= {"*"} and implementations == {REFERENCE} else load_extension(device)
     if missing and device not in REFERENCES_RUN:
         raise StartError(f"option device: {device} needs kernels that are not here: {missing}")
     if missing:

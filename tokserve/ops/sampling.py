@@ -1,8 +1,8 @@
-"""From logits to a token, as torch says it: penalties, filters, seeded sampling, and logprobs.
+"""References of the ops on logits: penalties, filters, seeded sampling, and logprobs.
 
-Each row depends on its own inputs only: randomness is a function of (seed, position, vocabulary index), sums run over
-fixed slices or strictly in order, and a tie always goes to the lower id.  Rows that a step leaves as they are cost
-nothing.  This file must not know requests; temperature is a division the caller makes.
+A row's result depends on that row's inputs only: randomness is a function of (seed, position, vocabulary index), sums
+run over fixed slices or strictly in order, and among equals the lower id wins.  Rows that an op leaves unchanged cost
+nothing.  The caller divides by the temperature.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 from tokserve.ops.registry import op
 
 SLICE = 4096  # vocabulary entries of one partial sum
-CANDIDATES = 1024  # most probable entries that top-p looks at before it sorts a whole row
-DRAWS = 1 << 15  # Philox blocks made at a time: their integers stay in the cache
+CANDIDATES = 1024  # most probable entries that top-p examines before it sorts a whole row
+PHILOX_BLOCKS = 1 << 15  # generated at a time: their integers stay in the cache
 LOW = 0xFFFFFFFF
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 EXACT = {torch.float32: (0.0, 0.0)}
 
 
@@ -25,7 +25,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the 64 bits are right, as two's complement
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the 64 bits are those of the unsigned product
         c0, c1, c2, c3 = (second >> 32 & LOW) ^ c1 ^ k0, second & LOW, (first >> 32 & LOW) ^ c3 ^ k1, first & LOW
         k0, k1 = k0 + 0x9E3779B9 & LOW, k1 + 0xBB67AE85 & LOW
     return [c0, c1, c2, c3]
@@ -48,10 +48,10 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
 
 def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     count, width = logits.shape
-    blocks = torch.nn.functional.pad(logits, (0, -width % 4), value=NEVER).view(count, -1, 4)
-    row, block = (blocks > NEVER).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be sampled
-    for at in range(0, len(row), DRAWS):
-        r, b = row[at : at + DRAWS], block[at : at + DRAWS]
+    blocks = torch.nn.functional.pad(logits, (0, -width % 4), value=NEG_INF).view(count, -1, 4)
+    row, block = (blocks > NEG_INF).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be sampled
+    for at in range(0, len(row), PHILOX_BLOCKS):
+        r, b = row[at : at + PHILOX_BLOCKS], block[at : at + PHILOX_BLOCKS]
         seed, position = seeds[r], positions[r]
         counter = (b, position & LOW, position >> 32 & LOW, torch.zeros_like(b))
         bits = torch.stack(philox(counter, (seed & LOW, seed >> 32 & LOW)), -1)  # [n,4]
@@ -64,7 +64,7 @@ def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [R,V] with -inf where top_k [R] int32 (0: off), then top_p [R] (1: off), then min_p [R] (0: off) forbid.
 
-    top-p keeps the smallest set of the most probable ids that holds top_p of what top-k left; at least one.
+    top-p keeps the smallest set of most probable ids that has top_p of the mass that top-k keeps; at least one id.
     min-p drops ids less probable than min_p times the most probable one.
     """
     width = logits.shape[1]
@@ -74,12 +74,12 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     if len(rows):
         part = logits[rows]
         limit = torch.where(few, top_k, width)[rows].long()
-        out[rows] = part.masked_fill_(~_best(part, _num_kept(part, limit, top_p[rows])), NEVER)
+        out[rows] = part.masked_fill_(~_best(part, _num_kept(part, limit, top_p[rows])), NEG_INF)
     rows = (min_p > 0.0).nonzero()[:, 0]
     if len(rows):
         part = out[rows]
         ratio = torch.exp(part - part.amax(-1, keepdim=True))
-        out[rows] = part.masked_fill_(ratio < min_p[rows, None], NEVER)
+        out[rows] = part.masked_fill_(ratio < min_p[rows, None], NEG_INF)
     return out
 
 
@@ -87,11 +87,11 @@ def _num_kept(logits: Tensor, limit: Tensor, top_p: Tensor) -> Tensor:
     """How many of the most probable entries of each row [n,V] top-k (`limit` [n]) and top-p [n] keep: [n]."""
     width = logits.shape[1]
     count = limit.clone()
-    rows, most = (top_p < 1.0).nonzero()[:, 0], min(CANDIDATES, width)
+    rows, max_candidates = (top_p < 1.0).nonzero()[:, 0], min(CANDIDATES, width)
     while len(rows):
-        candidates = int(limit[rows].where(limit[rows] < width, most).max())
+        candidates = int(limit[rows].where(limit[rows] < width, max_candidates).max())
         count[rows] = _nucleus(logits[rows], limit[rows], top_p[rows], candidates)
-        rows, most = (count < 0).nonzero()[:, 0], width
+        rows, max_candidates = (count < 0).nonzero()[:, 0], width
     return count
 
 
@@ -102,21 +102,21 @@ def _nucleus(logits: Tensor, limit: Tensor, top_p: Tensor, candidates: int) -> T
     mass = torch.exp(values - values[:, :1]).double()
     up_to = mass.cumsum(-1)  # in order, hence the same for any C
     last = (limit.clamp(max=candidates) - 1)[:, None]
-    total = up_to.gather(1, last)[:, 0]  # what top-k left
+    total = up_to.gather(1, last)[:, 0]  # the mass that top-k keeps
     rows = (limit == width).nonzero()[:, 0]
     if len(rows):
         total[rows] = _row_sum(torch.exp(logits[rows] - values[rows, :1]).double())
-    wanted = (top_p.double() * total)[:, None]
+    target = (top_p.double() * total)[:, None]
     inside = torch.arange(candidates) < limit[:, None]
-    kept = (inside & (up_to - mass < wanted)).sum(-1).clamp(min=1)
+    kept = (inside & (up_to - mass < target)).sum(-1).clamp(min=1)
     return torch.where((limit > candidates) & (kept == candidates), -1, kept)
 
 
 def _best(logits: Tensor, count: Tensor) -> Tensor:
     """True at the `count` [n] largest entries of each row [n,V], lower ids first among equals: [n,V]."""
     values = logits.topk(int(count.max())).values
-    least = values.gather(1, (count - 1)[:, None])
-    above, equal = logits > least, logits == least
+    last = values.gather(1, (count - 1)[:, None])
+    above, equal = logits > last, logits == last
     room = count - above.sum(-1)
     for row in (equal.sum(-1) > room).nonzero()[:, 0].tolist():
         equal[row] &= equal[row].cumsum(0) <= room[row]
@@ -143,16 +143,16 @@ def penalize(
 
     history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then -1.  Repetition (1: off) divides
     positive and multiplies negative logits of tokens in prompt or output.  Frequency is subtracted once per occurrence
-    in the output, presence once if there is any.
+    in the output, presence once if it occurs there.
     """
     rows = ((presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)).nonzero()[:, 0]
     out = logits.clone()
     if len(rows) == 0 or history.shape[1] == 0:
         return out
     part, ids = logits[rows], history[rows].long()
-    place = torch.arange(ids.shape[1])
-    present = place < lens[rows, None]
-    generated = (present & (place >= prompt_lens[rows, None])).float()
+    column = torch.arange(ids.shape[1])
+    present = column < lens[rows, None]
+    generated = (present & (column >= prompt_lens[rows, None])).float()
     ids = ids.clamp(min=0)
     seen = torch.zeros_like(part).scatter_add_(1, ids, present.float()) > 0.0
     count = torch.zeros_like(part).scatter_add_(1, ids, generated)
@@ -167,7 +167,7 @@ def penalize(
 def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log softmax of logits [R,V] (over temperature [R], where that is not 0) at some ids.
+    """Log softmax of logits [R,V] (divided by temperature [R], where it is not 0) at some ids.
 
     Returns the logprob float32 [R] and the rank int32 [R] (1 + how many logits are greater) of token_ids [R], then
     int32 ids and float32 logprobs [R,k+m]: the k most probable in descending order, lower ids first among equals, and
@@ -209,8 +209,8 @@ def sample_fused(
     """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the sampled ids.
 
     Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns for the k
-    most probable, of the logits as they are or (`scaled`) over temperature, all of it empty if k < 0.  A row whose
-    largest logit is not finite (NaN if there is any) counts as zeros.  Bit for bit what the two ops give.
+    most probable, of the logits or (`scaled`) of logits / temperature, all of it empty if k < 0.  A row whose largest
+    logit is not finite (NaN if the row has any) counts as zeros.  Bit for bit the result of the two ops.
     """
     finite = logits.amax(-1).isfinite()
     logits = work = logits.where(finite[:, None], 0.0)

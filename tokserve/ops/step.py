@@ -1,8 +1,8 @@
-"""How a step's tokens are found in the tables of a device with its own memory, as torch says it.
+"""References of the ops that prepare a step from the slot tables of a device with its own memory.
 
-The host knows which rows run and how far they are; what the rows hold is in tables [slots, ...] on the device, so the
-newest token need never come back before the next step is prepared.  Where tables lie in the host's own memory these
-ops have no use.  This file must not know plans, requests or models.
+The host knows which rows run and their lengths; their tokens are in tables [slots, ...] on the device, so that the next
+step can be prepared before the newest tokens are back on the host.  A host with tables in its own memory does not need
+these ops.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from tokserve.ops.registry import op
 
-WHOLE = {torch.int32: (0.0, 0.0)}
+EXACT = {torch.int32: (0.0, 0.0)}
 
 
-@op(tolerance=WHOLE)
+@op(tolerance=EXACT)
 def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
-    """For each edit (slot, column, start, count) of edits [E,4]: count values from start on go to table[slot, column:].
+    """Write values[start : start + count] to table[slot, column:], for each edit (slot, column, start, count) [E,4].
 
-    All are int32.  No place is named twice.
+    All are int32.  Edits do not overlap.
     """
     for slot, column, start, count in edits.tolist():
         table[slot, column : column + count] = values[start : start + count]
 
 
-@op(tolerance=WHOLE)
+@op(tolerance=EXACT)
 def prepare_step(
     tokens: Tensor,
     blocks: Tensor,
@@ -45,10 +45,11 @@ def prepare_step(
     seq_lens [R] and block_tables [R,W], int32.
     """
     counts = query_start.diff()  # [R]
-    owner = torch.repeat_interleave(slots, counts)
-    place = torch.arange(len(owner), dtype=torch.int64) + torch.repeat_interleave(computed - query_start[:-1], counts)
-    positions.copy_(place)
-    input_ids.copy_(tokens[owner, place])
-    slot_mapping.copy_(blocks[owner, place // page].long() * page + place % page)
+    slot_of_token = torch.repeat_interleave(slots, counts)
+    offset = torch.repeat_interleave(computed - query_start[:-1], counts)
+    position = torch.arange(len(slot_of_token), dtype=torch.int64) + offset
+    positions.copy_(position)
+    input_ids.copy_(tokens[slot_of_token, position])
+    slot_mapping.copy_(blocks[slot_of_token, position // page].long() * page + position % page)
     seq_lens.copy_(computed + counts)
     block_tables.copy_(blocks[slots, : block_tables.shape[1]])
