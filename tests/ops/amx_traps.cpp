@@ -52,9 +52,9 @@ struct Instruction {
   int rm() const { return (code[4] & 7) | (~code[1] >> 5 & 1) << 3; }
 
   int64_t value(int number) const {
-    static const int place[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+    static const int index[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                 REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
-    return registers[place[number]];
+    return registers[index[number]];
   }
 
   // The address, and the index register's value times its scale.

@@ -1,4 +1,4 @@
-"""The choice of CPU kernels: by name, by arithmetic, or by a measurement that knows the processor's maker."""
+"""The choice of CPU kernels: by name, by arithmetic, or by measurement and the processor's vendor."""
 
 from __future__ import annotations
 

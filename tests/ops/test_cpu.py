@@ -26,11 +26,11 @@ PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
     "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
 }  # fmt: skip
-# for devices with memory of their own, and for those that compute with float8
-ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
-NAMES = [name for name in OPS if name not in PACKING.values() and name not in ELSEWHERE]
+# for devices with their own memory, and for those that compute in float8
+NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
+NAMES = [name for name in OPS if name not in PACKING.values() and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
-    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in ELSEWHERE
+    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
 }
 
 
@@ -62,7 +62,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def test_every_op_has_a_cpp_implementation() -> None:
-    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == ELSEWHERE
+    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == NOT_ON_CPU
 
 
 def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
@@ -100,7 +100,7 @@ def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: s
 @pytest.mark.parametrize("isa", [isa for isa in _C.instruction_sets()[1:] if not isa.endswith("_vnni")])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
-    """The sets named _vnni differ from those without in linear_int8 alone, which has tests of its own on all sets."""
+    """The sets named _vnni differ from those without in linear_int8 only, which has other tests on all sets."""
     op = OPS[name]
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in samples(op.name, dtype):

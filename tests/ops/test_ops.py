@@ -54,8 +54,8 @@ def test_implementations_take_the_arguments_of_the_reference(op: Op[Any, Any]) -
         signature.bind(*(parameter.name for parameter in expected))
         signature.bind(*required)
         spelled = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-        for own, parameter in zip(spelled, expected, strict=False):
-            assert (own.name, own.default) == (parameter.name, parameter.default), f"{name}: {own}"
+        for actual, parameter in zip(spelled, expected, strict=False):
+            assert (actual.name, actual.default) == (parameter.name, parameter.default), f"{name}: {actual}"
 
 
 def close(actual: object, expected: object, tolerance: tuple[float, float]) -> None:
@@ -110,11 +110,11 @@ def test_rope_turns_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
     for q, k, table, positions in samples("rope", dtype):
         half = table.shape[1] // 2
         turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]
-        for x, mine in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
+        for x, actual in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
             turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
             exact = torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
-            torch.testing.assert_close(mine.double(), **rounded(exact, x))
-            assert torch.equal(mine[..., 2 * half :], x[..., 2 * half :]) and mine.dtype == dtype
+            torch.testing.assert_close(actual.double(), **rounded(exact, x))
+            assert torch.equal(actual[..., 2 * half :], x[..., 2 * half :]) and actual.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,8 +153,8 @@ def test_add_lora_is_the_product_of_three(dtype: torch.dtype) -> None:
                 if slot >= 0:
                     rank = int(ranks[slot, shard])
                     inner = down[slot, shard, :rank].double() @ x[row].double()
-                    mine = up[slot, :rank].double().split(sizes, 1)[shard]
-                    target += scales[slot, shard].double() * (mine.t() @ inner)
+                    actual = up[slot, :rank].double().split(sizes, 1)[shard]
+                    target += scales[slot, shard].double() * (actual.t() @ inner)
         before = out.clone()
         OPS["add_lora"].reference(out, x, adapters, down, up, ranks, scales, sizes)
         torch.testing.assert_close(out.double(), **rounded(exact, out))
@@ -225,9 +225,9 @@ def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
         assert result.dtype == dtype and result.shape == q.shape
         for row, length in enumerate(lens.tolist()):
             k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
-            mine = slice(int(starts[row]), int(starts[row + 1]))
-            exact = dense_attention(q[mine], k, v, scale, window)
-            torch.testing.assert_close(result[mine].double(), **rounded(exact, q))
+            actual = slice(int(starts[row]), int(starts[row + 1]))
+            exact = dense_attention(q[actual], k, v, scale, window)
+            torch.testing.assert_close(result[actual].double(), **rounded(exact, q))
 
 
 def test_attention_survives_large_scores() -> None:
@@ -248,9 +248,9 @@ def test_embedding_returns_the_rows_of_the_weight(dtype: torch.dtype) -> None:
 
 
 def implementation(name: str, of: str) -> Any:
-    """This op's own implementation of that name, where it has one."""
-    found = OPS[of].implementations
-    return found.get(name, found[registry.REFERENCE]).call
+    """The op's implementation of this name, else the reference."""
+    implementations = OPS[of].implementations
+    return implementations.get(name, implementations[registry.REFERENCE]).call
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,10 +34,11 @@ Array slots_of(const Array& pages, int64_t page, int64_t length) {
 
 // Consecutive queries, as many as one task takes, of one head.
 std::vector<AttentionTile> tiles_of(const Shape& s, const Array& pages) {
-  const int64_t group = s.heads / s.kv_heads, most = kQueryRows / group > 1 ? kQueryRows / group : 1;
+  const int64_t group = s.heads / s.kv_heads, max_queries = kQueryRows / group > 1 ? kQueryRows / group : 1;
   std::vector<AttentionTile> tiles;
-  for (int64_t q = 0; q < s.queries; q += most) {
-    const int64_t count = s.queries - q < most ? s.queries - q : most, position = s.length - s.queries + q;
+  for (int64_t q = 0; q < s.queries; q += max_queries) {
+    const int64_t count = s.queries - q < max_queries ? s.queries - q : max_queries,
+                  position = s.length - s.queries + q;
     const int64_t first = s.window > 0 && position >= s.window ? position - s.window + 1 : 0;
     for (int64_t head = 0; head < s.kv_heads; head++) {
       tiles.push_back({pages.as<int32_t>(), q, position, count, head, first / kSplit,

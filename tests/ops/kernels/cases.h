@@ -109,8 +109,8 @@ enum class Specials { all, finite };
 Array with_specials(const Array& array, Random& from, int64_t every, Specials which = Specials::all);
 Array copy_of(const Array& array);
 
-// What the kernels gave: a line "name kind count" before the bytes of each array.  Anything that is not a number is
-// written as the same one: its sign and payload are the processor's own.
+// Results of the kernels: a line "name kind count" before the bytes of each array.  All NaN are written
+// as the same one: their sign and payload depend on the processor.
 class Results {
  public:
   explicit Results(std::FILE* file) : file_(file) {}

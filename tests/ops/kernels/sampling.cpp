@@ -1,4 +1,4 @@
-// From logits to tokens: logprobs, draws, filters and penalties, with ties, masked and special logits.
+// From logits to tokens: logprobs, sampling, filters and penalties, with ties, masked and special logits.
 #include "cases.h"
 
 namespace tokserve::cases {
@@ -69,14 +69,14 @@ void run_logprobs(const Kernels& kernels, Results& results, int64_t vocab, int64
         text("logprobs vocab=%lld k=%lld m=%lld scaled=%d", (long long)vocab, (long long)k, (long long)m, scaled));
 }
 
-void run_draws(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, bool scaled, Random& from) {
+void run_samples(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, bool scaled, Random& from) {
   const Array logits = logits_of(vocab, from), temperature = numbers({0.7f, 1.0f, 1.3f, 0.5f, 0.9f, 0.0f});
   const Array memory = scratch(kernels.sampling_scratch(0, k > 0 ? k : 0));
   for (int64_t step = 0; step < 6; step++) {
     const Array seeds = integers(Kind::i64, kRows, from, INT64_MIN / 4, INT64_MAX / 4),
                 greedy = integers(Kind::u8, kRows, from, 0, 1);
     const Array positions = integers(Kind::i64, kRows, from, 0, step % 2 ? int64_t{1} << 40 : 5000);
-    const Array ids(Kind::i64, kRows), drawn(Kind::i64, kRows), finite(Kind::u8, kRows);
+    const Array ids(Kind::i64, kRows), fused_ids(Kind::i64, kRows), finite(Kind::u8, kRows);
     const SampleArgs s{logits.as<float>(),   seeds.as<int64_t>(), positions.as<int64_t>(),
                        greedy.as<uint8_t>(), ids.as<int64_t>(),   vocab};
     for (int64_t row = 0; row < kRows; row++) kernels.sample(s, row);
@@ -85,7 +85,7 @@ void run_draws(const Kernels& kernels, Results& results, int64_t vocab, int64_t 
     results.add("sample" + rest, ids);
     const Written w(k > 0 ? k : 0);
     const LogprobArgs l{s.logits,
-                        drawn.as<int64_t>(),
+                        fused_ids.as<int64_t>(),
                         temperature.as<float>(),
                         nullptr,
                         k < 0 ? nullptr : w.values.as<float>(),
@@ -96,11 +96,11 @@ void run_draws(const Kernels& kernels, Results& results, int64_t vocab, int64_t 
                         k > 0 ? k : 0,
                         0};
     SampleFusedArgs a{s, finite.as<uint8_t>(), scaled ? temperature.as<float>() : nullptr, scaled, l};
-    a.sample.ids = drawn.as<int64_t>();
+    a.sample.ids = fused_ids.as<int64_t>();
     for (int64_t row = 0; row < kRows; row++) {
       finite.as<uint8_t>()[row] = kernels.sample_fused(a, row, s.logits + row * vocab, memory.as<char>());
     }
-    results.add("sample_fused" + rest, drawn);
+    results.add("sample_fused" + rest, fused_ids);
     results.add("sample_fused" + rest + " finite", finite);
     w.add(results, "sample_fused" + rest);
   }
@@ -150,13 +150,13 @@ void run_penalties(const Kernels& kernels, Results& results, int64_t vocab, Rand
 void run_sampling(const Kernels& kernels, Results& results) {
   Random from(9);
   for (const int64_t vocab : {1, 15, 17, 64, 101, 4096, 5003, 12345}) {
-    const int64_t most = vocab < 20 ? vocab : 20;
+    const int64_t max_k = vocab < 20 ? vocab : 20;
     run_logprobs(kernels, results, vocab, 0, 0, false, from);
-    run_logprobs(kernels, results, vocab, most, 3, true, from);
-    run_logprobs(kernels, results, vocab, most, 0, false, from);
-    run_draws(kernels, results, vocab, -1, false, from);
-    run_draws(kernels, results, vocab, most, true, from);
-    run_draws(kernels, results, vocab, 0, false, from);
+    run_logprobs(kernels, results, vocab, max_k, 3, true, from);
+    run_logprobs(kernels, results, vocab, max_k, 0, false, from);
+    run_samples(kernels, results, vocab, -1, false, from);
+    run_samples(kernels, results, vocab, max_k, true, from);
+    run_samples(kernels, results, vocab, 0, false, from);
     run_filters(kernels, results, vocab, from);
     run_penalties(kernels, results, vocab, from);
   }
