@@ -21,9 +21,17 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   const int64_t tokens = k.size(0);
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t* slot = slots.data<int64_t>();
-  const StoreArgs a{dtype, k.data<void>(), v.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
-                    slot,  k.stride(0),    v.stride(0),    c.kv_heads,           c.page,
-                    c.dim};
+  const StoreArgs a{.dtype = dtype,
+                    .k = k.data<void>(),
+                    .v = v.data<void>(),
+                    .k_cache = k_cache.data<void>(),
+                    .v_cache = v_cache.data<void>(),
+                    .slots = slot,
+                    .k_stride = k.stride(0),
+                    .v_stride = v.stride(0),
+                    .heads = c.kv_heads,
+                    .page = c.page,
+                    .dim = c.dim};
   launch([=] {
     for (int64_t t = 0; t < tokens; t++)
       require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
@@ -146,18 +154,18 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   const AttentionRows batch{
       rows,           tokens,          start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(),
       tables.size(1), tables.stride(0)};
-  const AttentionArgs a{dtype,
-                        q.data<void>(),
-                        k_cache.data<void>(),
-                        v_cache.data<void>(),
-                        out.data<void>(),
-                        q.stride(0),
-                        heads,
-                        c.kv_heads,
-                        c.page,
-                        c.dim,
-                        scale,
-                        window};
+  const AttentionArgs a{.dtype = dtype,
+                        .q = q.data<void>(),
+                        .k_cache = k_cache.data<void>(),
+                        .v_cache = v_cache.data<void>(),
+                        .out = out.data<void>(),
+                        .q_stride = q.stride(0),
+                        .heads = heads,
+                        .kv_heads = c.kv_heads,
+                        .page = c.page,
+                        .dim = c.dim,
+                        .scale = scale,
+                        .window = window};
   launch([=] {
     std::vector<AttentionTile> tiles;
     const double cost = make_tiles(a, c, batch, tiles);

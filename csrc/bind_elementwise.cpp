@@ -21,15 +21,15 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
   require(residual.has_value() == sum.has_value(), op, "residual and its sum come together");
   if (residual) require(*residual, x.kind(), {rows, width}, op, "residual must be like x");
   if (sum) require(*sum, x.kind(), {rows, width}, op, "the sum must be like x");
-  const NormArgs a{dtype,
-                   weight_dtype,
-                   x.data<void>(),
-                   residual ? residual->data<void>() : nullptr,
-                   weight.data<void>(),
-                   out.data<void>(),
-                   sum ? sum->data<void>() : nullptr,
-                   width,
-                   eps};
+  const NormArgs a{.dtype = dtype,
+                   .weight_dtype = weight_dtype,
+                   .x = x.data<void>(),
+                   .residual = residual ? residual->data<void>() : nullptr,
+                   .weight = weight.data<void>(),
+                   .out = out.data<void>(),
+                   .sum = sum ? sum->data<void>() : nullptr,
+                   .width = width,
+                   .eps = eps};
   launch([=] {
     over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
   });
@@ -63,19 +63,19 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
   require(k_out, q.kind(), {tokens, kv_heads, dim}, op, "k's output must be like k");
   const int64_t* at = positions.data<int64_t>();
   for (int64_t t = 0; t < tokens; t++) require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
-  const RopeArgs a{dtype,
-                   q.data<void>(),
-                   k.data<void>(),
-                   q_out.data<void>(),
-                   k_out.data<void>(),
-                   q.stride(0),
-                   k.stride(0),
-                   heads,
-                   kv_heads,
-                   dim,
-                   rot,
-                   table.data<float>(),
-                   at};
+  const RopeArgs a{.dtype = dtype,
+                   .q = q.data<void>(),
+                   .k = k.data<void>(),
+                   .q_out = q_out.data<void>(),
+                   .k_out = k_out.data<void>(),
+                   .q_stride = q.stride(0),
+                   .k_stride = k.stride(0),
+                   .q_heads = heads,
+                   .k_heads = kv_heads,
+                   .dim = dim,
+                   .rot = rot,
+                   .table = table.data<float>(),
+                   .positions = at};
   over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim,
             [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
 }
@@ -100,23 +100,23 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
   require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t *at = positions.data<int64_t>(), *slot = slots.data<int64_t>();
-  const QkvArgs a{dtype,
-                  weight_dtype,
-                  qkv.data<void>(),
-                  q_weight ? q_weight->data<void>() : nullptr,
-                  k_weight ? k_weight->data<void>() : nullptr,
-                  q_out.data<void>(),
-                  k_cache.data<void>(),
-                  v_cache.data<void>(),
-                  table.data<float>(),
-                  at,
-                  slot,
-                  heads,
-                  c.kv_heads,
-                  c.dim,
-                  table.size(1),
-                  c.page,
-                  eps};
+  const QkvArgs a{.dtype = dtype,
+                  .weight_dtype = weight_dtype,
+                  .qkv = qkv.data<void>(),
+                  .q_weight = q_weight ? q_weight->data<void>() : nullptr,
+                  .k_weight = k_weight ? k_weight->data<void>() : nullptr,
+                  .q_out = q_out.data<void>(),
+                  .k_cache = k_cache.data<void>(),
+                  .v_cache = v_cache.data<void>(),
+                  .table = table.data<float>(),
+                  .positions = at,
+                  .slots = slot,
+                  .q_heads = heads,
+                  .k_heads = c.kv_heads,
+                  .dim = c.dim,
+                  .rot = table.size(1),
+                  .page = c.page,
+                  .eps = eps};
   const int64_t scratch = c.dim * qkv.item();
   launch([=] {
     for (int64_t t = 0; t < tokens; t++) {

@@ -150,18 +150,18 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   const Product p = product_of(x, bias, out, gate, op);
   const int64_t size = packed_size(p.panels, p.k, p.dtype == DType::bf16);
   require(packed, x.kind(), {size}, op, "the weight was packed for another shape or dtype");
-  const LinearArgs a{p.dtype,
-                     p.out_dtype,
-                     gate,
-                     x.data<void>(),
-                     packed.data<void>(),
-                     bias ? bias->data<void>() : nullptr,
-                     out.data<void>(),
-                     p.m,
-                     p.n,
-                     p.k,
-                     x.stride(0),
-                     has_cheap_widening()};
+  const LinearArgs a{.dtype = p.dtype,
+                     .out_dtype = p.out_dtype,
+                     .gate = gate,
+                     .x = x.data<void>(),
+                     .packed = packed.data<void>(),
+                     .bias = bias ? bias->data<void>() : nullptr,
+                     .out = out.data<void>(),
+                     .m = p.m,
+                     .n = p.n,
+                     .k = p.k,
+                     .x_stride = x.stride(0),
+                     .cheap_widening = has_cheap_widening()};
   if (p.m == 0 || p.n == 0) return;
   launch([=] { multiply(a, p.panels, p.sums); });
 }

@@ -114,20 +114,20 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const 
     outputs += size;
   }
   require(outputs == out.size(1), op, "sizes must add up to N");
-  const LoraArgs a{dtype,
-                   x.data<void>(),
-                   down.data<void>(),
-                   up.data<void>(),
-                   ranks.data<int32_t>(),
-                   scales.data<float>(),
-                   nullptr,
-                   out.data<void>(),
-                   x.size(1),
-                   out.size(1),
-                   r,
-                   shards,
-                   x.stride(0),
-                   out.stride(0)};
+  const LoraArgs a{.dtype = dtype,
+                   .x = x.data<void>(),
+                   .down = down.data<void>(),
+                   .up = up.data<void>(),
+                   .ranks = ranks.data<int32_t>(),
+                   .scales = scales.data<float>(),
+                   .sizes = nullptr,
+                   .out = out.data<void>(),
+                   .k = x.size(1),
+                   .n = out.size(1),
+                   .r = r,
+                   .shards = shards,
+                   .x_stride = x.stride(0),
+                   .out_stride = out.stride(0)};
   const Batch batch{adapters.data<int32_t>(), rows, slots, sizes};
   launch([=] { add_rows(a, batch); });
 }

@@ -23,7 +23,12 @@ void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) 
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(values, Kind::i8, {x.size(0), x.size(1)}, op, "values must be int8 [T,K]");
   require(scales, Kind::f32, {x.size(0)}, op, "scales must be float32 [T]");
-  const QuantizeArgs a{dtype, x.data<void>(), values.data<int8_t>(), scales.data<float>(), x.size(1), x.stride(0)};
+  const QuantizeArgs a{.dtype = dtype,
+                       .x = x.data<void>(),
+                       .values = values.data<int8_t>(),
+                       .scales = scales.data<float>(),
+                       .k = x.size(1),
+                       .x_stride = x.stride(0)};
   const int64_t rows = x.size(0);
   launch([=] {
     over_rows(rows, 0.15 * static_cast<double>(a.k),
@@ -99,19 +104,19 @@ void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, co
   require(packed, Kind::u8, {packed_int8_size(p.panels, p.k)}, op, "the weight was packed for another shape");
   require(scales, Kind::f32, {p.sums}, op, "scales must be float32 with an entry for each row of the weight");
   if (p.m == 0 || p.n == 0) return;
-  const Int8Args a{p.dtype,
-                   p.out_dtype,
-                   gate,
-                   x.data<void>(),
-                   packed.data<uint8_t>(),
-                   scales.data<float>(),
-                   bias ? bias->data<void>() : nullptr,
-                   out.data<void>(),
-                   p.m,
-                   p.n,
-                   p.k,
-                   x.stride(0),
-                   nullptr};
+  const Int8Args a{.dtype = p.dtype,
+                   .out_dtype = p.out_dtype,
+                   .gate = gate,
+                   .x = x.data<void>(),
+                   .packed = packed.data<uint8_t>(),
+                   .scales = scales.data<float>(),
+                   .bias = bias ? bias->data<void>() : nullptr,
+                   .out = out.data<void>(),
+                   .m = p.m,
+                   .n = p.n,
+                   .k = p.k,
+                   .x_stride = x.stride(0),
+                   .rows = nullptr};
   launch([=] { multiply(a, p.panels, p.sums); });
 }
 

@@ -37,17 +37,17 @@ void logprobs(const Tensor& logits, const Tensor& token_ids, int64_t k, const st
   const int64_t* names = named ? named->data<int64_t>() : nullptr;
   for (int64_t i = 0; i < rows * m; i++)
     require(names[i] >= 0 && names[i] < vocab, op, "a named id is outside the vocabulary");
-  const LogprobArgs a{logits.data<float>(),
-                      ids,
-                      temperature ? temperature->data<float>() : nullptr,
-                      names,
-                      token_logprobs.data<float>(),
-                      ranks.data<int32_t>(),
-                      top_ids.data<int32_t>(),
-                      top_logprobs.data<float>(),
-                      vocab,
-                      k,
-                      m};
+  const LogprobArgs a{.logits = logits.data<float>(),
+                      .token_ids = ids,
+                      .temperature = temperature ? temperature->data<float>() : nullptr,
+                      .named = names,
+                      .token_logprobs = token_logprobs.data<float>(),
+                      .ranks = ranks.data<int32_t>(),
+                      .top_ids = top_ids.data<int32_t>(),
+                      .top_logprobs = top_logprobs.data<float>(),
+                      .vocab = vocab,
+                      .k = k,
+                      .m = m};
   over_rows(rows, 0.4 * vocab + 20.0 * k, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(0, k));
     for (int64_t r = begin; r < end; r++) kernels().logprobs(a, r, scratch);
@@ -62,8 +62,12 @@ void sample(const Tensor& logits, const Tensor& seeds, const Tensor& positions, 
   require(positions, Kind::i64, {rows}, op, "positions must be int64 [R]");
   require(greedy, Kind::boolean, {rows}, op, "greedy must be bool [R]");
   require(ids, Kind::i64, {rows}, op, "ids must be int64 [R]");
-  const SampleArgs a{logits.data<float>(),   seeds.data<int64_t>(), positions.data<int64_t>(),
-                     greedy.data<uint8_t>(), ids.data<int64_t>(),   vocab};
+  const SampleArgs a{.logits = logits.data<float>(),
+                     .seeds = seeds.data<int64_t>(),
+                     .positions = positions.data<int64_t>(),
+                     .greedy = greedy.data<uint8_t>(),
+                     .ids = ids.data<int64_t>(),
+                     .vocab = vocab};
   over_rows(rows, 1.0 * vocab, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) kernels().sample(a, r);
   });
@@ -87,20 +91,28 @@ void sample_fused(const Tensor& logits, const Tensor& seeds, const Tensor& posit
   require(ranks, Kind::i32, {logprob_rows}, op, "ranks must be int32 [R]");
   require(top_ids, Kind::i32, {logprob_rows, columns}, op, "top_ids must be int32 [R,k]");
   require(top_logprobs, Kind::f32, {logprob_rows, columns}, op, "top_logprobs must be float32 [R,k]");
-  const SampleArgs s{logits.data<float>(),   seeds.data<int64_t>(), positions.data<int64_t>(),
-                     greedy.data<uint8_t>(), ids.data<int64_t>(),   vocab};
-  const LogprobArgs l{s.logits,
-                      s.ids,
-                      nullptr,
-                      nullptr,
-                      k < 0 ? nullptr : token_logprobs.data<float>(),
-                      ranks.data<int32_t>(),
-                      top_ids.data<int32_t>(),
-                      top_logprobs.data<float>(),
-                      vocab,
-                      columns,
-                      0};
-  const SampleFusedArgs a{s, finite.data<uint8_t>(), temperature ? temperature->data<float>() : nullptr, scaled, l};
+  const SampleArgs s{.logits = logits.data<float>(),
+                     .seeds = seeds.data<int64_t>(),
+                     .positions = positions.data<int64_t>(),
+                     .greedy = greedy.data<uint8_t>(),
+                     .ids = ids.data<int64_t>(),
+                     .vocab = vocab};
+  const LogprobArgs l{.logits = s.logits,
+                      .token_ids = s.ids,
+                      .temperature = nullptr,
+                      .named = nullptr,
+                      .token_logprobs = k < 0 ? nullptr : token_logprobs.data<float>(),
+                      .ranks = ranks.data<int32_t>(),
+                      .top_ids = top_ids.data<int32_t>(),
+                      .top_logprobs = top_logprobs.data<float>(),
+                      .vocab = vocab,
+                      .k = columns,
+                      .m = 0};
+  const SampleFusedArgs a{.sample = s,
+                          .finite = finite.data<uint8_t>(),
+                          .temperature = temperature ? temperature->data<float>() : nullptr,
+                          .scaled = scaled,
+                          .logprobs = l};
   over_rows(rows, (k < 0 ? 0.15 : 0.5) * vocab + 20.0 * columns, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(0, columns));
     for (int64_t r = begin; r < end; r++) {
@@ -118,8 +130,12 @@ void filter_logits(const Tensor& logits, const Tensor& top_k, const Tensor& top_
   require(top_p, Kind::f32, {rows}, op, "top_p must be float32 [R]");
   require(min_p, Kind::f32, {rows}, op, "min_p must be float32 [R]");
   require(out, Kind::f32, {rows, vocab}, op, "out must be like logits");
-  const FilterArgs a{logits.data<float>(), top_k.data<int32_t>(), top_p.data<float>(),
-                     min_p.data<float>(),  out.data<float>(),     vocab};
+  const FilterArgs a{.logits = logits.data<float>(),
+                     .top_k = top_k.data<int32_t>(),
+                     .top_p = top_p.data<float>(),
+                     .min_p = min_p.data<float>(),
+                     .out = out.data<float>(),
+                     .vocab = vocab};
   over_rows(rows, 1.0 * vocab, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(vocab, 0));
     for (int64_t r = begin; r < end; r++) kernels().filter_logits(a, r, scratch);
@@ -138,16 +154,16 @@ void penalize(const Tensor& logits, const Tensor& history, const Tensor& prompt_
   }
   require(out, Kind::f32, {rows, vocab}, op, "out must be like logits");
   const int64_t length = history.size(1);
-  const PenaltyArgs a{logits.data<float>(),
-                      history.data<int32_t>(),
-                      prompt_lens.data<int32_t>(),
-                      lens.data<int32_t>(),
-                      presence.data<float>(),
-                      frequency.data<float>(),
-                      repetition.data<float>(),
-                      out.data<float>(),
-                      vocab,
-                      length};
+  const PenaltyArgs a{.logits = logits.data<float>(),
+                      .history = history.data<int32_t>(),
+                      .prompt_lens = prompt_lens.data<int32_t>(),
+                      .lens = lens.data<int32_t>(),
+                      .presence = presence.data<float>(),
+                      .frequency = frequency.data<float>(),
+                      .repetition = repetition.data<float>(),
+                      .out = out.data<float>(),
+                      .vocab = vocab,
+                      .length = length};
   for (int64_t r = 0; r < rows; r++) {
     require(a.lens[r] >= 0 && a.lens[r] <= length, op, "a row's length is outside its history");
     for (int64_t i = 0; i < a.lens[r]; i++) {

@@ -94,7 +94,7 @@ EXTENSION = Need(
         "runner/test_records.py",
     ),
     lambda: _has_module("tokserve._C"),
-    "a C++17 compiler (Debian: apt-get install g++), then make clean install",
+    "a C++20 compiler (Debian: apt-get install g++), then make clean install",
 )
 TRITON = Need(
     "Triton",

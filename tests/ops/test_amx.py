@@ -359,7 +359,7 @@ def test_the_kernel_of_tile_instructions_has_the_bits_of_software_tiles(tmp_path
     """Its 8,000 products and all that goes with them, executed one by one by a handler of SIGILL."""
     sources, program = Path(__file__).parents[2] / "csrc", tmp_path / "amx_traps"
     kernel = [*(f"-m{feature}" for feature in FEATURES), "-O3", "-DTOKSERVE_ISA=avx512_bf16", "-ffp-contract=off", "-w"]
-    compiler = ["g++", "-std=c++17", "-fno-pie", "-no-pie", f"-I{sources}"]
+    compiler = ["g++", "-std=c++20", "-fno-pie", "-no-pie", f"-I{sources}"]
     subprocess.run([*compiler, *kernel, "-c", sources / "gemm_amx.cpp", "-o", tmp_path / "kernel.o"], check=True)
     # the table names kernels of other files, none of which is called
     link = ["-O1", "-Wl,--unresolved-symbols=ignore-all", "-o", str(program)]
