@@ -50,12 +50,12 @@ gcc_file = $(shell $(or $(CXX),c++) -print-file-name=$(1))
 test-asan: build/asan
 	LD_PRELOAD="$(call gcc_file,libasan.so) $(call gcc_file,libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(BIN)/python tests/with_extension.py build/asan/tokserve -q -p no:faulthandler tests/ops -k 'cpu or cpp or record'
+	  $(BIN)/python tests/with_extension.py build/asan/tokserve -q -p no:faulthandler tests/ops -k 'cpu or cpp or capture'
 
 test-tsan: build/tsan
 	LD_PRELOAD="$(call gcc_file,libtsan.so)" TSAN_OPTIONS=suppressions=tests/tsan.supp:exitcode=66 \
-	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler tests/ops/test_cpu.py tests/ops/test_record.py \
-	  -k 'threads or tile or bits or repetition'
+	  $(BIN)/python tests/with_extension.py build/tsan/tokserve -q -p no:faulthandler tests/ops/test_cpu.py tests/ops/test_capture.py \
+	  -k 'threads or tile or bits or replay'
 
 # A wheel, installed in an environment that knows nothing of this tree.
 test-wheel: install
@@ -65,14 +65,18 @@ test-wheel: install
 	build/wheel/venv/bin/pip install --quiet --disable-pip-version-check build/wheel/*.whl
 	cd build/wheel && venv/bin/python -P $(CURDIR)/tests/wheel.py
 
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cpp tests/ops/*.cpp tests/ops/kernels/*.h tests/ops/kernels/*.cpp)
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 # Known vulnerabilities of everything installed, as PyPI knows them, or OSV where a mirror without PyPI's JSON interface
 # stands in for it.  A service that answers for every package writes the report; else nothing is known, and that fails.

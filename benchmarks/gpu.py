@@ -175,11 +175,11 @@ def prompt_flops(runner: Runner) -> float:
 
 
 def sampling_seconds(rows: int) -> tuple[float, float]:
-    """`draw` with the drawn token's logprob; and what top-k and top-p take before it."""
+    """Seconds of `sample_fused` with the token's logprob, and of top-k and top-p before it."""
     logits, index = torch.randn(rows, VOCAB, device="cuda") * 3, torch.arange(rows, device="cuda")
     ones = torch.ones(rows, device="cuda")
-    draw = median_seconds(lambda: ops.draw(logits, index, index, index < 0, ones, False, 0))
-    return draw, median_seconds(lambda: ops.filter_logits(logits, ones.int() * 20, ones * 0.95, ones * 0.0))
+    sample = median_seconds(lambda: ops.sample_fused(logits, index, index, index < 0, ones, False, 0))
+    return sample, median_seconds(lambda: ops.filter_logits(logits, ones.int() * 20, ones * 0.95, ones * 0.0))
 
 
 def measure(shape: str, layers: int, rows: int, card: Card, **options: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ struct Operands {
   float c[kRows][kColumns];
 };
 
-// What kind of numbers a tile holds. The small ones are multiples of 2^-71 (c: of 2^-142), below and above the smallest
+// The kind of numbers in a tile. The small ones are multiples of 2^-71 (c: of 2^-142), below and above the smallest
 // normal number: every sum below that is exact, so that what is flushed to zero does not depend on when it is rounded.
 enum class Numbers { ordinary, special, small, large };
 
@@ -38,7 +38,8 @@ float from_bits(uint32_t bits) {
   return x;
 }
 
-// A float32 of random sign and fraction with an exponent of `range` values from `exponent` on; its upper half is a bfloat16.
+// A float32 of random sign and fraction with an exponent of `range` values from `exponent` on; its upper half is a
+// bfloat16.
 uint32_t random_bits(std::mt19937& random, uint32_t exponent, uint32_t range) {
   return (random() & 0x807fffff) | (exponent + random() % range) << 23;
 }
@@ -51,8 +52,9 @@ uint32_t scaled_integer(std::mt19937& random, uint32_t limit, int power) {
 }
 
 uint32_t number(std::mt19937& random, Numbers kind, bool sum) {
-  static const uint32_t special[] = {0x00000000, 0x80000000, 0x00010000, 0x807f0000, 0x00800000, 0x80800000, 0x3f800000,
-                                     0x7f7f0000, 0xff7f0000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc10000, 0x7f810000};
+  static const uint32_t special[] = {0x00000000, 0x80000000, 0x00010000, 0x807f0000, 0x00800000,
+                                     0x80800000, 0x3f800000, 0x7f7f0000, 0xff7f0000, 0x7f800000,
+                                     0xff800000, 0x7fc00000, 0xffc10000, 0x7f810000};
   switch (kind) {
     case Numbers::small: return sum ? scaled_integer(random, 1 << 24, -142) : scaled_integer(random, 256, -71);
     case Numbers::large: return sum ? random_bits(random, 230, 25) : random_bits(random, 182, 16);
@@ -109,9 +111,9 @@ bool tiles_agree(const TileProduct& product) {
 namespace {
 
 #if !defined(TOKSERVE_HAS_avx512_bf16)
-std::string find_status() { return "the processor has no AMX"; }
+std::string check_status() { return "the processor has no AMX"; }
 #elif !defined(TOKSERVE_HAS_amx)
-std::string find_status() { return "the extension was built by a compiler without AMX"; }
+std::string check_status() { return "the extension was built by a compiler without AMX"; }
 #else
 
 // Whether the processor has AMX for bfloat16: CPUID leaf 7, EDX bits 22 (AMX-BF16) and 24 (AMX-TILE).
@@ -120,7 +122,8 @@ bool has_amx() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
 }
 
-// Whether the system saves a thread's tiles: XCR0 bits 17 (TILECFG) and 18 (TILEDATA). To be called only where there is AMX.
+// Whether the system saves a thread's tiles: XCR0 bits 17 (TILECFG) and 18 (TILEDATA). To be called only where there is
+// AMX.
 bool system_saves_tiles() {
   unsigned low = 0, high = 0;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -137,10 +140,11 @@ int request_tile_state() {
 #endif
 }
 
-std::string find_status() {
+std::string check_status() {
   if (!runs_avx512_bf16() || !has_amx()) return "the processor has no AMX";
   if (!system_saves_tiles()) return "the system does not save AMX tiles";
-  if (const int error = request_tile_state()) return std::string("the system denies the AMX tile state: ") + std::strerror(error);
+  if (const int error = request_tile_state())
+    return std::string("the system denies the AMX tile state: ") + std::strerror(error);
   if (!tiles_agree(amx::multiply_tile)) return "the processor's AMX tiles differ from their definition";
   return "";
 }
@@ -149,7 +153,7 @@ std::string find_status() {
 }  // namespace
 
 const std::string& amx_status() {
-  static const std::string status = find_status();
+  static const std::string status = check_status();
   return status;
 }
 

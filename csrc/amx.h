@@ -1,4 +1,4 @@
-// Whether this machine's AMX may be used, and single tile products through which that is checked.
+// Whether this machine's AMX may be used, and the single tile products with which that is checked.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ namespace amx_software {  // runs where avx512_bf16 does
 void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows);
 }
 
-// Whether `product` has the bits of the software tiles on random tiles, special values included; any NaN equals any other.
+// Whether `product` has the bits of the software tiles on random tiles, special values included; any NaN equals any
+// other.
 bool tiles_agree(const TileProduct& product);
 
 // Empty if the kernels named amx may be used, else the reason why not. The first call requests the tile state from the

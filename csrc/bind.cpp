@@ -1,4 +1,4 @@
-// The module tokserve._C: how Python chooses kernels and threads.
+// The module tokserve._C: choice of kernels and threads, and capture.
 #include "bind.h"
 
 #include <nanobind/stl/string.h>
@@ -14,7 +14,7 @@ namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
 
-const Kernels& named(const std::string& name) {
+const Kernels& find_kernels(const std::string& name) {
   for (const auto* tables : {&runnable_kernels(), &software_kernels()}) {
     for (const Kernels* table : *tables) {
       if (name == table->name) return *table;
@@ -38,9 +38,9 @@ void use_tensors(nb::handle type, nb::handle capsule) {
 }
 
 bool set_threads(int n, const std::vector<int>& cpus) {
-  require(n >= 1 && n <= 1024, "set_threads", "wants 1 to 1024 threads");
-  require(cpus.empty() || static_cast<int>(cpus.size()) == n, "set_threads", "wants a CPU for each thread, or none");
-  for (const int cpu : cpus) require(cpu >= 0 && cpu < 65536, "set_threads", "a CPU has no such number");
+  require(n >= 1 && n <= 1024, "set_threads", "takes 1 to 1024 threads");
+  require(cpus.empty() || static_cast<int>(cpus.size()) == n, "set_threads", "takes a CPU for each thread, or none");
+  for (const int cpu : cpus) require(cpu >= 0 && cpu < 65536, "set_threads", "a CPU number is out of range");
   nb::gil_scoped_release unlocked;
   return pool().resize(n, cpus);
 }
@@ -49,16 +49,16 @@ bool set_threads(int n, const std::vector<int>& cpus) {
 
 const Kernels& kernels() { return *chosen.load(std::memory_order_relaxed); }
 
-void Record::repeat() const {
+void Graph::replay() const {
   nb::gil_scoped_release unlocked;
-  recording.repeating = true;
+  capturing.replaying = true;
   try {
     for (const auto& call : calls_) call();
   } catch (...) {
-    recording.repeating = false;
+    capturing.replaying = false;
     throw;
   }
-  recording.repeating = false;
+  capturing.replaying = false;
 }
 
 }  // namespace tokserve
@@ -66,26 +66,33 @@ void Record::repeat() const {
 NB_MODULE(_C, m) {
   using namespace tokserve;
   chosen.store(runnable_kernels().front());
-  nanobind::set_leak_warnings(false);  // a record may live as long as the process
+  nanobind::set_leak_warnings(false);  // a graph may live as long as the process
   m.def("use_tensors", use_tensors, nb::arg("type"), nb::arg("exchange"),
         "Read tensors of this type through its DLPack exchange table; to be called before any op.");
   m.def("instruction_sets", names, "Names of the kernels this machine runs, best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); }, "Name of the kernels in use.");
-  m.def("arithmetic", [](const std::string& name) { return std::string(named(name).arithmetic); }, nb::arg("name"),
-        "How the kernels of this name multiply bfloat16; those that multiply alike give the same bits.");
-  m.def("select", [](const std::string& name) { chosen.store(&named(name)); }, nb::arg("name"),
-        "Use the kernels of this name; packed weights stay valid. amx_software, for tests, runs where avx512_bf16 does.");
+  m.def(
+      "arithmetic", [](const std::string& name) { return std::string(find_kernels(name).arithmetic); }, nb::arg("name"),
+      "The arithmetic of the kernels of this name; those of one arithmetic give the same bits.");
+  m.def(
+      "select", [](const std::string& name) { chosen.store(&find_kernels(name)); }, nb::arg("name"),
+      "Use the kernels of this name; packed weights stay valid. amx_software, for tests, runs where avx512_bf16 does.");
   m.def("set_threads", set_threads, nb::arg("n"), nb::arg("cpus") = std::vector<int>(),
-        "Compute with n threads, the calling one included, all others on the CPUs named; whether the system bound them.");
+        "Compute with n threads, the calling one included, all others bound to `cpus`; returns whether the "
+        "system bound them.");
   m.def("threads", [] { return pool().threads(); });
-  nb::class_<Record>(m, "Record", "Calls of ops in one thread, to be made again with the memory they had.")
+  nb::class_<Graph>(m, "Graph", "Captured calls of ops of one thread, replayed on the same memory.")
       .def(nb::init<>())
-      .def("begin", [](Record& record) {
-        require(!recording.into, "record", "this thread makes a record already");
-        recording.into = &record;
-      }, "Add what this thread calls from now on.")
-      .def("end", [](Record&) { recording.into = nullptr; }, "Add nothing more.")
-      .def("repeat", &Record::repeat, "Make the calls again; what a call finds wrong in its tensors' contents raises ValueError.");
+      .def(
+          "begin_capture",
+          [](Graph& graph) {
+            require(!capturing.into, "capture", "this thread is already capturing");
+            capturing.into = &graph;
+          },
+          "Capture what this thread calls from now on.")
+      .def(
+          "end_capture", [](Graph&) { capturing.into = nullptr; }, "Stop capturing.")
+      .def("replay", &Graph::replay, "Run the calls again; invalid contents of tensors raise ValueError.");
   bind_amx(m);
   bind_elementwise(m);
   bind_linear(m);

@@ -1,4 +1,4 @@
-// Bindings with which tests reach the definition of AMX's tiles and the check of the processor's.
+// Bindings of AMX's status, and, for tests, of the software tiles and the check of the processor's tiles.
 #include <nanobind/stl/string.h>
 
 #include <cstring>
@@ -47,11 +47,14 @@ bool agree(const nb::callable& product) {
 #endif
 
 void bind_amx(nb::module_& m) {
-  m.def("amx_status", [] { return amx_status(); }, "Why the kernels named amx may not be used on this machine; empty: they may.");
+  m.def(
+      "amx_status", [] { return amx_status(); },
+      "Why the kernels named amx may not be used on this machine; empty: they may.");
 #if defined(TOKSERVE_HAS_avx512_bf16)
   m.def("amx_tile", multiply_tile, nb::arg("a"), nb::arg("b"), nb::arg("c"),
         "The software tiles' c + a b: c is float32 [M,16], a bfloat16 [M,32], b bfloat16 [16,16,2], M at most 16.");
-  m.def("amx_tiles_agree", agree, nb::arg("product"), "Whether product(a, b, c) passes the check that AMX's tiles pass at start.");
+  m.def("amx_tiles_agree", agree, nb::arg("product"),
+        "Whether product(a, b, c) passes the check that AMX's tiles pass at start.");
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Bindings of the store into the KV pages and of attention over them: all indices are checked here, once a call.
+// Bindings of the store into the KV pages and of attention over them: all indices are checked here, once per call.
 #include <vector>
 
 #include "bind.h"
@@ -15,20 +15,32 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
   const Caches c = caches_of(k_cache, v_cache, k.kind(), op);
   for (const Tensor* t : {&k, &v}) {
     require(t->kind() == k.kind() && t->ndim() == 3 && t->dense(1), op, "k and v must be [T,Hk,D], dense in a token");
-    require(t->size(0) == k.size(0) && t->size(1) == c.kv_heads && t->size(2) == c.dim, op, "k and v must fit the caches");
+    require(t->size(0) == k.size(0) && t->size(1) == c.kv_heads && t->size(2) == c.dim, op,
+            "k and v must fit the caches");
   }
   const int64_t tokens = k.size(0);
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t* slot = slots.data<int64_t>();
-  const StoreArgs a{dtype, k.data<void>(), v.data<void>(), k_cache.data<void>(), v_cache.data<void>(), slot,
-                    k.stride(0), v.stride(0), c.kv_heads, c.page, c.dim};
-  perform([=] {
-    for (int64_t t = 0; t < tokens; t++) require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
-    over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim), [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
+  const StoreArgs a{.dtype = dtype,
+                    .k = k.data<void>(),
+                    .v = v.data<void>(),
+                    .k_cache = k_cache.data<void>(),
+                    .v_cache = v_cache.data<void>(),
+                    .slots = slot,
+                    .k_stride = k.stride(0),
+                    .v_stride = v.stride(0),
+                    .heads = c.kv_heads,
+                    .page = c.page,
+                    .dim = c.dim};
+  launch([=] {
+    for (int64_t t = 0; t < tokens; t++)
+      require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
+    over_rows(tokens, c.kv_heads * (10 + 0.4 * c.dim),
+              [&](int64_t begin, int64_t end) { kernels().store_kv(a, begin, end); });
   });
 }
 
-// What a batch's rows are.
+// The rows of a batch.
 struct AttentionRows {
   int64_t rows, tokens;
   const int32_t* start;   // [rows + 1]
@@ -37,12 +49,13 @@ struct AttentionRows {
   int64_t width, stride;
 };
 
-// Cuts the rows into tiles, without kv_head; returns about how many ns of one core they cost.
-double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, std::vector<AttentionTile>& tiles) {
+// Divides the rows into tiles, without kv_head; returns their estimated cost in ns of one core.
+double make_tiles(const AttentionArgs& a, const Caches& c, const AttentionRows& batch,
+                  std::vector<AttentionTile>& tiles) {
   const char* op = "paged_attention";
   const int32_t *start = batch.start, *lens = batch.lens;
   require(start[0] == 0 && start[batch.rows] == batch.tokens, op, "query_start must go from 0 to T");
-  const int64_t group = a.heads / a.kv_heads, most_queries = std::max<int64_t>(1, kQueryRows / group);
+  const int64_t group = a.heads / a.kv_heads, max_queries = std::max<int64_t>(1, kQueryRows / group);
   double cost = 0;
   for (int64_t r = 0; r < batch.rows; r++) {
     const int64_t queries = start[r + 1] - start[r], first = lens[r] - queries;
@@ -50,20 +63,23 @@ double cut(const AttentionArgs& a, const Caches& c, const AttentionRows& batch, 
     if (queries == 0) continue;
     require(lens[r] <= batch.width * c.page, op, "a row is longer than its block table");
     const int32_t* pages = batch.tables + r * batch.stride;
-    const auto first_key = [&](int64_t position) { return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0; };
+    const auto first_key = [&](int64_t position) {
+      return a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    };
     for (int64_t i = first_key(first) / c.page; i <= (lens[r] - 1) / c.page; i++) {
       require(pages[i] >= 0 && pages[i] < c.blocks, op, "a page is outside the cache");
     }
-    for (int64_t q = 0; q < queries; q += most_queries) {
-      const int64_t count = std::min(most_queries, queries - q), position = first + q, last = position + count - 1;
-      tiles.push_back({pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false});
+    for (int64_t q = 0; q < queries; q += max_queries) {
+      const int64_t count = std::min(max_queries, queries - q), position = first + q, last = position + count - 1;
+      tiles.push_back(
+          {pages, start[r] + q, position, count, 0, first_key(position) / kSplit, last / kSplit + 1, false});
       cost += (last - first_key(position) + kKeyBlock) * (0.1 + 0.02 * count * group) * a.dim * a.kv_heads;
     }
   }
   return cost;
 }
 
-// Few tiles with long contexts: splits go to different threads, then each tile's partial results are merged.
+// For few tiles with long contexts: splits go to different threads, then the partial results of each tile are merged.
 void attend_by_splits(const AttentionArgs& a, const std::vector<AttentionTile>& tiles) {
   const Kernels& kernel = kernels();
   struct Piece {
@@ -73,7 +89,8 @@ void attend_by_splits(const AttentionArgs& a, const std::vector<AttentionTile>& 
   std::vector<Piece> pieces;
   std::vector<float*> first;
   int64_t floats = 0;
-  for (const AttentionTile& tile : tiles) floats += (tile.split_end - tile.split_begin) * kernel.attention_partial(a, tile.queries);
+  for (const AttentionTile& tile : tiles)
+    floats += (tile.split_end - tile.split_begin) * kernel.attention_partial(a, tile.queries);
   std::vector<float> partials(floats);
   float* at = partials.data();
   for (size_t i = 0; i < tiles.size(); i++) {
@@ -102,7 +119,7 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
     }
     return attend_by_splits(a, by_head);
   }
-  // A task takes several heads of a tile, as long as there are tasks enough to balance.
+  // A task takes several heads of a tile, as long as enough tasks remain to balance the threads.
   int64_t heads = a.kv_heads;
   while (threaded && heads > 1 && tasks / heads < 8 * pool().threads()) heads = (heads + 1) / 2;
   const int64_t parts = (a.kv_heads + heads - 1) / heads;
@@ -119,8 +136,8 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
   for (int64_t i = 0; i < count; i++) one(i);
 }
 
-void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables, const Tensor& start,
-                     const Tensor& lens, float scale, int64_t window, const Tensor& out) {
+void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
+                     const Tensor& start, const Tensor& lens, float scale, int64_t window, const Tensor& out) {
   const char* op = "paged_attention";
   const DType dtype = float_type(q, op);
   require(q.ndim() == 3 && q.dense(1), op, "q must be [T,Hq,D], dense in a token");
@@ -128,17 +145,30 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   const int64_t tokens = q.size(0), heads = q.size(1);
   require(c.kv_heads > 0 && c.page > 0 && c.dim > 0, op, "the caches are empty");
   require(heads > 0 && heads % c.kv_heads == 0 && q.size(2) == c.dim, op, "q's heads must fit the caches");
-  require(tables.kind() == Kind::i32 && tables.ndim() == 2 && tables.dense(1), op, "block_tables must be int32 [R,max_blocks]");
+  require(tables.kind() == Kind::i32 && tables.ndim() == 2 && tables.dense(1), op,
+          "block_tables must be int32 [R,max_blocks]");
   const int64_t rows = tables.size(0);
   require(lens, Kind::i32, {rows}, op, "seq_lens must be int32 [R]");
   require(start, Kind::i32, {rows + 1}, op, "query_start must be int32 [R+1]");
   require(out, q.kind(), {tokens, heads, c.dim}, op, "out must be like q");
-  const AttentionRows batch{rows, tokens, start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(), tables.size(1), tables.stride(0)};
-  const AttentionArgs a{dtype, q.data<void>(), k_cache.data<void>(), v_cache.data<void>(), out.data<void>(), q.stride(0),
-                        heads, c.kv_heads, c.page, c.dim, scale, window};
-  perform([=] {
+  const AttentionRows batch{
+      rows,           tokens,          start.data<int32_t>(), lens.data<int32_t>(), tables.data<int32_t>(),
+      tables.size(1), tables.stride(0)};
+  const AttentionArgs a{.dtype = dtype,
+                        .q = q.data<void>(),
+                        .k_cache = k_cache.data<void>(),
+                        .v_cache = v_cache.data<void>(),
+                        .out = out.data<void>(),
+                        .q_stride = q.stride(0),
+                        .heads = heads,
+                        .kv_heads = c.kv_heads,
+                        .page = c.page,
+                        .dim = c.dim,
+                        .scale = scale,
+                        .window = window};
+  launch([=] {
     std::vector<AttentionTile> tiles;
-    const double cost = cut(a, c, batch, tiles);
+    const double cost = make_tiles(a, c, batch, tiles);
     if (cost < 15000.0) return attend(a, tiles, false);
     const Unlocked unlocked;
     attend(a, tiles, pool().threads() > 1);

@@ -1,4 +1,4 @@
-// Bindings of the row-wise ops.  Outputs are tensors the caller made.
+// Bindings of the row-wise ops.  The caller allocates the outputs.
 #include <nanobind/stl/optional.h>
 
 #include "bind.h"
@@ -9,8 +9,8 @@ namespace tokserve {
 
 namespace {
 
-void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, float eps, const Tensor& out,
-              const std::optional<Tensor>& sum) {
+void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, float eps,
+              const Tensor& out, const std::optional<Tensor>& sum) {
   const char* op = residual ? "add_rms_norm" : "rms_norm";
   const DType dtype = float_type(x, op), weight_dtype = float_type(weight, op);
   require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
@@ -21,27 +21,28 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
   require(residual.has_value() == sum.has_value(), op, "residual and its sum come together");
   if (residual) require(*residual, x.kind(), {rows, width}, op, "residual must be like x");
   if (sum) require(*sum, x.kind(), {rows, width}, op, "the sum must be like x");
-  const NormArgs a{dtype,
-                   weight_dtype,
-                   x.data<void>(),
-                   residual ? residual->data<void>() : nullptr,
-                   weight.data<void>(),
-                   out.data<void>(),
-                   sum ? sum->data<void>() : nullptr,
-                   width,
-                   eps};
-  perform([=] {
+  const NormArgs a{.dtype = dtype,
+                   .weight_dtype = weight_dtype,
+                   .x = x.data<void>(),
+                   .residual = residual ? residual->data<void>() : nullptr,
+                   .weight = weight.data<void>(),
+                   .out = out.data<void>(),
+                   .sum = sum ? sum->data<void>() : nullptr,
+                   .width = width,
+                   .eps = eps};
+  launch([=] {
     over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
   });
 }
 
-void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x, const Tensor& out) {
+void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, int64_t), const Tensor& x,
+           const Tensor& out) {
   const DType dtype = float_type(x, op);
   require(x.ndim() == 2 && x.dense() && x.size(1) % 2 == 0, op, "x must be contiguous [T,2I]");
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   require(out, x.kind(), {rows, width}, op, "out must be [T,I] of x's dtype");
   const GatedArgs a{dtype, x.data<void>(), out.data<void>(), width};
-  perform([=] {
+  launch([=] {
     over_rows(rows, 10 + 0.8 * width, [&](int64_t begin, int64_t end) { (kernels().*kernel)(a, begin, end); });
   });
 }
@@ -50,7 +51,8 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
           const Tensor& k_out) {
   const char* op = "rope";
   const DType dtype = float_type(q, op);
-  require(q.ndim() == 3 && q.dense(1) && k.ndim() == 3 && k.dense(1), op, "q and k must be [T,heads,D], dense in a token");
+  require(q.ndim() == 3 && q.dense(1) && k.ndim() == 3 && k.dense(1), op,
+          "q and k must be [T,heads,D], dense in a token");
   const int64_t tokens = q.size(0), heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
   require(k.kind() == q.kind() && k.size(0) == tokens && k.size(2) == dim, op, "k must match q");
   require(table, Kind::f32, {-1, -1}, op, "table must be float32 [max_pos,rot_dim]");
@@ -61,19 +63,31 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
   require(k_out, q.kind(), {tokens, kv_heads, dim}, op, "k's output must be like k");
   const int64_t* at = positions.data<int64_t>();
   for (int64_t t = 0; t < tokens; t++) require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
-  const RopeArgs a{dtype,       q.data<void>(), k.data<void>(), q_out.data<void>(), k_out.data<void>(),  q.stride(0),
-                   k.stride(0), heads,          kv_heads,       dim,                rot,                 table.data<float>(),
-                   at};
-  over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim, [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
+  const RopeArgs a{.dtype = dtype,
+                   .q = q.data<void>(),
+                   .k = k.data<void>(),
+                   .q_out = q_out.data<void>(),
+                   .k_out = k_out.data<void>(),
+                   .q_stride = q.stride(0),
+                   .k_stride = k.stride(0),
+                   .q_heads = heads,
+                   .k_heads = kv_heads,
+                   .dim = dim,
+                   .rot = rot,
+                   .table = table.data<float>(),
+                   .positions = at};
+  over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim,
+            [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
 }
 
-void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, float eps,
-                     const Tensor& table, const Tensor& positions, const Tensor& k_cache, const Tensor& v_cache,
-                     const Tensor& slots, const Tensor& q_out) {
+void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                     float eps, const Tensor& table, const Tensor& positions, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& slots, const Tensor& q_out) {
   const char* op = "norm_rope_store";
   const DType dtype = float_type(qkv, op);
   const Caches c = caches_of(k_cache, v_cache, qkv.kind(), op);
-  require(q_out.kind() == qkv.kind() && q_out.ndim() == 3 && q_out.dense() && q_out.size(2) == c.dim, op, "q's output must be [T,Hq,D]");
+  require(q_out.kind() == qkv.kind() && q_out.ndim() == 3 && q_out.dense() && q_out.size(2) == c.dim, op,
+          "q's output must be [T,Hq,D]");
   const int64_t tokens = q_out.size(0), heads = q_out.size(1), limit = table.ndim() == 2 ? table.size(0) : 0;
   require(qkv, qkv.kind(), {tokens, (heads + 2 * c.kv_heads) * c.dim}, op, "qkv must be contiguous [T,(Hq+2Hk)*D]");
   require(q_weight.has_value() == k_weight.has_value(), op, "q's and k's norm come together");
@@ -86,11 +100,25 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
   require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
   require(slots, Kind::i64, {tokens}, op, "slot_mapping must be int64 [T]");
   const int64_t *at = positions.data<int64_t>(), *slot = slots.data<int64_t>();
-  const QkvArgs a{dtype, weight_dtype, qkv.data<void>(), q_weight ? q_weight->data<void>() : nullptr,
-                  k_weight ? k_weight->data<void>() : nullptr, q_out.data<void>(), k_cache.data<void>(), v_cache.data<void>(),
-                  table.data<float>(), at, slot, heads, c.kv_heads, c.dim, table.size(1), c.page, eps};
+  const QkvArgs a{.dtype = dtype,
+                  .weight_dtype = weight_dtype,
+                  .qkv = qkv.data<void>(),
+                  .q_weight = q_weight ? q_weight->data<void>() : nullptr,
+                  .k_weight = k_weight ? k_weight->data<void>() : nullptr,
+                  .q_out = q_out.data<void>(),
+                  .k_cache = k_cache.data<void>(),
+                  .v_cache = v_cache.data<void>(),
+                  .table = table.data<float>(),
+                  .positions = at,
+                  .slots = slot,
+                  .q_heads = heads,
+                  .k_heads = c.kv_heads,
+                  .dim = c.dim,
+                  .rot = table.size(1),
+                  .page = c.page,
+                  .eps = eps};
   const int64_t scratch = c.dim * qkv.item();
-  perform([=] {
+  launch([=] {
     for (int64_t t = 0; t < tokens; t++) {
       require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
       require(slot[t] >= 0 && slot[t] < c.blocks * c.page, op, "a slot is outside the cache");
@@ -103,14 +131,14 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
 }  // namespace
 
 void bind_elementwise(nb::module_& m) {
-  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
-        nb::arg("sum").none());
+  m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"),
+        nb::arg("out"), nb::arg("sum").none());
   m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", &Kernels::silu_mul, x, out); });
   m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", &Kernels::gelu_mul, x, out); });
   m.def("rope", rope);
   m.def("norm_rope_store", norm_rope_store, nb::arg("qkv"), nb::arg("q_weight").none(), nb::arg("k_weight").none(),
-        nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("slot_mapping"),
-        nb::arg("q_out"));
+        nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"),
+        nb::arg("slot_mapping"), nb::arg("q_out"));
 }
 
 }  // namespace tokserve

@@ -1,4 +1,4 @@
-// Bindings of the packed matrix product, and the packing itself, which is the same for all instruction sets.
+// Bindings of linear, and the packing of its weights, which is the same for all instruction sets.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -23,7 +23,7 @@ Product product_of(const Tensor& x, const std::optional<Tensor>& bias, const Ten
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(out.ndim() == 2 && out.dense() && out.size(0) == x.size(0), op, "out must be contiguous [T,N]");
   require(out.kind() == x.kind() || (out.kind() == Kind::f32 && !gated), op, "out must be float32 or have x's dtype");
-  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gate and what it gates have an even number of columns");
+  require(gate != Gate::both || out.size(1) % 2 == 0, op, "a gated product has an even number of columns");
   const int64_t n = gate == Gate::both ? out.size(1) / 2 : out.size(1), sums = gated ? 2 * n : n;
   if (bias) require(*bias, x.kind(), {sums}, op, "bias must have x's dtype and an entry for each row of the weight");
   return {dtype, float_type(out, op), x.size(0), n, x.size(1), panels_of(n, gated), sums};
@@ -37,9 +37,9 @@ int64_t packed_size(int64_t panels, int64_t k, bool pairs) { return panels * kPa
 // Rows of one panel: element (row r, column c of K) goes to [c / depth][r][c % depth].
 template <class T>
 void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
-  constexpr int64_t stretch = 64 / sizeof(T);  // of K at a time: a line of each row, and what is written stays in the cache
-  for (int64_t begin = 0; begin < k; begin += stretch) {
-    const int64_t end = std::min(begin + stretch, k);
+  constexpr int64_t block = 64 / sizeof(T);  // of K at a time: a cache line of each row; the output stays in the cache
+  for (int64_t begin = 0; begin < k; begin += block) {
+    const int64_t end = std::min(begin + block, k);
     for (int64_t r = 0; r < rows; r++) {
       const T* from = weight + r * stride;
       if (depth == 1) {
@@ -53,7 +53,7 @@ void pack_rows(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t
 
 using Pair __attribute__((may_alias)) = uint32_t;
 
-// pack_rows, with a pair moved as one word where pairs lie as words.
+// pack_rows, moving each pair as one word where pairs are aligned.
 template <class T>
 void pack_words(const T* weight, int64_t stride, int64_t rows, int64_t k, int64_t depth, T* panel) {
   if (depth == 2 && k % 2 == 0 && stride % 2 == 0 && reinterpret_cast<uintptr_t>(weight) % 4 == 0) {
@@ -84,13 +84,14 @@ void pack(const Tensor& weight, const Tensor& packed, bool gated) {
   require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
   const bool pairs = weight.kind() == Kind::bf16;
   const int64_t panels = panels_of(weight.size(0) / (gated ? 2 : 1), gated);
-  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op, "packed has the wrong size or dtype");
+  require(packed, weight.kind(), {packed_size(panels, weight.size(1), pairs)}, op,
+          "packed has the wrong size or dtype");
   nb::gil_scoped_release unlocked;
   if (weight.item() == 2) pack_panels<uint16_t>(weight, packed, gated, pairs ? 2 : 1);
   else pack_panels<uint32_t>(weight, packed, gated, 1);
 }
 
-// A row of a panel, which is there in steps of `depth` elements 64 * depth apart.
+// Gathers a row of a panel, whose groups of `depth` elements are 64 * depth elements apart.
 template <class T>
 void unpack_row(const T* panel, int64_t row, int64_t k, int64_t depth, T* out) {
   const T* from = panel + row * depth;
@@ -116,22 +117,23 @@ void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor&
   require(out, packed.kind(), {ids.size(0), -1}, op, "out must be [T,K] of the weight's dtype");
   const bool pairs = packed.kind() == Kind::bf16, words = packed.item() == 2;
   const int64_t count = ids.size(0), k = out.size(1);
-  require(packed, packed.kind(), {packed_size(panels_of(n, false), k, pairs)}, op, "the weight was packed for another shape");
+  require(packed, packed.kind(), {packed_size(panels_of(n, false), k, pairs)}, op,
+          "the weight was packed for another shape");
   const int64_t* id = ids.data<int64_t>();
   const void* from = packed.data<void>();
   void* to = out.data<void>();
-  perform([=] {
+  launch([=] {
     for (int64_t t = 0; t < count; t++) require(id[t] >= 0 && id[t] < n, op, "an id is outside the weight's rows");
     if (words) unpack_rows(id, count, static_cast<const uint16_t*>(from), k, pairs ? 2 : 1, static_cast<uint16_t*>(to));
     else unpack_rows(id, count, static_cast<const uint32_t*>(from), k, 1, static_cast<uint32_t*>(to));
   });
 }
 
-// The product, here or in all threads.
+// The product, in the calling thread or in all.
 void multiply(const LinearArgs& a, int64_t panels, int64_t sums) {
   const Kernels& kernel = kernels();
   const int64_t scratch = kernel.linear_scratch(a);
-  const double cost = static_cast<double>(sums) * a.k * std::max(0.04, 0.005 * a.m);  // ns of one core, about
+  const double cost = static_cast<double>(sums) * a.k * std::max(0.04, 0.005 * a.m);  // estimated ns of one core
   if (cost < 6000.0 || pool().threads() == 1) {
     const Unlocked unlocked(cost > 20000.0);
     for (int64_t row = 0; row < a.m; row += kRowBlock) kernel.linear(a, row, 0, panels, thread_scratch(scratch));
@@ -148,25 +150,45 @@ void linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& 
   const Product p = product_of(x, bias, out, gate, op);
   const int64_t size = packed_size(p.panels, p.k, p.dtype == DType::bf16);
   require(packed, x.kind(), {size}, op, "the weight was packed for another shape or dtype");
-  const LinearArgs a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<void>(), bias ? bias->data<void>() : nullptr,
-                     out.data<void>(), p.m, p.n, p.k, x.stride(0), has_cheap_widening()};
+  const LinearArgs a{.dtype = p.dtype,
+                     .out_dtype = p.out_dtype,
+                     .gate = gate,
+                     .x = x.data<void>(),
+                     .packed = packed.data<void>(),
+                     .bias = bias ? bias->data<void>() : nullptr,
+                     .out = out.data<void>(),
+                     .m = p.m,
+                     .n = p.n,
+                     .k = p.k,
+                     .x_stride = x.stride(0),
+                     .cheap_widening = has_cheap_widening()};
   if (p.m == 0 || p.n == 0) return;
-  perform([=] { multiply(a, p.panels, p.sums); });
+  launch([=] { multiply(a, p.panels, p.sums); });
 }
 
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-  m.def("packed_size", [](int64_t outputs, int64_t k, bool pairs, bool gated) { return packed_size(panels_of(outputs, gated), k, pairs); },
-        nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
+  m.def(
+      "packed_size",
+      [](int64_t outputs, int64_t k, bool pairs, bool gated) {
+        return packed_size(panels_of(outputs, gated), k, pairs);
+      },
+      nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
   m.def("pack_linear", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("gated"));
   m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
-  m.def("linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
-    linear(x, packed, bias, out, Gate::none);
-  }, nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("gated_linear", [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                           const std::optional<std::string>& activation, const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
-        nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
+  m.def(
+      "linear",
+      [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {
+        linear(x, packed, bias, out, Gate::none);
+      },
+      nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("out"));
+  m.def(
+      "gated_linear",
+      [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+         const std::optional<std::string>& activation,
+         const Tensor& out) { linear(x, packed, bias, out, gate_of(activation)); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

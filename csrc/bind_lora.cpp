@@ -1,4 +1,4 @@
-// Binding of what low-rank adapters add to a projection.
+// Binding of add_lora.
 #include <nanobind/stl/vector.h>
 
 #include "bind.h"
@@ -9,18 +9,19 @@ namespace tokserve {
 
 namespace {
 
-// What a call works on besides the kernels' arguments, whose `sizes` come from here.
+// The batch of a call; the kernels' `sizes` point into it.
 struct Batch {
   const int32_t* adapters;  // [tokens]
   int64_t tokens, slots;
   std::vector<int64_t> sizes;
 };
 
-// Rows that have an adapter, sorted by it, in groups of one adapter; `rows` is what the groups point into.
-std::vector<LoraGroup> grouped(const LoraArgs& a, const Batch& batch, std::vector<int32_t>& rows) {
+// Rows with an adapter, sorted and grouped by adapter; the groups point into `rows`.
+std::vector<LoraGroup> group_by_adapter(const LoraArgs& a, const Batch& batch, std::vector<int32_t>& rows) {
   const int64_t slots = batch.slots;
   const int32_t* adapters = batch.adapters;
-  for (int64_t i = 0; i < slots * a.shards; i++) require(a.ranks[i] >= 0 && a.ranks[i] <= a.r, "add_lora", "a rank is not within 0 and R");
+  for (int64_t i = 0; i < slots * a.shards; i++)
+    require(a.ranks[i] >= 0 && a.ranks[i] <= a.r, "add_lora", "a rank is not within 0 and R");
   std::vector<int64_t> first(slots + 1, 0);  // of each slot in `rows`
   for (int64_t t = 0; t < batch.tokens; t++) {
     require(adapters[t] < slots, "add_lora", "an adapter has no slot");
@@ -43,7 +44,7 @@ std::vector<LoraGroup> grouped(const LoraArgs& a, const Batch& batch, std::vecto
   return groups;
 }
 
-// A thread's scratch: the group's inner products, then what the kernel wants.
+// Floats of a group's inner products; a thread's scratch holds these, then the kernel's scratch.
 int64_t inner_size(const LoraArgs& a) { return (kLoraRows * a.shards * a.r + 15) / 16 * 16; }
 
 void add_group(const LoraArgs& a, const LoraGroup& group, int64_t scratch) {
@@ -53,15 +54,16 @@ void add_group(const LoraArgs& a, const LoraGroup& group, int64_t scratch) {
   kernels().lora_up(a, group, 0, a.n, memory);
 }
 
-// Few groups: each is cut into pieces, first by the rows of down, then by columns.
+// For few groups: each is divided into pieces, first by the rows of down, then by columns.
 void add_in_pieces(const LoraArgs& a, const std::vector<LoraGroup>& groups, int64_t scratch) {
   const int64_t inner = inner_size(a), pieces = 4 * pool().threads(), count = static_cast<int64_t>(groups.size());
   std::vector<float> memory(inner * count);
-  // Calls f(group, its inner products, begin, end) with ranges of [0, total) that begin at multiples of `unit`.
+  // Calls f(group, its inner products, begin, end) over ranges of [0, total) that begin at multiples of `unit`.
   const auto over = [&](int64_t total, int64_t unit, auto&& f) {
     const int64_t units = (total + unit - 1) / unit;
     parallel(count * pieces, [&](int64_t i) {
-      const int64_t group = i / pieces, piece = i % pieces, begin = units * piece / pieces, end = units * (piece + 1) / pieces;
+      const int64_t group = i / pieces, piece = i % pieces, begin = units * piece / pieces,
+                    end = units * (piece + 1) / pieces;
       if (begin < end) f(groups[group], memory.data() + group * inner, begin * unit, std::min(total, end * unit));
     });
   };
@@ -76,13 +78,14 @@ void add_in_pieces(const LoraArgs& a, const std::vector<LoraGroup>& groups, int6
 void add_rows(LoraArgs a, const Batch& batch) {
   a.sizes = batch.sizes.data();
   std::vector<int32_t> by_adapter;
-  const std::vector<LoraGroup> groups = grouped(a, batch, by_adapter);
+  const std::vector<LoraGroup> groups = group_by_adapter(a, batch, by_adapter);
   const int64_t count = static_cast<int64_t>(groups.size()), scratch = kernels().lora_scratch(a);
-  double cost = 0;  // about nanoseconds of one core
+  double cost = 0;  // estimated ns of one core
   for (const LoraGroup& group : groups) {
-    for (int64_t p = 0; p < a.shards; p++) cost += 0.1 * a.ranks[group.slot * a.shards + p] * static_cast<double>(a.k + a.sizes[p]);
+    for (int64_t p = 0; p < a.shards; p++)
+      cost += 0.1 * a.ranks[group.slot * a.shards + p] * static_cast<double>(a.k + a.sizes[p]);
   }
-  if (cost < 15000.0) {  // not worth a thread's wake-up
+  if (cost < 15000.0) {  // less than waking a thread costs
     for (const LoraGroup& group : groups) add_group(a, group, scratch);
     return;
   }
@@ -111,10 +114,22 @@ void add_lora(const Tensor& out, const Tensor& x, const Tensor& adapters, const 
     outputs += size;
   }
   require(outputs == out.size(1), op, "sizes must add up to N");
-  const LoraArgs a{dtype, x.data<void>(), down.data<void>(), up.data<void>(), ranks.data<int32_t>(), scales.data<float>(),
-                   nullptr, out.data<void>(), x.size(1), out.size(1), r, shards, x.stride(0), out.stride(0)};
+  const LoraArgs a{.dtype = dtype,
+                   .x = x.data<void>(),
+                   .down = down.data<void>(),
+                   .up = up.data<void>(),
+                   .ranks = ranks.data<int32_t>(),
+                   .scales = scales.data<float>(),
+                   .sizes = nullptr,
+                   .out = out.data<void>(),
+                   .k = x.size(1),
+                   .n = out.size(1),
+                   .r = r,
+                   .shards = shards,
+                   .x_stride = x.stride(0),
+                   .out_stride = out.stride(0)};
   const Batch batch{adapters.data<int32_t>(), rows, slots, sizes};
-  perform([=] { add_rows(a, batch); });
+  launch([=] { add_rows(a, batch); });
 }
 
 }  // namespace

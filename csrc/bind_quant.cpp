@@ -1,4 +1,4 @@
-// Bindings of the int8 matrix product, and the packing of its weights, which is the same for all instruction sets.
+// Bindings of linear_int8, and the packing of its weights, which is the same for all instruction sets.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -12,8 +12,8 @@ namespace tokserve {
 
 namespace {
 
-constexpr int64_t kLongest = 1 << 17;  // of K: 127 * 127 * 2^17 is below 2^31, so no sum overflows
-constexpr int64_t kQuad = 4;           // elements of K side by side in a panel
+constexpr int64_t kMaxColumns = 1 << 17;  // of K: 127 * 127 * 2^17 is below 2^31, so no sum overflows
+constexpr int64_t kQuad = 4;              // elements of K that a panel groups
 
 int64_t packed_int8_size(int64_t panels, int64_t k) { return panels * kPanel * ((k + kQuad - 1) / kQuad * kQuad); }
 
@@ -23,10 +23,16 @@ void quantize_rows(const Tensor& x, const Tensor& values, const Tensor& scales) 
   require(x.ndim() == 2 && x.dense(1), op, "x must be [T,K] with dense rows");
   require(values, Kind::i8, {x.size(0), x.size(1)}, op, "values must be int8 [T,K]");
   require(scales, Kind::f32, {x.size(0)}, op, "scales must be float32 [T]");
-  const QuantizeArgs a{dtype, x.data<void>(), values.data<int8_t>(), scales.data<float>(), x.size(1), x.stride(0)};
+  const QuantizeArgs a{.dtype = dtype,
+                       .x = x.data<void>(),
+                       .values = values.data<int8_t>(),
+                       .scales = scales.data<float>(),
+                       .k = x.size(1),
+                       .x_stride = x.stride(0)};
   const int64_t rows = x.size(0);
-  perform([=] {
-    over_rows(rows, 0.15 * static_cast<double>(a.k), [&](int64_t begin, int64_t end) { kernels().quantize_rows(a, begin, end); });
+  launch([=] {
+    over_rows(rows, 0.15 * static_cast<double>(a.k),
+              [&](int64_t begin, int64_t end) { kernels().quantize_rows(a, begin, end); });
   });
 }
 
@@ -48,7 +54,7 @@ void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales, bool
   require(weight.ndim() == 2 && weight.dense(1), op, "weight must be [N,K] with dense rows");
   require(!gated || weight.size(0) % 2 == 0, op, "a gated weight has an even number of rows");
   const int64_t n = weight.size(0) / (gated ? 2 : 1), k = weight.size(1), size = packed_int8_size(1, k);
-  require(k <= kLongest, op, "takes at most 131072 columns");
+  require(k <= kMaxColumns, op, "takes at most 131072 columns");
   require(packed, Kind::u8, {packed_int8_size(panels_of(n, gated), k)}, op, "packed has the wrong size or dtype");
   require(scales, Kind::f32, {weight.size(0)}, op, "scales must be float32 [N]");
   nb::gil_scoped_release unlocked;
@@ -58,21 +64,21 @@ void pack(const Tensor& weight, const Tensor& packed, const Tensor& scales, bool
     const int64_t rows = std::min(width, n - i * width);
     int8_t* values = reinterpret_cast<int8_t*>(thread_scratch(rows * k));
     std::memset(panel, 128, size);
-    for (int64_t place = 0; place < kPanel; place += width) {
-      const int64_t first = (place > 0 ? n : 0) + i * width;
+    for (int64_t column = 0; column < kPanel; column += width) {
+      const int64_t first = (column > 0 ? n : 0) + i * width;
       const char* from = weight.data<char>() + first * weight.stride(0) * weight.item();
       kernels().quantize_rows({dtype, from, values, scales.data<float>() + first, k, weight.stride(0)}, 0, rows);
-      pack_rows(values, rows, k, panel + place * kQuad);
+      pack_rows(values, rows, k, panel + column * kQuad);
     }
   });
 }
 
-// The product, here or in all threads.
+// The product, in the calling thread or in all.
 void multiply(Int8Args a, int64_t panels, int64_t sums) {
   const Kernels& kernel = kernels();
   const int64_t m = a.m;
-  a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread: linear_int8 asks for none, so it stays ours
-  const double cost = static_cast<double>(sums) * a.k * std::max(0.02, 0.0025 * m);  // ns of one core, about
+  a.rows = thread_scratch(kernel.int8_rows_size(a));  // of this thread; linear_int8 takes no scratch, so it stays valid
+  const double cost = static_cast<double>(sums) * a.k * std::max(0.02, 0.0025 * m);  // estimated ns of one core
   if (cost < 6000.0 || pool().threads() == 1) {
     const Unlocked unlocked(cost > 20000.0);
     kernel.int8_rows(a, 0, m);
@@ -86,36 +92,55 @@ void multiply(Int8Args a, int64_t panels, int64_t sums) {
     const int64_t pieces = std::min<int64_t>(m, pool().threads() * 4);
     parallel(pieces, [&](int64_t i) { kernel.int8_rows(a, m * i / pieces, m * (i + 1) / pieces); });
   }
-  over_panels(m, panels, 1, cost, [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
+  over_panels(m, panels, 1, cost,
+              [&](int64_t row, int64_t begin, int64_t end) { kernel.linear_int8(a, row, begin, end); });
 }
 
 void linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
                  const Tensor& out, Gate gate) {
   const char* op = gate == Gate::none ? "linear_int8" : "gated_linear_int8";
   const Product p = product_of(x, bias, out, gate, op);
-  require(p.k <= kLongest, op, "takes at most 131072 columns");
+  require(p.k <= kMaxColumns, op, "takes at most 131072 columns");
   require(packed, Kind::u8, {packed_int8_size(p.panels, p.k)}, op, "the weight was packed for another shape");
   require(scales, Kind::f32, {p.sums}, op, "scales must be float32 with an entry for each row of the weight");
   if (p.m == 0 || p.n == 0) return;
-  const Int8Args a{p.dtype, p.out_dtype, gate, x.data<void>(), packed.data<uint8_t>(), scales.data<float>(),
-                   bias ? bias->data<void>() : nullptr, out.data<void>(), p.m, p.n, p.k, x.stride(0), nullptr};
-  perform([=] { multiply(a, p.panels, p.sums); });
+  const Int8Args a{.dtype = p.dtype,
+                   .out_dtype = p.out_dtype,
+                   .gate = gate,
+                   .x = x.data<void>(),
+                   .packed = packed.data<uint8_t>(),
+                   .scales = scales.data<float>(),
+                   .bias = bias ? bias->data<void>() : nullptr,
+                   .out = out.data<void>(),
+                   .m = p.m,
+                   .n = p.n,
+                   .k = p.k,
+                   .x_stride = x.stride(0),
+                   .rows = nullptr};
+  launch([=] { multiply(a, p.panels, p.sums); });
 }
 
 }  // namespace
 
 void bind_quant(nb::module_& m) {
-  m.def("packed_int8_size", [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
-        nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
+  m.def(
+      "packed_int8_size",
+      [](int64_t outputs, int64_t k, bool gated) { return packed_int8_size(panels_of(outputs, gated), k); },
+      nb::arg("outputs"), nb::arg("columns"), nb::arg("gated"));
   m.def("quantize_rows", quantize_rows);
   m.def("pack_linear_int8", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("scales"), nb::arg("gated"));
-  m.def("linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-                          const Tensor& out) { linear_int8(x, packed, scales, bias, out, Gate::none); },
-        nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
-  m.def("gated_linear_int8", [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
-                                const std::optional<std::string>& activation, const Tensor& out) {
-    linear_int8(x, packed, scales, bias, out, gate_of(activation));
-  }, nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("activation").none(), nb::arg("out"));
+  m.def(
+      "linear_int8",
+      [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+         const Tensor& out) { linear_int8(x, packed, scales, bias, out, Gate::none); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("out"));
+  m.def(
+      "gated_linear_int8",
+      [](const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& bias,
+         const std::optional<std::string>& activation,
+         const Tensor& out) { linear_int8(x, packed, scales, bias, out, gate_of(activation)); },
+      nb::arg("x"), nb::arg("packed"), nb::arg("scales"), nb::arg("bias").none(), nb::arg("activation").none(),
+      nb::arg("out"));
 }
 
 }  // namespace tokserve

@@ -1,4 +1,4 @@
-// Bindings of the ops on logits [R, V]: one task a row.
+// Bindings of the ops on logits [R, V]: one task per row.
 #include <nanobind/stl/optional.h>
 
 #include <vector>
@@ -13,7 +13,8 @@ namespace {
 
 int64_t vocab_of(const Tensor& logits, const char* op) {
   require(logits, Kind::f32, {-1, -1}, op, "logits must be contiguous float32 [R,V]");
-  require(logits.size(1) > 0 && logits.size(1) < (int64_t{1} << 31), op, "the vocabulary must have 1 to 2^31 - 1 entries");
+  require(logits.size(1) > 0 && logits.size(1) < (int64_t{1} << 31), op,
+          "the vocabulary must have 1 to 2^31 - 1 entries");
   return logits.size(1);
 }
 
@@ -34,35 +35,51 @@ void logprobs(const Tensor& logits, const Tensor& token_ids, int64_t k, const st
   const int64_t* ids = token_ids.data<int64_t>();
   for (int64_t i = 0; i < rows; i++) require(ids[i] >= 0 && ids[i] < vocab, op, "a token id is outside the vocabulary");
   const int64_t* names = named ? named->data<int64_t>() : nullptr;
-  for (int64_t i = 0; i < rows * m; i++) require(names[i] >= 0 && names[i] < vocab, op, "a named id is outside the vocabulary");
-  const LogprobArgs a{logits.data<float>(), ids, temperature ? temperature->data<float>() : nullptr, names,
-                      token_logprobs.data<float>(), ranks.data<int32_t>(), top_ids.data<int32_t>(),
-                      top_logprobs.data<float>(), vocab, k, m};
+  for (int64_t i = 0; i < rows * m; i++)
+    require(names[i] >= 0 && names[i] < vocab, op, "a named id is outside the vocabulary");
+  const LogprobArgs a{.logits = logits.data<float>(),
+                      .token_ids = ids,
+                      .temperature = temperature ? temperature->data<float>() : nullptr,
+                      .named = names,
+                      .token_logprobs = token_logprobs.data<float>(),
+                      .ranks = ranks.data<int32_t>(),
+                      .top_ids = top_ids.data<int32_t>(),
+                      .top_logprobs = top_logprobs.data<float>(),
+                      .vocab = vocab,
+                      .k = k,
+                      .m = m};
   over_rows(rows, 0.4 * vocab + 20.0 * k, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(0, k));
     for (int64_t r = begin; r < end; r++) kernels().logprobs(a, r, scratch);
   });
 }
 
-void sample(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy, const Tensor& ids) {
+void sample(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy,
+            const Tensor& ids) {
   const char* op = "sample";
   const int64_t vocab = vocab_of(logits, op), rows = logits.size(0);
   require(seeds, Kind::i64, {rows}, op, "seeds must be int64 [R]");
   require(positions, Kind::i64, {rows}, op, "positions must be int64 [R]");
   require(greedy, Kind::boolean, {rows}, op, "greedy must be bool [R]");
   require(ids, Kind::i64, {rows}, op, "ids must be int64 [R]");
-  const SampleArgs a{logits.data<float>(), seeds.data<int64_t>(), positions.data<int64_t>(), greedy.data<uint8_t>(),
-                     ids.data<int64_t>(), vocab};
+  const SampleArgs a{.logits = logits.data<float>(),
+                     .seeds = seeds.data<int64_t>(),
+                     .positions = positions.data<int64_t>(),
+                     .greedy = greedy.data<uint8_t>(),
+                     .ids = ids.data<int64_t>(),
+                     .vocab = vocab};
   over_rows(rows, 1.0 * vocab, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) kernels().sample(a, r);
   });
 }
 
-void draw(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy,
-          const std::optional<Tensor>& temperature, bool scaled, int64_t k, const Tensor& ids, const Tensor& finite,
-          const Tensor& token_logprobs, const Tensor& ranks, const Tensor& top_ids, const Tensor& top_logprobs) {
-  const char* op = "draw";
-  const int64_t vocab = vocab_of(logits, op), rows = logits.size(0), with = k < 0 ? 0 : rows, columns = std::max<int64_t>(k, 0);
+void sample_fused(const Tensor& logits, const Tensor& seeds, const Tensor& positions, const Tensor& greedy,
+                  const std::optional<Tensor>& temperature, bool scaled, int64_t k, const Tensor& ids,
+                  const Tensor& finite, const Tensor& token_logprobs, const Tensor& ranks, const Tensor& top_ids,
+                  const Tensor& top_logprobs) {
+  const char* op = "sample_fused";
+  const int64_t vocab = vocab_of(logits, op), rows = logits.size(0), logprob_rows = k < 0 ? 0 : rows,
+                columns = std::max<int64_t>(k, 0);
   require(k <= vocab, op, "k must be at most V");
   require(seeds, Kind::i64, {rows}, op, "seeds must be int64 [R]");
   require(positions, Kind::i64, {rows}, op, "positions must be int64 [R]");
@@ -70,33 +87,55 @@ void draw(const Tensor& logits, const Tensor& seeds, const Tensor& positions, co
   if (temperature) require(*temperature, Kind::f32, {rows}, op, "temperature must be float32 [R]");
   require(ids, Kind::i64, {rows}, op, "ids must be int64 [R]");
   require(finite, Kind::boolean, {rows}, op, "finite must be bool [R]");
-  require(token_logprobs, Kind::f32, {with}, op, "token_logprobs must be float32 [R]");
-  require(ranks, Kind::i32, {with}, op, "ranks must be int32 [R]");
-  require(top_ids, Kind::i32, {with, columns}, op, "top_ids must be int32 [R,k]");
-  require(top_logprobs, Kind::f32, {with, columns}, op, "top_logprobs must be float32 [R,k]");
-  const SampleArgs s{logits.data<float>(), seeds.data<int64_t>(), positions.data<int64_t>(), greedy.data<uint8_t>(),
-                     ids.data<int64_t>(), vocab};
-  const LogprobArgs l{s.logits, s.ids, nullptr, nullptr, k < 0 ? nullptr : token_logprobs.data<float>(), ranks.data<int32_t>(),
-                      top_ids.data<int32_t>(), top_logprobs.data<float>(), vocab, columns, 0};
-  const DrawArgs a{s, finite.data<uint8_t>(), temperature ? temperature->data<float>() : nullptr, scaled, l};
+  require(token_logprobs, Kind::f32, {logprob_rows}, op, "token_logprobs must be float32 [R]");
+  require(ranks, Kind::i32, {logprob_rows}, op, "ranks must be int32 [R]");
+  require(top_ids, Kind::i32, {logprob_rows, columns}, op, "top_ids must be int32 [R,k]");
+  require(top_logprobs, Kind::f32, {logprob_rows, columns}, op, "top_logprobs must be float32 [R,k]");
+  const SampleArgs s{.logits = logits.data<float>(),
+                     .seeds = seeds.data<int64_t>(),
+                     .positions = positions.data<int64_t>(),
+                     .greedy = greedy.data<uint8_t>(),
+                     .ids = ids.data<int64_t>(),
+                     .vocab = vocab};
+  const LogprobArgs l{.logits = s.logits,
+                      .token_ids = s.ids,
+                      .temperature = nullptr,
+                      .named = nullptr,
+                      .token_logprobs = k < 0 ? nullptr : token_logprobs.data<float>(),
+                      .ranks = ranks.data<int32_t>(),
+                      .top_ids = top_ids.data<int32_t>(),
+                      .top_logprobs = top_logprobs.data<float>(),
+                      .vocab = vocab,
+                      .k = columns,
+                      .m = 0};
+  const SampleFusedArgs a{.sample = s,
+                          .finite = finite.data<uint8_t>(),
+                          .temperature = temperature ? temperature->data<float>() : nullptr,
+                          .scaled = scaled,
+                          .logprobs = l};
   over_rows(rows, (k < 0 ? 0.15 : 0.5) * vocab + 20.0 * columns, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(0, columns));
     for (int64_t r = begin; r < end; r++) {
-      a.finite[r] = kernels().draw(a, r, a.sample.logits + r * vocab, scratch);
-      if (!a.finite[r]) kernels().draw(a, r, std::vector<float>(vocab).data(), scratch);
+      a.finite[r] = kernels().sample_fused(a, r, a.sample.logits + r * vocab, scratch);
+      if (!a.finite[r]) kernels().sample_fused(a, r, std::vector<float>(vocab).data(), scratch);
     }
   });
 }
 
-void filter_logits(const Tensor& logits, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& out) {
+void filter_logits(const Tensor& logits, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+                   const Tensor& out) {
   const char* op = "filter_logits";
   const int64_t vocab = vocab_of(logits, op), rows = logits.size(0);
   require(top_k, Kind::i32, {rows}, op, "top_k must be int32 [R]");
   require(top_p, Kind::f32, {rows}, op, "top_p must be float32 [R]");
   require(min_p, Kind::f32, {rows}, op, "min_p must be float32 [R]");
   require(out, Kind::f32, {rows, vocab}, op, "out must be like logits");
-  const FilterArgs a{logits.data<float>(), top_k.data<int32_t>(), top_p.data<float>(), min_p.data<float>(),
-                     out.data<float>(), vocab};
+  const FilterArgs a{.logits = logits.data<float>(),
+                     .top_k = top_k.data<int32_t>(),
+                     .top_p = top_p.data<float>(),
+                     .min_p = min_p.data<float>(),
+                     .out = out.data<float>(),
+                     .vocab = vocab};
   over_rows(rows, 1.0 * vocab, [&](int64_t begin, int64_t end) {
     char* scratch = thread_scratch(kernels().sampling_scratch(vocab, 0));
     for (int64_t r = begin; r < end; r++) kernels().filter_logits(a, r, scratch);
@@ -115,9 +154,16 @@ void penalize(const Tensor& logits, const Tensor& history, const Tensor& prompt_
   }
   require(out, Kind::f32, {rows, vocab}, op, "out must be like logits");
   const int64_t length = history.size(1);
-  const PenaltyArgs a{logits.data<float>(), history.data<int32_t>(), prompt_lens.data<int32_t>(), lens.data<int32_t>(),
-                      presence.data<float>(), frequency.data<float>(), repetition.data<float>(), out.data<float>(),
-                      vocab, length};
+  const PenaltyArgs a{.logits = logits.data<float>(),
+                      .history = history.data<int32_t>(),
+                      .prompt_lens = prompt_lens.data<int32_t>(),
+                      .lens = lens.data<int32_t>(),
+                      .presence = presence.data<float>(),
+                      .frequency = frequency.data<float>(),
+                      .repetition = repetition.data<float>(),
+                      .out = out.data<float>(),
+                      .vocab = vocab,
+                      .length = length};
   for (int64_t r = 0; r < rows; r++) {
     require(a.lens[r] >= 0 && a.lens[r] <= length, op, "a row's length is outside its history");
     for (int64_t i = 0; i < a.lens[r]; i++) {
@@ -138,7 +184,7 @@ void bind_sampling(nb::module_& m) {
         nb::arg("temperature").none(), nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"),
         nb::arg("top_logprobs"));
   m.def("sample", sample);
-  m.def("draw", draw, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("greedy"),
+  m.def("sample_fused", sample_fused, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("greedy"),
         nb::arg("temperature").none(), nb::arg("scaled"), nb::arg("k"), nb::arg("ids"), nb::arg("finite"),
         nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"), nb::arg("top_logprobs"));
   m.def("filter_logits", filter_logits);

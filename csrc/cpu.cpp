@@ -13,7 +13,7 @@ namespace tokserve {
 
 namespace {
 
-#if defined(TOKSERVE_HAS_avx2)  // the builtins ask CPUID, and whether the system saves the wide registers
+#if defined(TOKSERVE_HAS_avx2)  // the builtins check CPUID and that the system saves the wide registers
 bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -26,38 +26,38 @@ bool has_avx512() {
 
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-bool has_avx_vnni() {  // GCC's builtins know no name for it: CPUID leaf 7.1, EAX bit 4
+bool has_avx_vnni() {  // not known to GCC's builtins: CPUID leaf 7.1, EAX bit 4
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 #endif
 
-std::vector<const Kernels*> find() {
-  std::vector<const Kernels*> found;
+std::vector<const Kernels*> detect() {
+  std::vector<const Kernels*> tables;
 #if defined(TOKSERVE_HAS_avx2)
 #if defined(TOKSERVE_HAS_amx)
-  if (amx_status().empty()) found.push_back(&amx::table);
+  if (amx_status().empty()) tables.push_back(&amx::table);
 #endif
-  if (runs_avx512_bf16()) found.push_back(&avx512_bf16::table);
-  if (has_avx512_vnni()) found.push_back(&avx512_vnni::table);
-  if (has_avx512()) found.push_back(&avx512f::table);
-  if (has_avx2() && has_avx_vnni()) found.push_back(&avx2_vnni::table);
-  if (has_avx2()) found.push_back(&avx2::table);
+  if (runs_avx512_bf16()) tables.push_back(&avx512_bf16::table);
+  if (has_avx512_vnni()) tables.push_back(&avx512_vnni::table);
+  if (has_avx512()) tables.push_back(&avx512f::table);
+  if (has_avx2() && has_avx_vnni()) tables.push_back(&avx2_vnni::table);
+  if (has_avx2()) tables.push_back(&avx2::table);
 #elif defined(TOKSERVE_HAS_neon)  // every 64-bit ARM has NEON
 #if defined(__linux__)
-  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back(&neon_dot::table);
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables.push_back(&neon_dot::table);
 #endif
-  found.push_back(&neon::table);
+  tables.push_back(&neon::table);
 #endif
-  found.push_back(&portable::table);
-  return found;
+  tables.push_back(&portable::table);
+  return tables;
 }
 
 }  // namespace
 
 const std::vector<const Kernels*>& runnable_kernels() {
-  static const std::vector<const Kernels*> found = find();
-  return found;
+  static const std::vector<const Kernels*> tables = detect();
+  return tables;
 }
 
 bool has_cheap_widening() {

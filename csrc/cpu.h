@@ -1,4 +1,4 @@
-// Which kernel tables this build has and this processor can run, and what it does well.
+// Which kernel tables this build has and this processor can run, and the processor's relevant properties.
 #pragma once
 
 #include <vector>
@@ -10,13 +10,13 @@ namespace tokserve {
 // Best first; the portable table is always last.
 const std::vector<const Kernels*>& runnable_kernels();
 
-// Whether shifts and masks have execution ports of their own: on AMD; Intel's vector ports do both.
+// Whether shifts and masks use other execution ports than multiply-adds: true on AMD, false on Intel.
 bool has_cheap_widening();
 
 // Whether the processor and the system run the kernels named avx512_bf16.
 bool runs_avx512_bf16();
 
-// Tables that do in software what this processor may lack. They run here, for tests; nothing chooses them.
+// Tables that emulate instructions which this processor may lack: for tests, never chosen by default.
 const std::vector<const Kernels*>& software_kernels();
 
 }  // namespace tokserve

@@ -1,12 +1,13 @@
-// linear on AMX tiles, and with it the kernels of the arithmetic "amx": those of avx512_bf16 but for products of bfloat16.
+// linear on AMX tiles, and with it the kernels of the arithmetic "amx": those of avx512_bf16 but for products of
+// bfloat16.
 //
-// An output is one chain: for each 32 elements of K, in ascending order, one tile instruction adds what it makes of them
-// (tiles.h). A last step of fewer elements is padded with zeros. A tile holds as many rows as there are of x, up to 16; no
-// row has a part in another's sum, so bits depend neither on the number of rows nor on the tile.
+// An output is one chain: for each 32 elements of K, in ascending order, one tile instruction adds their products to it
+// (tiles.h). A last step of fewer elements is padded with zeros. A tile holds up to 16 rows of x; rows do not affect
+// each other, so bits depend neither on the number of rows nor on the tile.
 //
 // Four tiles hold sums: 16 rows times the panel's 64 columns. A step loads one tile of x and four of weights for four
-// products: 5 loads of 8 cycles against 4 products of 16 by Intel's figures. Two by two tiles would take 4 loads, but read
-// each tile of x twice, and x comes from the second-level cache; so it is one by four, where all of x is read once a panel.
+// products: 5 loads of 8 cycles against 4 products of 16 by Intel's figures. Two by two tiles would take 4 loads, but
+// read each tile of x twice, and x comes from the L2 cache; so the shape is one by four, where x is read once a panel.
 #include "amx.h"
 #include "epilogue.h"
 #include "table.h"
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kTileColumns = 16, kTileDepth = 32;
 constexpr int64_t kStepSize = kPanel * kTileDepth;  // elements of a panel that a step reads: 4 KiB
-constexpr int64_t kStretchSteps = 4;                // whose weights stay in the first-level cache while all rows use them
+constexpr int64_t kDepthBlockSteps = 4;             // whose weights stay in the L1 cache while all rows use them
 constexpr int kX = 4, kWeights = 5;                 // registers; the sums are in 0 to 3
 
 // `rows` rows of x and of the sums; weights are full tiles.
@@ -35,12 +36,12 @@ TileShapes shapes_of(int64_t rows) {
   return shapes;
 }
 
-// What all tiles of a row block share.
-struct Rows {
+// The operands that all tiles of a row block share.
+struct RowBlock {
   const bf16* x;  // whole steps of K, rows x_stride elements apart
   int64_t x_stride;
   int64_t steps;
-  const bf16* rest;  // [rows][32], what is left of K padded with zeros; null: nothing is left
+  const bf16* rest;  // [rows][32], the last, partial step of K, padded with zeros
   float* sums;       // [rows][64]
 };
 
@@ -48,7 +49,7 @@ template <int COLUMN, class Tiles>
 TOKSERVE_INLINE void add_column(Tiles& tiles, const bf16* w) {
   constexpr int weights = kWeights + COLUMN % 3;
   tiles.template load<weights>(w + COLUMN * kTileColumns * 2, kPanel * 2 * sizeof(bf16));
-  tiles.template dot<COLUMN, kX, weights>();
+  tiles.template multiply<COLUMN, kX, weights>();
 }
 
 template <class Tiles>
@@ -72,18 +73,20 @@ TOKSERVE_INLINE void end_sums(Tiles& tiles, float* sums) {
   if constexpr (COLUMN < 3) end_sums<COLUMN + 1>(tiles, sums);
 }
 
-// Steps [begin, end) of a tile's sums, and what is left of K if `rest`, its padded weights, is given. The first tile that
-// reads a stretch of weights fetches the next one.
+// Adds steps [begin, end) to a tile's sums, then the partial step if `rest`, its padded weights, is given. The first
+// tile that reads a block of weights prefetches the next one.
 template <class Tiles>
-void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, int64_t begin, int64_t end, const bf16* rest, bool fetch) {
+void add_depth_block(Tiles& tiles, const RowBlock& a, int64_t row, const bf16* panel, int64_t begin, int64_t end,
+                     const bf16* rest, bool prefetch) {
   float* sums = a.sums + row * kPanel;
   const bf16* x = a.x + row * a.x_stride;
   begin_sums<0>(tiles, sums, begin == 0);
   for (int64_t step = begin; step < end; step++) {
     const bf16* w = panel + step * kStepSize;
-    if (fetch) {
-      const char* next = reinterpret_cast<const char*>(w + kStretchSteps * kStepSize);
-      for (int64_t i = 0; i < kStepSize * static_cast<int64_t>(sizeof(bf16)); i += 64) __builtin_prefetch(next + i, 0, 2);
+    if (prefetch) {
+      const char* next = reinterpret_cast<const char*>(w + kDepthBlockSteps * kStepSize);
+      for (int64_t i = 0; i < kStepSize * static_cast<int64_t>(sizeof(bf16)); i += 64)
+        __builtin_prefetch(next + i, 0, 2);
     }
     add_step(tiles, x + step * kTileDepth, a.x_stride, w);
   }
@@ -91,47 +94,49 @@ void add_stretch(Tiles& tiles, const Rows& a, int64_t row, const bf16* panel, in
   end_sums<0>(tiles, sums);
 }
 
-// Rows [first, last) in tiles of `height` rows. Sums are stored between two stretches, which is exact.
+// Rows [first, last) in tiles of `height` rows. Sums are stored between two blocks of K, which is exact.
 template <class Tiles>
-void multiply_rows(Tiles& tiles, const Rows& a, int64_t first, int64_t last, int64_t height, const bf16* panel, const bf16* rest) {
-  const int64_t stretch = last - first > height ? kStretchSteps : most(a.steps, int64_t{1});
+void multiply_rows(Tiles& tiles, const RowBlock& a, int64_t first, int64_t last, int64_t height, const bf16* panel,
+                   const bf16* rest) {
+  const int64_t block = last - first > height ? kDepthBlockSteps : max(a.steps, int64_t{1});
   int64_t begin = 0;
   do {
-    const int64_t end = least(begin + stretch, a.steps);
+    const int64_t end = min(begin + block, a.steps);
     for (int64_t row = first; row < last; row += height) {
-      add_stretch(tiles, a, row, panel, begin, end, end == a.steps ? rest : nullptr, row == first);
+      add_depth_block(tiles, a, row, panel, begin, end, end == a.steps ? rest : nullptr, row == first);
     }
     begin = end;
   } while (begin < a.steps);
 }
 
 // Scratch memory: the sums, then the padded last steps of x and of a panel.
-constexpr int64_t kScratchBytes = kRowBlock * kPanel * sizeof(float) + (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16);
+constexpr int64_t kScratchBytes =
+    kRowBlock * kPanel * sizeof(float) + (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16);
 
 template <class Tiles>
-void linear_in_tiles(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
-  const int64_t rows = least(kRowBlock, a.m - row0), steps = a.k / kTileDepth, left = a.k % kTileDepth;
+void linear_tiled(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
+  const int64_t rows = min(kRowBlock, a.m - row0), steps = a.k / kTileDepth, remainder = a.k % kTileDepth;
   const int64_t full = rows / kTileRows * kTileRows, pairs = (a.k + 1) / 2 * 2;
   float* sums = reinterpret_cast<float*>(scratch);
   bf16* rest_x = reinterpret_cast<bf16*>(sums + kRowBlock * kPanel);
   bf16* rest_w = rest_x + kRowBlock * kTileDepth;
   const bf16* x = static_cast<const bf16*>(a.x) + row0 * a.x_stride;
   std::memset(rest_x, 0, (kRowBlock * kTileDepth + kStepSize) * sizeof(bf16));
-  for (int64_t r = 0; left && r < rows; r++) {
-    std::memcpy(rest_x + r * kTileDepth, x + r * a.x_stride + steps * kTileDepth, left * sizeof(bf16));
+  for (int64_t r = 0; remainder && r < rows; r++) {
+    std::memcpy(rest_x + r * kTileDepth, x + r * a.x_stride + steps * kTileDepth, remainder * sizeof(bf16));
   }
-  const Rows block{x, a.x_stride, steps, rest_x, sums};
+  const RowBlock block{x, a.x_stride, steps, rest_x, sums};
   Tiles tiles;
   int64_t configured = 0;
   const auto multiply = [&](int64_t first, int64_t last, int64_t height, const bf16* panel) {
     if (first == last) return;
     if (configured != height) tiles.configure(shapes_of(height));
     configured = height;
-    multiply_rows(tiles, block, first, last, height, panel, left ? rest_w : nullptr);
+    multiply_rows(tiles, block, first, last, height, panel, remainder ? rest_w : nullptr);
   };
   for (int64_t p = begin; p < end; p++) {
     const bf16* panel = static_cast<const bf16*>(a.packed) + p * pairs * kPanel;
-    if (left) std::memcpy(rest_w, panel + steps * kStepSize, (left + 1) / 2 * 2 * kPanel * sizeof(bf16));
+    if (remainder) std::memcpy(rest_w, panel + steps * kStepSize, (remainder + 1) / 2 * 2 * kPanel * sizeof(bf16));
     multiply(0, full, kTileRows, panel);
     multiply(full, rows, rows - full, panel);
     write_panel<bf16>(a, FloatSums{sums}, row0, rows, p);
@@ -139,12 +144,12 @@ void linear_in_tiles(const LinearArgs& a, int64_t row0, int64_t begin, int64_t e
 }
 
 template <class Tiles>
-void linear_with(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
-  if (a.dtype == DType::bf16) return linear_in_tiles<Tiles>(a, row0, begin, end, scratch);
+void linear_any(const LinearArgs& a, int64_t row0, int64_t begin, int64_t end, char* scratch) {
+  if (a.dtype == DType::bf16) return linear_tiled<Tiles>(a, row0, begin, end, scratch);
   linear(a, row0, begin, end, scratch);
 }
 
-int64_t scratch_of(const LinearArgs& a) { return a.dtype == DType::bf16 ? kScratchBytes : linear_scratch(a); }
+int64_t scratch_bytes(const LinearArgs& a) { return a.dtype == DType::bf16 ? kScratchBytes : linear_scratch(a); }
 
 template <class Tiles>
 void multiply_once(const uint16_t* a, const uint16_t* b, float* c, int rows) {
@@ -153,20 +158,20 @@ void multiply_once(const uint16_t* a, const uint16_t* b, float* c, int rows) {
   tiles.template load<0>(c, 64);
   tiles.template load<kX>(a, 64);
   tiles.template load<kWeights>(b, 64);
-  tiles.template dot<0, kX, kWeights>();
+  tiles.template multiply<0, kX, kWeights>();
   tiles.template store<0>(c, 64);
 }
 
 template <class Tiles>
-constexpr Kernels table_with(const char* name) {
+constexpr Kernels make_table(const char* name) {
   Kernels all{};
-#define TOKSERVE_ENTER(kernel) all.kernel = kernel;
-  TOKSERVE_KERNELS(TOKSERVE_ENTER)
-#undef TOKSERVE_ENTER
+#define TOKSERVE_ASSIGN(kernel) all.kernel = kernel;
+  TOKSERVE_KERNELS(TOKSERVE_ASSIGN)
+#undef TOKSERVE_ASSIGN
   all.name = name;
   all.arithmetic = "amx";
-  all.linear_scratch = scratch_of;
-  all.linear = linear_with<Tiles>;
+  all.linear_scratch = scratch_bytes;
+  all.linear = linear_any<Tiles>;
   return all;
 }
 
@@ -176,7 +181,7 @@ constexpr Kernels table_with(const char* name) {
 
 #if defined(__AMX_BF16__)
 namespace amx {
-constexpr Kernels table = TOKSERVE_ISA::table_with<TOKSERVE_ISA::HardwareTiles>("amx");
+constexpr Kernels table = TOKSERVE_ISA::make_table<TOKSERVE_ISA::HardwareTiles>("amx");
 void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows) {
   TOKSERVE_ISA::multiply_once<TOKSERVE_ISA::HardwareTiles>(a, b, c, rows);
 }
@@ -184,7 +189,7 @@ void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows) {
 #endif
 
 namespace amx_software {
-constexpr Kernels table = TOKSERVE_ISA::table_with<TOKSERVE_ISA::SoftwareTiles>("amx_software");
+constexpr Kernels table = TOKSERVE_ISA::make_table<TOKSERVE_ISA::SoftwareTiles>("amx_software");
 void multiply_tile(const uint16_t* a, const uint16_t* b, float* c, int rows) {
   TOKSERVE_ISA::multiply_once<TOKSERVE_ISA::SoftwareTiles>(a, b, c, rows);
 }

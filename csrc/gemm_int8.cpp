@@ -1,6 +1,6 @@
-// linear_int8: rows quantized to int8 as they come, times packed int8 weights, in int32: exact in any order.
-// What is rounded, is rounded by one fixed expression for each element, without fma: all instruction sets give the
-// same bits.  Only a gate's activation is not that strict.
+// linear_int8: rows of x quantized to int8, times packed int8 weights, summed in int32: exact in any order.
+// Each rounding is one fixed expression per element, without fma, so all instruction sets give the same bits; only the
+// activation of a gated weight differs.
 #include "epilogue.h"
 #include "table.h"
 #include "tile.h"
@@ -10,48 +10,48 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-constexpr float kLevels = 127.0f;   // values are -127 .. 127
-constexpr float kLeast = 1e-30f;    // a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
+constexpr float kLevels = 127.0f;        // values are -127 .. 127
+constexpr float kMinMagnitude = 1e-30f;  // lower bound of a row's largest magnitude: a row of zeros stays zero
 #if defined(TOKSERVE_NEON)
 constexpr uint32_t kOffset = 0;
 #else
-constexpr uint32_t kOffset = 128;   // a packed weight is its value plus this: vpdpbusd wants one unsigned operand
+constexpr uint32_t kOffset = 128;  // a packed weight is its value plus this: vpdpbusd takes one unsigned operand
 #endif
 
-// Four elements of K side by side, weights unsigned: [ceil(K / 4)][64][4].  Sums are of x (w + kOffset), modulo 2^32.
+// Groups of four elements of K, weights unsigned: [ceil(K / 4)][64][4].  Sums are of x (w + kOffset), modulo 2^32.
 struct Quads {
   using Weight = uint8_t;
-  using Sum = I;
+  using Sum = u32x16;
   using Element = uint32_t;
   static constexpr int64_t kDepth = 4;
   static constexpr int kParts = 1;
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
   using Row = int8_t;
-  TOKSERVE_INLINE static I load_weight(const uint8_t* w, int) {
-#if defined(TOKSERVE_NEON)  // signed again: SMULL and SDOT take two signed operands
-    return iload(reinterpret_cast<const uint32_t*>(w)) ^ iset(0x80808080);
+  TOKSERVE_INLINE static u32x16 load_weight(const uint8_t* w, int) {
+#if defined(TOKSERVE_NEON)  // back to signed: SMULL and SDOT take two signed operands
+    return load(reinterpret_cast<const uint32_t*>(w)) ^ broadcast_u32(0x80808080);
 #else
-    I words;
+    u32x16 words;
     std::memcpy(&words, w, sizeof words);
     return words;
 #endif
   }
-  TOKSERVE_INLINE static int64_t place(int64_t i) { return i; }
-#else  // products of 16-bit words: the weights' even and odd bytes apart, and so x: 0 2 1 3
+  TOKSERVE_INLINE static int64_t column(int64_t i) { return i; }
+#else  // products of 16-bit words: the weights' even and odd bytes are separated, and x is permuted to match: 0 2 1 3
   using Row = int16_t;
   struct Words {
-    I even, odd;
+    u32x16 even, odd;
   };
   TOKSERVE_INLINE static Words load_weight(const uint8_t* w, int) {
-    I words;
+    u32x16 words;
     std::memcpy(&words, w, sizeof words);
-    return {words & iset(0x00ff00ff), shr<8>(words) & iset(0x00ff00ff)};
+    return {words & broadcast_u32(0x00ff00ff), shr<8>(words) & broadcast_u32(0x00ff00ff)};
   }
-  TOKSERVE_INLINE static int64_t place(int64_t i) { return (i & ~int64_t{3}) | (i & 1) << 1 | (i >> 1 & 1); }
+  TOKSERVE_INLINE static int64_t column(int64_t i) { return (i & ~int64_t{3}) | (i & 1) << 1 | (i >> 1 & 1); }
 #endif
 
   template <class Weights>
-  TOKSERVE_INLINE static I add(const Row* x, int, Weights w, I sum) {
+  TOKSERVE_INLINE static u32x16 add(const Row* x, int, Weights w, u32x16 sum) {
     int quad[sizeof(Row)];  // four values of int8, or two pairs of int16
     std::memcpy(quad, x, sizeof quad);
 #if defined(__AVX512VNNI__)
@@ -65,18 +65,18 @@ struct Quads {
     return {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
 #elif defined(__AVX2__)
     const __m256i even = _mm256_set1_epi32(quad[0]), odd = _mm256_set1_epi32(quad[1]);
-    const I products = {
-        _mm256_add_epi32(_mm256_madd_epi16(w.even.a, even), _mm256_madd_epi16(w.odd.a, odd)),
-        _mm256_add_epi32(_mm256_madd_epi16(w.even.b, even), _mm256_madd_epi16(w.odd.b, odd))};
+    const u32x16 products = {_mm256_add_epi32(_mm256_madd_epi16(w.even.a, even), _mm256_madd_epi16(w.odd.a, odd)),
+                             _mm256_add_epi32(_mm256_madd_epi16(w.even.b, even), _mm256_madd_epi16(w.odd.b, odd))};
     return sum + products;
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(TOKSERVE_NEON)
     const int8x8_t values = vreinterpret_s8_s32(vset_lane_s32(quad[0], vdup_n_s32(0), 0));
-    return quarters<I>([&](int i) {
-      return vreinterpretq_u32_s32(vdotq_lane_s32(vreinterpretq_s32_u32(sum.v[i]), vreinterpretq_s8_u32(w.v[i]), values, 0));
+    return per_quarter<u32x16>([&](int i) {
+      return vreinterpretq_u32_s32(
+          vdotq_lane_s32(vreinterpretq_s32_u32(sum.v[i]), vreinterpretq_s8_u32(w.v[i]), values, 0));
     });
 #elif defined(TOKSERVE_NEON)  // two products fit into 16 bits: 2 * 127 * 127 < 2^15
     const int8x16_t values = vreinterpretq_s8_s32(vdupq_n_s32(quad[0]));
-    return quarters<I>([&](int i) {
+    return per_quarter<u32x16>([&](int i) {
       const int8x16_t weights = vreinterpretq_s8_u32(w.v[i]);
       const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(values)), high = vmull_high_s8(weights, values);
       return vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sum.v[i]), vpaddq_s16(low, high)));
@@ -97,46 +97,47 @@ struct Quads {
 // The layout of Int8Args::rows: scales and offsets, then the values, rows apart by a multiple of kDepth.
 struct Rows {
   float* scales;      // [M]
-  uint32_t* offsets;  // [M]: 128 times the sum of the row's values, which is to be taken away again
+  uint32_t* offsets;  // [M]: kOffset times the sum of the row's values, subtracted from its sums
   Quads::Row* values;
   int64_t stride;
 };
 
 int64_t padded(int64_t k) { return (k + Quads::kDepth - 1) / Quads::kDepth * Quads::kDepth; }
 
-Rows rows_of(const Int8Args& a) {
+Rows rows_in(const Int8Args& a) {
   float* scales = reinterpret_cast<float*>(a.rows);
   uint32_t* offsets = reinterpret_cast<uint32_t*>(scales + a.m);
   return {scales, offsets, reinterpret_cast<Quads::Row*>(offsets + a.m), padded(a.k)};
 }
 
-// The scale of n values: the largest magnitude over 127, not-a-number if any value is not finite.
+// The scale of n values: the largest magnitude over 127, NaN if any value is not finite.
 template <class T>
 float scale_of(const T* x, int64_t n, float& inverse) {
-  F largest_yet = fzero(), not_finite = fzero();  // x - x is zero only for finite x
+  f32x16 magnitudes = zeros(), not_finite = zeros();  // x - x is zero only for finite x
   for (int64_t i = 0; i < n; i += kLanes) {
-    const F value = load_part(x + i, n - i);
-    largest_yet = vmax(as_float(as_int(value) & iset(0x7fffffff)), largest_yet);
+    const f32x16 value = load_partial(x + i, n - i);
+    magnitudes = vmax(as_f32(as_u32(value) & broadcast_u32(0x7fffffff)), magnitudes);
     not_finite = not_finite + (value - value);
   }
-  if (sum(not_finite) != 0.0f) {
+  if (reduce_sum(not_finite) != 0.0f) {
     inverse = 0.0f;
     return __builtin_nanf("");
   }
-  const float magnitude = most(largest(largest_yet), kLeast);
+  const float magnitude = max(reduce_max(magnitudes), kMinMagnitude);
   inverse = kLevels / magnitude;
   return magnitude / kLevels;
 }
 
-// Calls put(i, values) with n <= 16 whole numbers at a time; returns the scale.  Without a finite scale all are zero.
+// Calls put(i, values) for every sixteen quantized values, from i on; returns the scale.  Without a finite scale all
+// values are zero.
 template <class T, class Put>
 TOKSERVE_INLINE float quantize(const T* x, int64_t n, Put put) {
   float inverse;
   const float scale = scale_of(x, n, inverse);
   for (int64_t i = 0; i < n; i += kLanes) {
     int32_t values[kLanes];
-    const F scaled = load_part(x + i, n - i) * fset(inverse);
-    istore(reinterpret_cast<uint32_t*>(values), scale == scale ? to_int(scaled) : iset(0));
+    const f32x16 scaled = load_partial(x + i, n - i) * broadcast(inverse);
+    store(reinterpret_cast<uint32_t*>(values), scale == scale ? round_to_i32(scaled) : broadcast_u32(0));
     put(i, values);
   }
   return scale;
@@ -147,7 +148,7 @@ void quantize_typed(const QuantizeArgs& a, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; r++) {
     int8_t* to = a.values + r * a.k;
     a.scales[r] = quantize(static_cast<const T*>(a.x) + r * a.x_stride, a.k, [&](int64_t i, const int32_t* values) {
-      const int64_t n = least(kLanes, a.k - i);
+      const int64_t n = min(kLanes, a.k - i);
       for (int64_t j = 0; j < n; j++) to[i + j] = static_cast<int8_t>(values[j]);
     });
   }
@@ -155,17 +156,17 @@ void quantize_typed(const QuantizeArgs& a, int64_t begin, int64_t end) {
 
 template <class T>
 void int8_rows_typed(const Int8Args& a, int64_t begin, int64_t end) {
-  const Rows rows = rows_of(a);
+  const Rows rows = rows_in(a);
   for (int64_t r = begin; r < end; r++) {
     Quads::Row* to = rows.values + r * rows.stride;
     uint32_t total[kLanes] = {};
     rows.scales[r] = quantize(static_cast<const T*>(a.x) + r * a.x_stride, a.k, [&](int64_t i, const int32_t* values) {
-      const int64_t n = least(kLanes, rows.stride - i);  // what is past K is zero
+      const int64_t n = min(kLanes, rows.stride - i);  // values past K are zero
       for (int64_t j = 0; j < kLanes; j++) total[j] += static_cast<uint32_t>(values[j]);
       if (n == kLanes) {
-        for (int64_t j = 0; j < kLanes; j++) to[i + Quads::place(j)] = static_cast<Quads::Row>(values[j]);
+        for (int64_t j = 0; j < kLanes; j++) to[i + Quads::column(j)] = static_cast<Quads::Row>(values[j]);
       } else {
-        for (int64_t j = 0; j < n; j++) to[i + Quads::place(j)] = static_cast<Quads::Row>(values[j]);
+        for (int64_t j = 0; j < n; j++) to[i + Quads::column(j)] = static_cast<Quads::Row>(values[j]);
       }
     });
     uint32_t sum = 0;
@@ -174,16 +175,16 @@ void int8_rows_typed(const Int8Args& a, int64_t begin, int64_t end) {
   }
 }
 
-// What was added to the weights is taken away, both scales multiplied.
+// Sums without the weights' offset, times both scales.
 struct ScaledSums {
   const uint32_t* sums;     // [rows][64]
   const float* row_scales;  // [rows]
   const uint32_t* offsets;  // [rows]
   const float* scales;      // of the weight's rows
-  TOKSERVE_INLINE auto columns(int64_t place, int64_t output, int64_t n) const {
-    return [this, place, scale = load_part(scales + output, n)](int64_t row) {
-      const F dot = from_int(iload(sums + row * kPanel + place) - iset(offsets[row]));
-      return dot * fset(row_scales[row]) * scale;
+  TOKSERVE_INLINE auto columns(int64_t column, int64_t output, int64_t n) const {
+    return [this, column, scale = load_partial(scales + output, n)](int64_t row) {
+      const f32x16 dot = from_i32(load(sums + row * kPanel + column) - broadcast_u32(offsets[row]));
+      return dot * broadcast(row_scales[row]) * scale;
     };
   }
 };
@@ -191,8 +192,8 @@ struct ScaledSums {
 template <class T>
 void linear_int8_typed(const Int8Args& a, int64_t row0, int64_t begin, int64_t end) {
   alignas(64) uint32_t sums[kRowBlock * kPanel];
-  const Rows rows = rows_of(a);
-  const int64_t count = least(kRowBlock, a.m - row0);
+  const Rows rows = rows_in(a);
+  const int64_t count = min(kRowBlock, a.m - row0);
   const Quads::Row* x = rows.values + row0 * rows.stride;
   for (int64_t panel = begin; panel < end; panel++) {
     multiply_panel<Quads>(x, rows.stride, count, a.packed + panel * rows.stride * kPanel, rows.stride, sums, nullptr);
@@ -207,7 +208,8 @@ void quantize_rows(const QuantizeArgs& a, int64_t begin, int64_t end) {
 }
 
 int64_t int8_rows_size(const Int8Args& a) {
-  return a.m * (static_cast<int64_t>(sizeof(float) + sizeof(uint32_t)) + padded(a.k) * static_cast<int64_t>(sizeof(Quads::Row)));
+  return a.m * (static_cast<int64_t>(sizeof(float) + sizeof(uint32_t)) +
+                padded(a.k) * static_cast<int64_t>(sizeof(Quads::Row)));
 }
 
 void int8_rows(const Int8Args& a, int64_t begin, int64_t end) {

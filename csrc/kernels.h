@@ -1,6 +1,6 @@
-// What one instruction set offers: plain functions over plain argument structs, gathered in a table.
-// Kernels know no threads, no Python and no allocation: bind.cpp cuts the work into ranges and lends scratch memory.
-// Nothing here is inline code: these types are shared by files compiled for different instruction sets.
+// The interface of the kernels: plain functions over plain argument structs, in one table per instruction set.
+// Kernels use no threads, no Python and no allocation: the bindings divide the work into ranges and pass scratch
+// memory. Nothing here is inline code: these types are shared by files compiled for different instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@ enum class DType : int { f32, bf16, f16 };
 
 // Columns of one panel of packed weights; N is padded to it.
 constexpr int64_t kPanel = 64;
-// Outputs of one panel of a gated weight: as many columns of the gate, then as many of what is gated.
+// Outputs of one panel of a gated weight: its columns are those of the gate, then those of the up projection.
 constexpr int64_t kGatedPanel = kPanel / 2;
 // Rows of x that one task of linear covers.
 constexpr int64_t kRowBlock = 128;
 // Keys are read in blocks of kKeyBlock absolute positions; a row's softmax is merged over splits of kSplit positions.
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kSplit = 512;
-// Rows of one adapter that share the reading of its weights.
+// Rows of one adapter that share one reading of its weights.
 constexpr int64_t kLoraRows = 4;
-// Rows (queries x heads of one group) that one attention task holds at once.
+// Rows (queries x heads of one group) of one attention task.
 constexpr int64_t kQueryRows = 32;
 // Log-sum-exp is taken over slices of this many logits, merged in ascending order.
 constexpr int64_t kSlice = 4096;
@@ -54,7 +54,7 @@ struct RopeArgs {
   const int64_t* positions;
 };
 
-// A projection's row to its queries, and its keys and values into the pages.
+// From a row of the qkv projection to its queries, with keys and values written into the pages.
 struct QkvArgs {
   DType dtype, weight_dtype;
   const void* qkv;       // [T, (q_heads + 2 * k_heads) * dim]
@@ -90,11 +90,10 @@ struct LinearArgs {
   const void* bias;    // [N] of dtype, or null
   void* out;           // [M, N]
   int64_t m, n, k, x_stride;
-  bool cheap_widening;  // the processor widens 16-bit weights beside its multiply-adds, at no cost to them
+  bool cheap_widening;  // widening 16-bit weights does not compete with multiply-adds for execution ports
 };
 
-// What adapters add to a projection: out += scale * (x down^T) up, for each row by the adapter in its slot and for each
-// shard of the outputs by what the adapter has for it.
+// LoRA: out += scale * (x down^T) up, for each row with its adapter's factors, separate for each shard of the outputs.
 struct LoraArgs {
   DType dtype;
   const void* x;         // [T, K], rows x_stride elements apart
@@ -147,24 +146,24 @@ struct AttentionArgs {
 
 // Consecutive queries of one request, all heads of one group: one attention task.
 struct AttentionTile {
-  const int32_t* pages;    // this request's row of the block table
-  int64_t token;           // first query's row in q and out
-  int64_t position;        // first query's absolute position
-  int64_t queries;         // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
+  const int32_t* pages;  // this request's row of the block table
+  int64_t token;         // first query's row in q and out
+  int64_t position;      // first query's absolute position
+  int64_t queries;       // queries * (heads / kv_heads) <= max(kQueryRows, heads / kv_heads)
   int64_t kv_head;
-  int64_t split_begin, split_end;  // splits that hold keys some query of the tile sees
-  bool next_head;          // the same queries of the next head come right after: its first keys are worth fetching
+  int64_t split_begin, split_end;  // splits with keys that some query of the tile sees
+  bool next_head;                  // the next call has the same queries of the next head: its first keys are prefetched
 };
 
 struct LogprobArgs {
-  const float* logits;      // [R, V]
-  const int64_t* token_ids; // [R]
-  const float* temperature; // [R] or null
-  const int64_t* named;     // [R, m] or null
-  float* token_logprobs;    // [R]
-  int32_t* ranks;           // [R]
-  int32_t* top_ids;         // [R, k + m]
-  float* top_logprobs;      // [R, k + m]
+  const float* logits;       // [R, V]
+  const int64_t* token_ids;  // [R]
+  const float* temperature;  // [R] or null
+  const int64_t* named;      // [R, m] or null
+  float* token_logprobs;     // [R]
+  int32_t* ranks;            // [R]
+  int32_t* top_ids;          // [R, k + m]
+  float* top_logprobs;       // [R, k + m]
   int64_t vocab, k, m;
 };
 
@@ -177,12 +176,12 @@ struct SampleArgs {
   int64_t vocab;
 };
 
-struct DrawArgs {
+struct SampleFusedArgs {
   SampleArgs sample;
   uint8_t* finite;           // [R] bool
   const float* temperature;  // [R] or null
   bool scaled;               // logprobs are of logits / temperature
-  LogprobArgs logprobs;      // of sample.ids; token_logprobs null: none are wanted
+  LogprobArgs logprobs;      // of sample.ids; token_logprobs null: no logprobs
 };
 
 struct FilterArgs {
@@ -208,16 +207,16 @@ struct PenaltyArgs {
 
 struct Kernels {
   const char* name;        // of the instruction set
-  const char* arithmetic;  // of its products of bfloat16: kernels of one arithmetic give the same bits in every op
-  // Each does rows [begin, end).
+  const char* arithmetic;  // of its bfloat16 products: kernels of one arithmetic give the same bits in every op
+  // These compute rows [begin, end).
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
   void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
-  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first brings
-  // the rows of x into its own form, which is worth doing for linear_panels(args) panels at least.
+  // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
+  // converts the rows of x, a cost that pays off from linear_panels(args) panels on.
   int64_t (*linear_scratch)(const LinearArgs&);
   int64_t (*linear_panels)(const LinearArgs&);
   void (*linear)(const LinearArgs&, int64_t row0, int64_t begin, int64_t end, char* scratch);
@@ -227,11 +226,11 @@ struct Kernels {
   void (*lora_down)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, float* inner, char* scratch);
   void (*lora_up)(const LoraArgs&, const LoraGroup&, int64_t begin, int64_t end, const float* inner);
   void (*quantize_rows)(const QuantizeArgs&, int64_t begin, int64_t end);
-  // First rows [begin, end) of x into args.rows, for all; then panels as linear does.
+  // First int8_rows for all rows of x, into args.rows; then panels as in linear.
   int64_t (*int8_rows_size)(const Int8Args&);
   void (*int8_rows)(const Int8Args&, int64_t begin, int64_t end);
   void (*linear_int8)(const Int8Args&, int64_t row0, int64_t begin, int64_t end);
-  // A whole tile into out; or one split of it into `partial`, then all partials of the tile into out.
+  // attend: a whole tile into out.  attend_split: one split of it into `partial`; merge_splits: its partials into out.
   int64_t (*attention_scratch)(const AttentionArgs&);
   int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result
   void (*attend)(const AttentionArgs&, const AttentionTile&, char* scratch);
@@ -240,8 +239,8 @@ struct Kernels {
   int64_t (*sampling_scratch)(int64_t vocab, int64_t k);
   void (*logprobs)(const LogprobArgs&, int64_t row, char* scratch);
   void (*sample)(const SampleArgs&, int64_t row);
-  // False, and nothing written, if the largest of the row's logits is not finite.  `logits`: the row.
-  bool (*draw)(const DrawArgs&, int64_t row, const float* logits, char* scratch);
+  // Returns false, with nothing written, if the row's largest logit is not finite.  `logits`: the row.
+  bool (*sample_fused)(const SampleFusedArgs&, int64_t row, const float* logits, char* scratch);
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
 };
@@ -273,7 +272,7 @@ extern const Kernels table;
 namespace amx {
 extern const Kernels table;
 }
-namespace amx_software {  // amx with its tiles in software, for tests: runs where avx512_bf16 does
+namespace amx_software {  // amx on software tiles, for tests: runs where avx512_bf16 does
 extern const Kernels table;
 }
 

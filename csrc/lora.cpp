@@ -1,6 +1,6 @@
-// Low-rank adapters: rows of one adapter get what it adds to a projection, out += scale * (x down^T) up for each shard of
-// its outputs.  Such rows share the reading of its weights.  An element's sums run over K, then over the rank, in an
-// order that knows nothing of the rows beside it, nor of how the work was cut.
+// LoRA adapters: out += scale * (x down^T) up for the rows of one adapter, for each shard of a projection's outputs.
+// These rows share the reading of the weights.  An element's sums run over K, then over the rank, in an order that
+// depends neither on other rows nor on how the work was divided.
 #include "table.h"
 
 namespace tokserve {
@@ -8,96 +8,97 @@ namespace TOKSERVE_ISA {
 
 namespace {
 
-// Rows of `down`, and vectors of columns of `up`, that are read at once.
+// Rows of `down`, and vectors of columns of `up`, that are processed at once.
 #if defined(__AVX512F__)
 constexpr int kLoraRanks = 4, kLoraVectors = 4;
 #else
 constexpr int kLoraRanks = 1, kLoraVectors = 1;
 #endif
 
-int64_t padded(int64_t k) { return (k + kLanes - 1) / kLanes * kLanes; }
-
 template <class T>
 void widen(const T* x, int64_t k, float* to) {
-  for (int64_t i = 0; i < k; i += kLanes) store(to + i, load_part(x + i, k - i));
+  for (int64_t i = 0; i < k; i += kLanes) store(to + i, load_partial(x + i, k - i));
 }
 
-// inner [ROWS][*] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.  Fetches as many rows from `ahead`:
-// these weights are read once a step, in pieces too short for the processor to see what comes next.
+// inner [ROWS][*] = scale * x [ROWS][padded K] times RANKS rows of down, transposed.  Prefetches as many rows
+// from `ahead`: these weights are read once a step, in pieces too short for the hardware prefetcher.
 template <class T, int ROWS, int RANKS>
-TOKSERVE_INLINE void dot(const float* x, const T* down, const T* ahead, int64_t k, int64_t stride, float scale, float* inner) {
-  const int64_t row_stride = padded(k), whole = whole_lanes(k);
-  F sums[ROWS][RANKS];
+TOKSERVE_INLINE void multiply_down(const float* x, const T* down, const T* ahead, int64_t k, int64_t stride,
+                                   float scale, float* inner) {
+  const int64_t row_stride = round_up(k, kLanes), whole = round_down_to_lanes(k);
+  f32x16 sums[ROWS][RANKS];
   for (int row = 0; row < ROWS; row++) {
-    for (int j = 0; j < RANKS; j++) sums[row][j] = fzero();
+    for (int j = 0; j < RANKS; j++) sums[row][j] = zeros();
   }
   for (int64_t i = 0; i < whole; i += kLanes) {
-    F weight[RANKS];
+    f32x16 weight[RANKS];
     for (int j = 0; j < RANKS; j++) {
       weight[j] = load(down + j * k + i);
       __builtin_prefetch(ahead + j * k + i, 0, 2);
     }
     for (int row = 0; row < ROWS; row++) {
-      const F value = load(x + row * row_stride + i);
+      const f32x16 value = load(x + row * row_stride + i);
       for (int j = 0; j < RANKS; j++) sums[row][j] = fma(value, weight[j], sums[row][j]);
     }
   }
   if (whole < k) {
     for (int j = 0; j < RANKS; j++) {
-      const F weight = load_part(down + j * k + whole, k - whole);
+      const f32x16 weight = load_partial(down + j * k + whole, k - whole);
       for (int row = 0; row < ROWS; row++) sums[row][j] = fma(load(x + row * row_stride + whole), weight, sums[row][j]);
     }
   }
   for (int row = 0; row < ROWS; row++) {
-    for (int j = 0; j < RANKS; j++) inner[row * stride + j] = sum(sums[row][j]) * scale;
+    for (int j = 0; j < RANKS; j++) inner[row * stride + j] = reduce_sum(sums[row][j]) * scale;
   }
 }
 
 // Rows of out += inner [ROWS][rank] times up [rank][columns], for VECTORS vectors of columns, or a part of one, from
-// `column` on.  Fetches the columns `ahead` further on.
+// `column` on.  Prefetches the columns `ahead` further on.
 template <class T, int ROWS, int VECTORS>
-TOKSERVE_INLINE void spread(const float* inner, int64_t stride, int64_t rank, const T* up, int64_t n, int64_t ahead,
+TOKSERVE_INLINE void add_up(const float* inner, int64_t stride, int64_t rank, const T* up, int64_t n, int64_t ahead,
                             T* const* out, int64_t column, int64_t columns) {
-  F sums[ROWS][VECTORS];
+  f32x16 sums[ROWS][VECTORS];
   for (int row = 0; row < ROWS; row++) {
-    for (int v = 0; v < VECTORS; v++) sums[row][v] = fzero();
+    for (int v = 0; v < VECTORS; v++) sums[row][v] = zeros();
   }
   for (int64_t j = 0; j < rank; j++) {
-    F weight[VECTORS];
+    f32x16 weight[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-      const T* place = up + j * n + column + v * kLanes;
-      weight[v] = load_part(place, columns - v * kLanes);
-      __builtin_prefetch(place + ahead, 0, 2);
+      const T* element = up + j * n + column + v * kLanes;
+      weight[v] = load_partial(element, columns - v * kLanes);
+      __builtin_prefetch(element + ahead, 0, 2);
     }
     for (int row = 0; row < ROWS; row++) {
-      const F factor = fset(inner[row * stride + j]);
+      const f32x16 factor = broadcast(inner[row * stride + j]);
       for (int v = 0; v < VECTORS; v++) sums[row][v] = fma(factor, weight[v], sums[row][v]);
     }
   }
   for (int row = 0; row < ROWS; row++) {
     for (int v = 0; v < VECTORS; v++) {
-      T* place = out[row] + column + v * kLanes;
-      store_part(place, load_part(place, columns - v * kLanes) + sums[row][v], columns - v * kLanes);
+      T* element = out[row] + column + v * kLanes;
+      store_partial(element, load_partial(element, columns - v * kLanes) + sums[row][v], columns - v * kLanes);
     }
   }
 }
 
 template <class T, int ROWS>
-void down_rows(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* wide) {
+void down_rows(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* x_f32) {
   for (int row = 0; row < ROWS; row++) {
-    widen(static_cast<const T*>(a.x) + group.rows[row] * a.x_stride, a.k, wide + row * padded(a.k));
+    widen(static_cast<const T*>(a.x) + group.rows[row] * a.x_stride, a.k, x_f32 + row * round_up(a.k, kLanes));
   }
   const int64_t stride = a.shards * a.r;
   for (int64_t shard = begin / a.r; shard * a.r < end; shard++) {
     const int64_t first = shard * a.r, at = group.slot * a.shards + shard;
-    const int64_t last = least(end, first + a.ranks[at]);
+    const int64_t last = min(end, first + a.ranks[at]);
     const T* down = static_cast<const T*>(a.down) + group.slot * stride * a.k;
-    int64_t j = most(begin, first);
+    int64_t j = max(begin, first);
     for (; j + kLoraRanks <= last; j += kLoraRanks) {
       const int64_t next = j + 2 * kLoraRanks <= last ? j + kLoraRanks : j;
-      dot<T, ROWS, kLoraRanks>(wide, down + j * a.k, down + next * a.k, a.k, stride, a.scales[at], inner + j);
+      multiply_down<T, ROWS, kLoraRanks>(x_f32, down + j * a.k, down + next * a.k, a.k, stride, a.scales[at],
+                                         inner + j);
     }
-    for (; j < last; j++) dot<T, ROWS, 1>(wide, down + j * a.k, down + j * a.k, a.k, stride, a.scales[at], inner + j);
+    for (; j < last; j++)
+      multiply_down<T, ROWS, 1>(x_f32, down + j * a.k, down + j * a.k, a.k, stride, a.scales[at], inner + j);
   }
 }
 
@@ -109,21 +110,21 @@ void up_rows(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t e
   for (int row = 0; row < ROWS; row++) out[row] = static_cast<T*>(a.out) + group.rows[row] * a.out_stride;
   const int64_t stride = a.shards * a.r;
   for (int64_t shard = 0, first = 0; shard < a.shards && first < end; first += a.sizes[shard++], inner += a.r) {
-    const int64_t rank = a.ranks[group.slot * a.shards + shard], last = least(end, first + a.sizes[shard]);
+    const int64_t rank = a.ranks[group.slot * a.shards + shard], last = min(end, first + a.sizes[shard]);
     if (rank == 0) continue;
-    int64_t c = most(begin, first);
+    int64_t c = max(begin, first);
     for (; c + step <= last; c += step) {
       const int64_t ahead = c + 3 * step <= last ? 2 * step : 0;
-      spread<T, ROWS, kLoraVectors>(inner, stride, rank, up, a.n, ahead, out, c, step);
+      add_up<T, ROWS, kLoraVectors>(inner, stride, rank, up, a.n, ahead, out, c, step);
     }
-    for (; c < last; c += kLanes) spread<T, ROWS, 1>(inner, stride, rank, up, a.n, 0, out, c, least(kLanes, last - c));
+    for (; c < last; c += kLanes) add_up<T, ROWS, 1>(inner, stride, rank, up, a.n, 0, out, c, min(kLanes, last - c));
   }
 }
 
 template <class T, int ROWS = kLoraRows>
-void down_typed(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* wide) {
-  if (group.count == ROWS) down_rows<T, ROWS>(a, group, begin, end, inner, wide);
-  else if constexpr (ROWS > 1) down_typed<T, ROWS - 1>(a, group, begin, end, inner, wide);
+void down_typed(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, float* x_f32) {
+  if (group.count == ROWS) down_rows<T, ROWS>(a, group, begin, end, inner, x_f32);
+  else if constexpr (ROWS > 1) down_typed<T, ROWS - 1>(a, group, begin, end, inner, x_f32);
 }
 
 template <class T, int ROWS = kLoraRows>
@@ -134,11 +135,13 @@ void up_typed(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t 
 
 }  // namespace
 
-int64_t lora_scratch(const LoraArgs& a) { return kLoraRows * padded(a.k) * static_cast<int64_t>(sizeof(float)); }
+int64_t lora_scratch(const LoraArgs& a) {
+  return kLoraRows * round_up(a.k, kLanes) * static_cast<int64_t>(sizeof(float));
+}
 
 void lora_down(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, float* inner, char* scratch) {
-  float* wide = reinterpret_cast<float*>(scratch);
-  with_type(a.dtype, [&](auto x) { down_typed<decltype(x)>(a, group, begin, end, inner, wide); });
+  float* x_f32 = reinterpret_cast<float*>(scratch);
+  with_type(a.dtype, [&](auto x) { down_typed<decltype(x)>(a, group, begin, end, inner, x_f32); });
 }
 
 void lora_up(const LoraArgs& a, const LoraGroup& group, int64_t begin, int64_t end, const float* inner) {

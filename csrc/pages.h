@@ -1,9 +1,16 @@
-// How a page holds the keys and the values of one head: as attention multiplies them, so that reading moves nothing.
+// The layout of one head's keys and values in a page of the KV cache: as attention multiplies them, so that it reads
+// them in place.
 //   keys   [dim / depth][page][depth]: a vector is one step of the product with sixteen keys
 //   values [page / depth][dim][depth]: a vector is one step of the weighted sum for sixteen elements of the head
-// depth is 2 for bfloat16, whose products take pairs, else 1; it is the same in every instruction set, so that a page
-// does not depend on who wrote it.  Pages without whole runs of sixteen tokens, and heads without whole pairs, lie as
-// rows [page][dim] and are rearranged by each reader.
+//
+//   keys         token 0  ..  15 | 16  ..  31       values        element 0  ..  15 | 16 .. dim - 1
+//   element 0    [ a vector ]      [ ... ]          token 0       [ a vector ]        [ ... ]
+//   element 1    [ ... ]                            token 1       [ ... ]
+//
+// In bfloat16, whose products take pairs, depth is 2: each entry is a pair of elements, or of tokens; otherwise it
+// is 1. The depth is the same in every instruction set, so pages are interchangeable.  Pages whose size is no multiple
+// of sixteen tokens, and bfloat16 heads of odd size, are stored as plain rows [page][dim], which each reader
+// rearranges.
 #pragma once
 
 #include "tile.h"
@@ -20,13 +27,13 @@ struct PageLayout {
 
   bool arranged() const { return page % kLanes == 0 && dim % kDepth == 0; }
 
-  // Elements from the start of a head's keys to its `depth` first of this token's; steps lie page * depth apart.
+  // Offset of a token's first `depth` elements in a head's keys; the next ones are page * depth elements further on.
   int64_t key_at(int64_t token) const { return token * kDepth; }
-  // Elements from the start of a head's values to those of the run of sixteen tokens that begins with `token`.
+  // Offset of a token's values in a head's values, for a token that begins a vector of sixteen.
   int64_t value_at(int64_t token) const { return token * dim; }
 
-  // One token's row of dim elements into the head's place in a page.  Threads may write tokens of one pair at a time:
-  // nothing is written but the token's own elements.
+  // Write one token's row of dim elements into a head's part of a page.  Only the token's own elements are written, so
+  // threads may write the two tokens of a pair concurrently.
   void put_key(T* keys, int64_t token, const T* row) const {
     if (arranged()) arrange_key(keys, token, row);
     else std::memcpy(keys + token * dim, row, dim * sizeof(T));
@@ -36,7 +43,7 @@ struct PageLayout {
     else std::memcpy(values + token * dim, row, dim * sizeof(T));
   }
 
-  // The same whether pages are arranged or not; the last pair of an odd row is filled up with zero.
+  // The arranged layout, whatever arranged() says; the last pair of an odd row is padded with zero.
   void arrange_key(T* keys, int64_t token, const T* row) const {
     T* to = keys + key_at(token);
     int64_t i = 0;

@@ -46,7 +46,7 @@ void relax() {
 }  // namespace
 
 Pool& pool() {
-  static Pool* one = new Pool;  // never destroyed: a thread of ours may still be asleep in it while the process exits
+  static Pool* one = new Pool;  // never destroyed: a worker may still sleep in it while the process exits
   return *one;
 }
 
@@ -69,21 +69,21 @@ bool Pool::resize(int n, const std::vector<int>& cpus) {
     threads_.store(n);
     regions_.reset(new Region[n]);
     const uint32_t seen = number(offer_.load());
-    std::atomic<int> begun{1};
+    std::atomic<int> started{1};
     for (int i = 1; i < n; i++) {
-      workers_.emplace_back([this, seen, i, &cpus, &bound, &begun] {
+      workers_.emplace_back([this, seen, i, &cpus, &bound, &started] {
         if (!cpus.empty() && !bind(cpus[i])) bound.store(false);
-        begun.fetch_add(1);  // the last use of what belongs to the caller
+        started.fetch_add(1);  // the last use of the caller's variables
         work(i, seen);
       });
     }
-    while (begun.load() < n) std::this_thread::yield();
+    while (started.load() < n) std::this_thread::yield();
   }
   return bound.load();
 }
 
-// The next task of a region of the offered list, or -1 if it has no more.  A thread that is late with a list that is over
-// claims nothing: it sees another offer, or the region's word has changed since, as all of its tasks were claimed.
+// Claims the next task of a region of the offered list; -1 if there is none.  A thread that is late, with a list that
+// is finished, claims nothing: it sees another offer, or the region's word has changed because all tasks were claimed.
 int64_t Pool::claim(int region, uint64_t offer, int64_t tasks) {
   const int64_t begin = tasks * region / threads(), end = tasks * (region + 1) / threads();
   if (begin == end) return -1;
@@ -93,12 +93,13 @@ int64_t Pool::claim(int region, uint64_t offer, int64_t tasks) {
     const int64_t count = number(word) == number(offer) ? low(word) : 0;
     if (begin + count >= end) return -1;
     const uint64_t next = offer | static_cast<uint64_t>(count + 1);
-    if (claimed.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire)) return begin + count;
+    if (claimed.compare_exchange_weak(word, next, std::memory_order_acq_rel, std::memory_order_acquire))
+      return begin + count;
   }
   return -1;
 }
 
-// Takes tasks of the offered list until none is left: of this thread's region, then of the regions after it.
+// Runs tasks of the offered list until none is left: of this thread's region, then of the following ones.
 void Pool::help(int thread) {
   const uint64_t offer = offer_.load(std::memory_order_acquire);
   if (low(offer) == kClosed) return;
@@ -115,7 +116,7 @@ void Pool::help(int thread) {
 }
 
 void Pool::run(int64_t tasks, Task task, const void* context) {
-  // Weights are packed in a thread beside the steps: whoever finds the other at work goes on alone rather than wait.
+  // Weights may be packed in another thread meanwhile: a caller that finds the pool busy runs its tasks alone.
   std::unique_lock lock(running_, std::defer_lock);
   if (tasks <= 1 || threads() == 1 || !lock.try_lock()) {
     for (int64_t i = 0; i < tasks; i++) task(context, i);
@@ -130,7 +131,9 @@ void Pool::run(int64_t tasks, Task task, const void* context) {
   finished_.store(0, std::memory_order_release);
   offer_.store(list);
   if (sleepers_.load() > 0) {
-    { std::lock_guard order(sleep_); }  // whoever counted itself as a sleeper is in wait() now, or will see the offer
+    {
+      std::lock_guard order(sleep_);
+    }  // a counted sleeper is now in wait(), or will see the offer
     wake_.notify_all();
   }
   help(0);

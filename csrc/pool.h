@@ -1,7 +1,7 @@
-// Threads that share one list of tasks: they spin briefly for the next list, then sleep at no cost.
-// Each thread begins with its own region of the list, the same share of every list, and then helps with the regions of
-// others: what a thread packed, it mostly reads again, from its own cache and its own memory node.  Still, which thread
-// does which task is open, so tasks must not depend on it.  A task that throws ends the process.
+// A thread pool that works on one list of tasks at a time: threads spin briefly for the next list, then sleep.
+// A thread begins with its region of the list, the same share of every list, then steals from other regions: so it
+// mostly reads the weights that it packed, from its own cache and memory node.  Which thread runs a task is not fixed,
+// so tasks must not depend on it.  A task that throws ends the process.
 #pragma once
 
 #include <atomic>
@@ -21,8 +21,8 @@ class Pool {
   ~Pool() { resize(1); }
 
   int threads() const { return threads_.load(std::memory_order_relaxed); }
-  // Use n threads, the caller of run() included.  `cpus`, if not empty: thread i runs on CPU cpus[i] only, but for the
-  // caller, thread 0, whose own threads would inherit it.  False if the system does not allow that.
+  // Uses n threads, the caller of run() included.  `cpus`, if not empty: thread i runs on CPU cpus[i] only, except the
+  // caller, thread 0, because threads that it creates would inherit that.  False if the system does not allow it.
   bool resize(int n, const std::vector<int>& cpus = {});
   // task(context, i) for all i in [0, tasks); returns when all are done.  The caller works too.
   void run(int64_t tasks, Task task, const void* context);
@@ -38,13 +38,13 @@ class Pool {
   std::atomic<int> threads_{1};
   std::vector<std::thread> workers_;
 
-  // The list now offered: its number, and below it whether its fields may be read (0) or are changing (kClosed).
+  // The current list: its number in the upper half, kClosed in the lower half while its fields change, else 0.
   alignas(64) std::atomic<uint64_t> offer_{0xffffffffu};
   std::atomic<Task> task_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int64_t> tasks_{0};
   alignas(64) std::atomic<int64_t> finished_{0};
-  // Of each region: (list number << 32 | tasks claimed).  Another number means none is claimed, so nothing is reset.
+  // (list number << 32 | tasks claimed) of a region.  With another list's number it counts as none claimed: no reset.
   struct alignas(64) Region {
     std::atomic<uint64_t> claimed{0};
   };
@@ -58,7 +58,7 @@ class Pool {
 
 Pool& pool();
 
-// A buffer of at least `bytes` bytes, aligned to 64, that belongs to the calling thread until it asks again.
+// A buffer of at least `bytes` bytes, aligned to 64, that the calling thread may use until its next call.
 char* thread_scratch(int64_t bytes);
 
 // run(tasks, f) for a callable f(task).

@@ -1,4 +1,4 @@
-// Gathers the kernels of one instruction set under its name.
+// The kernel table of one instruction set.
 #include "table.h"
 
 #define TOKSERVE_TEXT_OF(x) #x
@@ -10,7 +10,7 @@ namespace TOKSERVE_ISA {
 #define TOKSERVE_COUNT(kernel) +1
 static_assert(sizeof(Kernels) == (2 TOKSERVE_KERNELS(TOKSERVE_COUNT)) * sizeof(void*), "a kernel is not in the list");
 
-// constexpr: nothing of this set may run before the processor was asked whether it has it.
+// constexpr: no code of this set may run before the processor's support for it is known.
 constexpr Kernels table = [] {
   Kernels all{};
   all.name = TOKSERVE_TEXT(TOKSERVE_ISA);
@@ -19,8 +19,8 @@ constexpr Kernels table = [] {
 #else
   all.arithmetic = "fma";
 #endif
-#define TOKSERVE_ENTER(kernel) all.kernel = kernel;
-  TOKSERVE_KERNELS(TOKSERVE_ENTER)
+#define TOKSERVE_ASSIGN(kernel) all.kernel = kernel;
+  TOKSERVE_KERNELS(TOKSERVE_ASSIGN)
   return all;
 }();
 

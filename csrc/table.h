@@ -1,4 +1,4 @@
-// The kernels of one instruction set, as declared for its table; included only by files compiled for that set.
+// Declares the kernels of one instruction set; included only by files compiled for that set.
 #pragma once
 
 #include <type_traits>
@@ -6,12 +6,14 @@
 #include "kernels.h"
 #include "vec.h"
 
+// clang-format off
 #define TOKSERVE_KERNELS(EACH)                                                                                       \
   EACH(rms_norm) EACH(silu_mul) EACH(gelu_mul) EACH(rope) EACH(store_kv) EACH(norm_rope_store)                       \
   EACH(linear_scratch) EACH(linear_panels) EACH(linear) EACH(lora_scratch) EACH(lora_down) EACH(lora_up)             \
   EACH(quantize_rows) EACH(int8_rows_size) EACH(int8_rows) EACH(linear_int8)                                         \
   EACH(attention_scratch) EACH(attention_partial) EACH(attend) EACH(attend_split) EACH(merge_splits)                 \
-  EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(draw) EACH(filter_logits) EACH(penalize)
+  EACH(sampling_scratch) EACH(logprobs) EACH(sample) EACH(sample_fused) EACH(filter_logits) EACH(penalize)
+// clang-format on
 
 namespace tokserve {
 namespace TOKSERVE_ISA {

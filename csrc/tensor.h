@@ -1,4 +1,4 @@
-// Torch tensors seen through DLPack's C table (DLPack 1.3, `torch.Tensor.__dlpack_c_exchange_api__`): no torch headers,
+// Torch tensors read through DLPack's C table (DLPack 1.3, `torch.Tensor.__dlpack_c_exchange_api__`): no torch headers,
 // about 50 ns a tensor, no reference taken.  And the checks every binding makes before a kernel touches memory.
 #pragma once
 
@@ -73,7 +73,7 @@ class Tensor {
       default: return Kind::other;
     }
   }
-  // Dimensions from `from` on lie without gaps.
+  // Dimensions from `from` on are contiguous.
   bool dense(int from = 0) const {
     int64_t expected = 1;
     for (int i = t_.ndim - 1; i >= from; i--) {
@@ -98,7 +98,8 @@ inline void require(bool right, const char* op, const char* what) {
 }
 
 // `t` is a dense tensor of this kind and shape (-1: any size).
-inline void require(const Tensor& t, Kind kind, std::initializer_list<int64_t> shape, const char* op, const char* what) {
+inline void require(const Tensor& t, Kind kind, std::initializer_list<int64_t> shape, const char* op,
+                    const char* what) {
   bool right = t.kind() == kind && t.ndim() == static_cast<int>(shape.size()) && t.dense();
   int i = 0;
   for (const int64_t size : shape) {
@@ -111,8 +112,7 @@ inline void require(const Tensor& t, Kind kind, std::initializer_list<int64_t> s
 // The kind of a floating point tensor the kernels compute with.
 inline DType float_type(const Tensor& t, const char* op) {
   const Kind kind = t.kind();
-  require(kind == Kind::f32 || kind == Kind::bf16 || kind == Kind::f16, op,
-          "takes float32, bfloat16 or float16");
+  require(kind == Kind::f32 || kind == Kind::bf16 || kind == Kind::f16, op, "takes float32, bfloat16 or float16");
   return static_cast<DType>(kind);
 }
 static_assert(static_cast<int>(Kind::f32) == static_cast<int>(DType::f32));

@@ -1,6 +1,14 @@
-// The inner product of a few rows with a panel of 64 columns: the common part of linear, linear_int8 and attention.
-// Each output element is one chain over K in ascending order, whatever the shape of the tile, so every shape gives the
-// same bits.  Sums may be stored and reloaded between two stretches of K, which is exact.
+// The product of a few rows of x with one panel of a packed weight, for linear and linear_int8; attention uses its
+// formats. Each output element is one chain over K in ascending order, whatever the shape of the tile, so every shape
+// gives the same bits.  Sums may be stored and reloaded between two blocks of K, which is exact.
+//
+// A packed weight [N][K] is a sequence of panels of 64 outputs (columns).  A panel is read front to back; one step has
+// `depth` elements of K (1, 2 in bfloat16, 4 in int8) of every column:
+//
+//             | vector 0: columns 0 .. 15                | vector 1: 16 .. 31 | 2: 32 .. 47 | 3: 48 .. 63 |
+//    step 0   | k 0 .. depth-1 | k 0 .. depth-1 |  ...   |        ...         |     ...     |     ...     |
+//    step 1   | k depth ..     | k depth ..     |  ...   |        ...         |     ...     |     ...     |
+//     ...     | zeros pad K to whole steps and N to whole panels                                          |
 #pragma once
 
 #include "kernels.h"
@@ -18,47 +26,48 @@ constexpr int kTileRows = 6, kTileVectors = 1;
 constexpr int kTileRows = 2, kTileVectors = 1;
 #endif
 constexpr int kPanelVectors = kPanel / kLanes;
-constexpr int64_t kStretchBytes = 16384;  // of a panel: stays in the first-level cache while all row tiles use it
-constexpr int64_t kWidenTiles = 3;        // from so many row tiles on, the first stores the weights widened for the rest
-constexpr int kShared = 2;                // cache lines of the next stretch that a row tile prefetches per step
+constexpr int64_t kDepthBlockBytes = 16384;  // of a panel: stays in the L1 cache while all row tiles use it
+constexpr int64_t kWidenTiles = 3;  // from so many row tiles on, the first stores the weights widened for the others
+constexpr int kSharedLines = 2;     // cache lines of the next block that a row tile prefetches per step
 
-// A format says how a panel stores its weights, what a row of x looks like, and what a sum is: Sum in registers, Element
-// in memory.  One step of the chain takes kDepth elements of K in kParts operations on each sum: the weights of one part
-// fill one register per vector of columns.
+// A format defines the element types of the panel (Weight), of a row of x (Row) and of a sum (Sum in registers, Element
+// in memory).  One step of the chain takes kDepth elements of K in kParts operations on each sum; the weights of one
+// part fill one register per vector of columns.
 template <class T>
 struct Plain {  // [K][64]
   using Weight = T;
   using Row = float;
-  using Sum = F;
+  using Sum = f32x16;
   using Element = float;
   static constexpr int64_t kDepth = 1;
   static constexpr int kParts = 1;
-  TOKSERVE_INLINE static F load_weight(const T* w, int) { return load(w); }
-  TOKSERVE_INLINE static F add(const float* x, int, F w, F sum) { return fma(*x, w, sum); }
+  TOKSERVE_INLINE static f32x16 load_weight(const T* w, int) { return load(w); }
+  TOKSERVE_INLINE static f32x16 add(const float* x, int, f32x16 w, f32x16 sum) { return fma(*x, w, sum); }
 };
 
-struct Pairs {  // [ceil(K / 2)][64][2]: two elements of K side by side
+struct Pairs {  // [ceil(K / 2)][64][2]: pairs of elements of K
   using Weight = bf16;
-  using Sum = F;
+  using Sum = f32x16;
   using Element = float;
   static constexpr int64_t kDepth = 2;
 #if defined(__AVX512BF16__)
   using Row = bf16;
   static constexpr int kParts = 1;
-  TOKSERVE_INLINE static I load_weight(const bf16* w, int) { return iload(reinterpret_cast<const uint32_t*>(w)); }
-  TOKSERVE_INLINE static F add(const bf16* x, int, I w, F sum) {
+  TOKSERVE_INLINE static u32x16 load_weight(const bf16* w, int) { return load(reinterpret_cast<const uint32_t*>(w)); }
+  TOKSERVE_INLINE static f32x16 add(const bf16* x, int, u32x16 w, f32x16 sum) {
     int pair;
     std::memcpy(&pair, x, sizeof pair);
-    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), reinterpret_cast<__m512bh>(w.v))};
+    return {
+        _mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), reinterpret_cast<__m512bh>(w.v))};
   }
 #else
   using Row = float;
   static constexpr int kParts = 2;  // the first elements of the pairs, then the second: each part is float32
-  TOKSERVE_INLINE static F load_weight(const bf16* w, int part) {
-    const I pair = iload(reinterpret_cast<const uint32_t*>(w));
-    return as_float(part == 0 ? shl<16>(pair) : pair & iset(0xffff0000));
+  TOKSERVE_INLINE static f32x16 load_weight(const bf16* w, int part) {
+    const u32x16 pair = load(reinterpret_cast<const uint32_t*>(w));
+    return as_f32(part == 0 ? shl<16>(pair) : pair & broadcast_u32(0xffff0000));
   }
-  TOKSERVE_INLINE static F add(const float* x, int part, F w, F sum) { return fma(x[part], w, sum); }
+  TOKSERVE_INLINE static f32x16 add(const float* x, int part, f32x16 w, f32x16 sum) { return fma(x[part], w, sum); }
 #endif
 };
 
@@ -72,7 +81,7 @@ struct FormatOf<bf16> {
   using Format = Pairs;
 };
 
-// Whether a format multiplies float32 weights that it widens as it loads them.
+// Whether a format widens its weights to float32 as it loads them.
 template <class Format>
 constexpr bool kWidens = false;
 template <>
@@ -80,21 +89,22 @@ inline constexpr bool kWidens<Plain<f16>> = true;
 template <>
 inline constexpr bool kWidens<Pairs> = Pairs::kParts == 2;
 
-// Elements of K times columns in a stretch; widened weights take twice the memory.
+// Elements of a panel in a block of K; widened weights take twice the memory.
 template <class Format>
-constexpr int64_t kStretch = kStretchBytes / static_cast<int64_t>(kWidens<Format> ? sizeof(float) : sizeof(typename Format::Weight));
+constexpr int64_t kDepthBlock =
+    kDepthBlockBytes / static_cast<int64_t>(kWidens<Format> ? sizeof(float) : sizeof(typename Format::Weight));
 
-TOKSERVE_INLINE void set_zero(F& sum) { sum = fzero(); }
-TOKSERVE_INLINE void set_zero(I& sum) { sum = iset(0); }
-TOKSERVE_INLINE void load_sum(const float* p, F& sum) { sum = load(p); }
-TOKSERVE_INLINE void load_sum(const uint32_t* p, I& sum) { sum = iload(p); }
-TOKSERVE_INLINE void store_sum(float* p, F sum) { store(p, sum); }
-TOKSERVE_INLINE void store_sum(uint32_t* p, I sum) { istore(p, sum); }
+TOKSERVE_INLINE void set_zero(f32x16& sum) { sum = zeros(); }
+TOKSERVE_INLINE void set_zero(u32x16& sum) { sum = broadcast_u32(0); }
+TOKSERVE_INLINE void load_sum(const float* p, f32x16& sum) { sum = load(p); }
+TOKSERVE_INLINE void load_sum(const uint32_t* p, u32x16& sum) { sum = load(p); }
+TOKSERVE_INLINE void store_sum(float* p, f32x16 sum) { store(p, sum); }
+TOKSERVE_INLINE void store_sum(uint32_t* p, u32x16 sum) { store(p, sum); }
 
 // sums [ROWS][64] (+)= x [ROWS][K] times w, in VECTORS vectors of columns; `steps` steps of K.
-// Meanwhile it prefetches AHEAD cache lines a step from `ahead`, into the second level: the first level would evict them
-// before their use.  A stream of several rows works on little data, slowly enough to profit from the first.
-// With STORE, the weights as float32 go to `widened`, as Plain<float> reads them.
+// Prefetches AHEAD cache lines a step from `ahead`, into L2: L1 would evict them before their use.  A stream of several
+// rows works on little data, slowly enough to profit from L1.
+// With STORE, writes the weights as float32 to `widened`, in the layout of Plain<float>.
 template <class Format, int ROWS, int VECTORS, int AHEAD, bool STORE>
 TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stride, const typename Format::Weight* w,
                                    int64_t steps, typename Format::Element* sums, bool begin, const char* ahead,
@@ -107,7 +117,7 @@ TOKSERVE_INLINE void multiply_tile(const typename Format::Row* x, int64_t x_stri
     }
   }
   for (int64_t step = 0; step < steps; step++) {
-    for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + i * 64, 0, AHEAD > kShared && ROWS > 1 ? 3 : 2);
+    for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + i * 64, 0, AHEAD > kSharedLines && ROWS > 1 ? 3 : 2);
     ahead += AHEAD * 64;
     for (int part = 0; part < Format::kParts; part++) {
       decltype(Format::load_weight(w, part)) weight[VECTORS];
@@ -143,26 +153,28 @@ template <class Format, int AHEAD, bool STORE = false, int ROWS = kTileRows>
 TOKSERVE_INLINE void multiply_up_to(int64_t rows, const typename Format::Row* x, int64_t x_stride,
                                     const typename Format::Weight* w, int64_t steps, typename Format::Element* sums,
                                     bool begin, const char* ahead, float* widened = nullptr) {
-  if (rows == ROWS) return multiply_rows<Format, ROWS, AHEAD, STORE>(x, x_stride, w, steps, sums, begin, ahead, widened);
-  if constexpr (ROWS > 1) multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
+  if (rows == ROWS)
+    return multiply_rows<Format, ROWS, AHEAD, STORE>(x, x_stride, w, steps, sums, begin, ahead, widened);
+  if constexpr (ROWS > 1)
+    multiply_up_to<Format, AHEAD, STORE, ROWS - 1>(rows, x, x_stride, w, steps, sums, begin, ahead, widened);
 }
 
-// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that widen:
-// scratch of kStretch<Plain<float>> floats, to widen a stretch once where several row tiles share it, or null.
+// sums [rows][64] = x times one panel of `padded` (a multiple of kDepth) elements of K.  `widened`, for formats that
+// widen: scratch of kDepthBlock<Plain<float>> floats, to widen a block once where several row tiles share it, or null.
 template <class Format>
 void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows, const typename Format::Weight* panel,
                     int64_t padded, typename Format::Element* sums, [[maybe_unused]] float* widened) {
   constexpr int64_t step_lines = kPanel * Format::kDepth * sizeof(typename Format::Weight) / 64;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  if (tiles == 1) {  // a stream: each weight is used once, so prefetch well ahead
+  if (tiles == 1) {  // a stream: each weight is used once, so prefetch far ahead
     const char* ahead = reinterpret_cast<const char*>(panel) + 6144;
     return multiply_up_to<Format, step_lines>(rows, x, stride, panel, padded / Format::kDepth, sums, true, ahead);
   }
-  constexpr int64_t stretch = kStretch<Format> / kPanel;
-  for (int64_t k = 0; k < padded; k += stretch) {
-    const int64_t depth = least(stretch, padded - k), steps = depth / Format::kDepth, lines = steps * step_lines;
+  constexpr int64_t block = kDepthBlock<Format> / kPanel;
+  for (int64_t k = 0; k < padded; k += block) {
+    const int64_t depth = min(block, padded - k), steps = depth / Format::kDepth, lines = steps * step_lines;
     const auto* now = panel + k * kPanel;
-    const char* ahead = reinterpret_cast<const char*>(now) + lines * 64;  // the next stretch, shared out among the tiles
+    const char* ahead = reinterpret_cast<const char*>(now) + lines * 64;  // the next block, divided among the tiles
     for (int64_t tile = 0, row = 0, fetched = 0; tile < tiles; tile++) {
       const int64_t count = (rows - row) / (tiles - tile);  // tiles of nearly equal height
       const auto* from = x + row * stride + k;
@@ -171,16 +183,18 @@ void multiply_panel(const typename Format::Row* x, int64_t stride, int64_t rows,
       row += count;
       if constexpr (kWidens<Format>) {
         if (widened && tiles >= kWidenTiles) {
-          if (tile == 0) multiply_up_to<Format, kShared, true>(count, from, stride, now, steps, to, k == 0, next, widened);
-          else if (fetched < lines) multiply_up_to<Plain<float>, 1>(count, from, stride, widened, depth, to, k == 0, next);
+          if (tile == 0)
+            multiply_up_to<Format, kSharedLines, true>(count, from, stride, now, steps, to, k == 0, next, widened);
+          else if (fetched < lines)
+            multiply_up_to<Plain<float>, 1>(count, from, stride, widened, depth, to, k == 0, next);
           else multiply_up_to<Plain<float>, 0>(count, from, stride, widened, depth, to, k == 0, next);
-          fetched += tile == 0 ? kShared * steps : depth;
+          fetched += tile == 0 ? kSharedLines * steps : depth;
           continue;
         }
       }
-      if (fetched < lines) multiply_up_to<Format, kShared>(count, from, stride, now, steps, to, k == 0, next);
+      if (fetched < lines) multiply_up_to<Format, kSharedLines>(count, from, stride, now, steps, to, k == 0, next);
       else multiply_up_to<Format, 0>(count, from, stride, now, steps, to, k == 0, next);
-      fetched += kShared * steps;
+      fetched += kSharedLines * steps;
     }
   }
 }

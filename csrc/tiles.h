@@ -1,7 +1,7 @@
-// Tile registers and what AMX does with them, twice: the processor's instructions, and software that defines their bits.
-// A tile has up to 16 rows of 64 bytes. Registers are template arguments because the instructions encode them.
-// The instructions are written as assembly: GCC 12's intrinsics are assembly too, but their loads do not say that they
-// read memory, and the compiler may move a store to what they load behind them.
+// AMX tile registers, twice: the processor's instructions, and software tiles that define their bits. A tile has up to
+// 16 rows of 64 bytes. Registers are template arguments because the instructions encode them. The instructions are
+// written as assembly: GCC 12's intrinsics are assembly too, but their loads do not declare that they read memory, and
+// the compiler may move a store to that memory behind them.
 #pragma once
 
 #include "vec.h"
@@ -36,7 +36,7 @@ struct HardwareTiles {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
   }
   template <int C, int A, int B>
-  TOKSERVE_INLINE void dot() {
+  TOKSERVE_INLINE void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
 };
@@ -48,22 +48,22 @@ using Tile = uint32_t[16][16];
 //   even = odd = 0
 //   for each pair k:  even = fma(a[m][2k], b[k][2n], even);  odd = fma(a[m][2k + 1], b[k][2n + 1], odd)
 //   c[m][n] = c[m][n] + (even + odd)
-// in float32, every operation rounded to nearest even, denormal operands taken as zero, denormal results flushed to zero,
-// whatever MXCSR says. Here MXCSR is set to do just that. The assembly keeps the arithmetic between the two settings,
-// because the tiles are memory that a caller passed.
-[[gnu::noinline]] inline void dot_in_software(Tile& c, const Tile& a, const Tile& b, int rows) {
+// in float32, every operation rounded to nearest even, denormal operands taken as zero, denormal results flushed to
+// zero, whatever MXCSR says. Here MXCSR is set to do just that. The assembly keeps the arithmetic between the two
+// settings, because the tiles are memory that a caller passed.
+[[gnu::noinline]] inline void multiply_in_software(Tile& c, const Tile& a, const Tile& b, int rows) {
   const uint32_t flush = 0x9fc0;  // FTZ, DAZ, no exception trapped, nearest even
   uint32_t before;
   asm volatile("stmxcsr %0" : "=m"(before));
   asm volatile("ldmxcsr %0" ::"m"(flush) : "memory");
   for (int m = 0; m < rows; m++) {
-    F even = fzero(), odd = fzero();
+    f32x16 even = zeros(), odd = zeros();
     for (int k = 0; k < 16; k++) {
-      const I x = iset(a[m][k]), w = iload(b[k]);
-      even = fma(as_float(shl<16>(x)), as_float(shl<16>(w)), even);
-      odd = fma(as_float(x & iset(0xffff0000)), as_float(w & iset(0xffff0000)), odd);
+      const u32x16 x = broadcast_u32(a[m][k]), w = load(b[k]);
+      even = fma(as_f32(shl<16>(x)), as_f32(shl<16>(w)), even);
+      odd = fma(as_f32(x & broadcast_u32(0xffff0000)), as_f32(w & broadcast_u32(0xffff0000)), odd);
     }
-    istore(c[m], as_int(as_float(iload(c[m])) + (even + odd)));
+    store(c[m], as_u32(as_f32(load(c[m])) + (even + odd)));
   }
   asm volatile("ldmxcsr %0" ::"m"(before) : "memory");
 }
@@ -83,15 +83,17 @@ struct SoftwareTiles {
   template <int T>
   void load(const void* p, int64_t stride) {
     zero<T>();
-    for (int r = 0; r < shapes.rows[T]; r++) std::memcpy(tiles[T][r], static_cast<const char*>(p) + r * stride, shapes.row_bytes[T]);
+    for (int r = 0; r < shapes.rows[T]; r++)
+      std::memcpy(tiles[T][r], static_cast<const char*>(p) + r * stride, shapes.row_bytes[T]);
   }
   template <int T>
   void store(void* p, int64_t stride) {
-    for (int r = 0; r < shapes.rows[T]; r++) std::memcpy(static_cast<char*>(p) + r * stride, tiles[T][r], shapes.row_bytes[T]);
+    for (int r = 0; r < shapes.rows[T]; r++)
+      std::memcpy(static_cast<char*>(p) + r * stride, tiles[T][r], shapes.row_bytes[T]);
   }
   template <int C, int A, int B>
-  void dot() {
-    dot_in_software(tiles[C], tiles[A], tiles[B], shapes.rows[C]);
+  void multiply() {
+    multiply_in_software(tiles[C], tiles[A], tiles[B], shapes.rows[C]);
   }
 };
 

@@ -1,33 +1,35 @@
-// F, I and M as arrays, which the compiler may put into whatever vector registers there are.
+// f32x16, u32x16 and mask16 as arrays, which the compiler may put into whatever vector registers there are.
 // Included by vec.h only, inside the namespace of the instruction set.
 #pragma once
 
-struct F {
+struct f32x16 {
   float v[16];
 };
-struct I {
+struct u32x16 {
   uint32_t v[16];
 };
-struct M {
+struct mask16 {
   uint32_t v[16];  // all ones or zero
 };
 
-template <class R, class Each>
-TOKSERVE_INLINE R lanes(Each each) {
+template <class R, class Lane>
+TOKSERVE_INLINE R per_lane(Lane lane) {
   R r;
-  for (int i = 0; i < 16; i++) r.v[i] = each(i);
+  for (int i = 0; i < 16; i++) r.v[i] = lane(i);
   return r;
 }
 
-TOKSERVE_INLINE F fset(float x) { return lanes<F>([&](int) { return x; }); }
-TOKSERVE_INLINE F operator+(F a, F b) { return lanes<F>([&](int i) { return a.v[i] + b.v[i]; }); }
-TOKSERVE_INLINE F operator-(F a, F b) { return lanes<F>([&](int i) { return a.v[i] - b.v[i]; }); }
-TOKSERVE_INLINE F operator*(F a, F b) { return lanes<F>([&](int i) { return a.v[i] * b.v[i]; }); }
-TOKSERVE_INLINE F operator/(F a, F b) { return lanes<F>([&](int i) { return a.v[i] / b.v[i]; }); }
-// a * b + c rounded once, as the instruction of other processors rounds it.  The product is exact in double; their sum is
-// rounded to odd there, after which rounding to float gives the float nearest to the exact sum (S. Boldo, G. Melquiond,
-// "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
-TOKSERVE_INLINE float fused(float a, float b, float c) {
+#define PER_LANE(type, expression) per_lane<type>([&]([[maybe_unused]] int i) { return expression; })
+
+TOKSERVE_INLINE f32x16 broadcast(float x) { return PER_LANE(f32x16, x); }
+TOKSERVE_INLINE f32x16 operator+(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] + b.v[i]); }
+TOKSERVE_INLINE f32x16 operator-(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] - b.v[i]); }
+TOKSERVE_INLINE f32x16 operator*(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] * b.v[i]); }
+TOKSERVE_INLINE f32x16 operator/(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] / b.v[i]); }
+// a * b + c rounded once, as the instruction of other processors rounds it.  The product is exact in double; the sum is
+// rounded to odd in double, after which rounding to float gives the float nearest to the exact sum (S. Boldo,
+// G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+TOKSERVE_INLINE float fma_lane(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
 #else
@@ -44,52 +46,52 @@ TOKSERVE_INLINE float fused(float a, float b, float c) {
   return static_cast<float>(odd);
 #endif
 }
-TOKSERVE_INLINE F fma(F a, F b, F c) { return lanes<F>([&](int i) { return fused(a.v[i], b.v[i], c.v[i]); }); }
-TOKSERVE_INLINE F vmax(F a, F b) { return lanes<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-TOKSERVE_INLINE F vmin(F a, F b) { return lanes<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-TOKSERVE_INLINE M operator<(F a, F b) { return lanes<M>([&](int i) { return a.v[i] < b.v[i] ? ~0u : 0u; }); }
-TOKSERVE_INLINE M operator==(F a, F b) { return lanes<M>([&](int i) { return a.v[i] == b.v[i] ? ~0u : 0u; }); }
-TOKSERVE_INLINE F select(M m, F a, F b) { return lanes<F>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; }); }
-TOKSERVE_INLINE I select(M m, I a, I b) { return lanes<I>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; }); }
-TOKSERVE_INLINE uint32_t bits(M m) {
+TOKSERVE_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return PER_LANE(f32x16, fma_lane(a.v[i], b.v[i], c.v[i])); }
+TOKSERVE_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+TOKSERVE_INLINE f32x16 vmin(f32x16 a, f32x16 b) { return PER_LANE(f32x16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+TOKSERVE_INLINE mask16 operator<(f32x16 a, f32x16 b) { return PER_LANE(mask16, a.v[i] < b.v[i] ? ~0u : 0u); }
+TOKSERVE_INLINE mask16 operator==(f32x16 a, f32x16 b) { return PER_LANE(mask16, a.v[i] == b.v[i] ? ~0u : 0u); }
+TOKSERVE_INLINE f32x16 select(mask16 m, f32x16 a, f32x16 b) { return PER_LANE(f32x16, m.v[i] ? a.v[i] : b.v[i]); }
+TOKSERVE_INLINE u32x16 select(mask16 m, u32x16 a, u32x16 b) { return PER_LANE(u32x16, m.v[i] ? a.v[i] : b.v[i]); }
+TOKSERVE_INLINE uint32_t mask_bits(mask16 m) {
   uint32_t all = 0;
   for (int i = 0; i < 16; i++) all |= (m.v[i] & 1u) << i;
   return all;
 }
-TOKSERVE_INLINE M first(int64_t n) { return lanes<M>([&](int i) { return i < n ? ~0u : 0u; }); }
+TOKSERVE_INLINE mask16 mask_below(int64_t n) { return PER_LANE(mask16, i < n ? ~0u : 0u); }
 
-TOKSERVE_INLINE I iset(uint32_t x) { return lanes<I>([&](int) { return x; }); }
-TOKSERVE_INLINE I iload(const uint32_t* p) { return lanes<I>([&](int i) { return p[i]; }); }
-TOKSERVE_INLINE void istore(uint32_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
-TOKSERVE_INLINE I operator+(I a, I b) { return lanes<I>([&](int i) { return a.v[i] + b.v[i]; }); }
-TOKSERVE_INLINE I operator-(I a, I b) { return lanes<I>([&](int i) { return a.v[i] - b.v[i]; }); }
-TOKSERVE_INLINE I operator&(I a, I b) { return lanes<I>([&](int i) { return a.v[i] & b.v[i]; }); }
-TOKSERVE_INLINE I operator^(I a, I b) { return lanes<I>([&](int i) { return a.v[i] ^ b.v[i]; }); }
+TOKSERVE_INLINE u32x16 broadcast_u32(uint32_t x) { return PER_LANE(u32x16, x); }
+TOKSERVE_INLINE u32x16 load(const uint32_t* p) { return PER_LANE(u32x16, p[i]); }
+TOKSERVE_INLINE void store(uint32_t* p, u32x16 a) { std::memcpy(p, a.v, sizeof a.v); }
+TOKSERVE_INLINE u32x16 operator+(u32x16 a, u32x16 b) { return PER_LANE(u32x16, a.v[i] + b.v[i]); }
+TOKSERVE_INLINE u32x16 operator-(u32x16 a, u32x16 b) { return PER_LANE(u32x16, a.v[i] - b.v[i]); }
+TOKSERVE_INLINE u32x16 operator&(u32x16 a, u32x16 b) { return PER_LANE(u32x16, a.v[i] & b.v[i]); }
+TOKSERVE_INLINE u32x16 operator^(u32x16 a, u32x16 b) { return PER_LANE(u32x16, a.v[i] ^ b.v[i]); }
 template <int N>
-TOKSERVE_INLINE I shl(I a) {
-  return lanes<I>([&](int i) { return a.v[i] << N; });
+TOKSERVE_INLINE u32x16 shl(u32x16 a) {
+  return PER_LANE(u32x16, a.v[i] << N);
 }
 template <int N>
-TOKSERVE_INLINE I shr(I a) {
-  return lanes<I>([&](int i) { return a.v[i] >> N; });
+TOKSERVE_INLINE u32x16 shr(u32x16 a) {
+  return PER_LANE(u32x16, a.v[i] >> N);
 }
 // Adding and taking away 1.5 * 2^23 rounds to the nearest even integer; only used where |x| < 2^22.
-TOKSERVE_INLINE I to_int(F a) {
-  return lanes<I>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>((a.v[i] + 12582912.0f) - 12582912.0f)); });
+TOKSERVE_INLINE u32x16 round_to_i32(f32x16 a) {
+  return PER_LANE(u32x16, static_cast<uint32_t>(static_cast<int32_t>((a.v[i] + 12582912.0f) - 12582912.0f)));
 }
-TOKSERVE_INLINE F from_int(I a) { return lanes<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); }); }
-TOKSERVE_INLINE F from_unsigned(I a) { return lanes<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
-TOKSERVE_INLINE I as_int(F a) {
-  I r;
+TOKSERVE_INLINE f32x16 from_i32(u32x16 a) { return PER_LANE(f32x16, static_cast<float>(static_cast<int32_t>(a.v[i]))); }
+TOKSERVE_INLINE f32x16 from_u32(u32x16 a) { return PER_LANE(f32x16, static_cast<float>(a.v[i])); }
+TOKSERVE_INLINE u32x16 as_u32(f32x16 a) {
+  u32x16 r;
   std::memcpy(r.v, a.v, sizeof r.v);
   return r;
 }
-TOKSERVE_INLINE F as_float(I a) {
-  F r;
+TOKSERVE_INLINE f32x16 as_f32(u32x16 a) {
+  f32x16 r;
   std::memcpy(r.v, a.v, sizeof r.v);
   return r;
 }
-TOKSERVE_INLINE void multiply(I a, uint32_t b, I& high, I& low) {
+TOKSERVE_INLINE void multiply_high_low(u32x16 a, uint32_t b, u32x16& high, u32x16& low) {
   for (int i = 0; i < 16; i++) {
     const uint64_t product = static_cast<uint64_t>(a.v[i]) * b;
     low.v[i] = static_cast<uint32_t>(product);
@@ -97,21 +99,20 @@ TOKSERVE_INLINE void multiply(I a, uint32_t b, I& high, I& low) {
   }
 }
 
-TOKSERVE_INLINE F load(const float* p) { return lanes<F>([&](int i) { return p[i]; }); }
-TOKSERVE_INLINE F load(const bf16* p) {
-  return as_float(lanes<I>([&](int i) { return static_cast<uint32_t>(p[i].bits) << 16; }));
-}
+TOKSERVE_INLINE f32x16 load(const float* p) { return PER_LANE(f32x16, p[i]); }
+TOKSERVE_INLINE f32x16 load(const bf16* p) { return as_f32(PER_LANE(u32x16, static_cast<uint32_t>(p[i].bits) << 16)); }
 // Moves exponent and mantissa into place and scales by 2^112, which also gives subnormals their value; 2^16 and above
 // (infinity and not-a-number) get the exponent of those.
-TOKSERVE_INLINE F load(const f16* p) {
-  const I word = lanes<I>([&](int i) { return static_cast<uint32_t>(p[i].bits); });
-  const F value = as_float(shl<13>(word & iset(0x7fff))) * fset(5.192296858534828e33f);
-  const F special = as_float(as_int(value) ^ (iset(0x7f800000) & (as_int(value) ^ iset(0xffffffff))));
-  const I sign = shl<16>(word & iset(0x8000));
-  return as_float(as_int(select(value < fset(65536.0f), value, special)) ^ sign);
+TOKSERVE_INLINE f32x16 load(const f16* p) {
+  const u32x16 word = PER_LANE(u32x16, static_cast<uint32_t>(p[i].bits));
+  const f32x16 value = as_f32(shl<13>(word & broadcast_u32(0x7fff))) * broadcast(5.192296858534828e33f);
+  const f32x16 special =
+      as_f32(as_u32(value) ^ (broadcast_u32(0x7f800000) & (as_u32(value) ^ broadcast_u32(0xffffffff))));
+  const u32x16 sign = shl<16>(word & broadcast_u32(0x8000));
+  return as_f32(as_u32(select(value < broadcast(65536.0f), value, special)) ^ sign);
 }
-TOKSERVE_INLINE void store(float* p, F a) { std::memcpy(p, a.v, sizeof a.v); }
-TOKSERVE_INLINE void store_words(uint16_t* p, I a) {
+TOKSERVE_INLINE void store(float* p, f32x16 a) { std::memcpy(p, a.v, sizeof a.v); }
+TOKSERVE_INLINE void store_low_halves(uint16_t* p, u32x16 a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<uint16_t>(a.v[i]);
 }
 TOKSERVE_INLINE uint16_t half_bits(uint32_t word) {  // float32 bits to float16 bits, to nearest even
@@ -126,7 +127,9 @@ TOKSERVE_INLINE uint16_t half_bits(uint32_t word) {  // float32 bits to float16 
   std::memcpy(&rounded, &value, sizeof rounded);
   return static_cast<uint16_t>(sign | (rounded - 0x3f000000));
 }
-TOKSERVE_INLINE void store(f16* p, F a) {
-  const I word = as_int(a);
+TOKSERVE_INLINE void store(f16* p, f32x16 a) {
+  const u32x16 word = as_u32(a);
   for (int i = 0; i < 16; i++) p[i].bits = half_bits(word.v[i]);
 }
+
+#undef PER_LANE

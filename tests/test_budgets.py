@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from tokserve import config, ops
 
 PACKAGE = Path(__file__).parent.parent / "tokserve"
+CXX = sorted((PACKAGE.parent / "csrc").iterdir())
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
 MAX_FILE, MAX_FUNCTION, MAX_FIELDS, MAX_ENV, MAX_OPS = 700, 60, 100, 5, 30
+MAX_CXX_FILE, MAX_CXX_FUNCTION, MAX_CXX_LINE = 400, 60, 120
 BANNED = {"manager", "helper", "helpers", "util", "utils", "info", "data", "impl", "mixin", "v2"}
 BROAD_EXCEPT = {  # process entry, I/O thread, admission, masks, admin commands, HTTP edge
     "engine/process.py", "engine/admission.py", "engine/mask_worker.py", "engine/command.py", "server/app.py",
@@ -50,6 +53,27 @@ def test_file_keeps_the_house_rules(path: Path) -> None:
             )
     for word in names(tree):
         assert not words(word) & BANNED, f"{name}: banned word in {word!r}"
+
+
+def cxx_functions(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """First and last line, from 1, of every function definition: as clang-format lays it out, its closing brace stands
+    alone, indented as its first line.  Blocks directly inside a function are returned, too."""
+    for last, line in enumerate(lines):
+        if line in ("}", "  }"):
+            depth = len(line) - 1
+            first = next(i for i in range(last - 1, -1, -1) if re.match(rf" {{{depth}}}[\w~]", lines[i]))
+            yield first + 1, last + 1
+
+
+@pytest.mark.parametrize("path", CXX, ids=lambda p: p.name)
+def test_cxx_file_keeps_the_house_rules(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_CXX_FILE, f"{path.name} has {len(lines)} lines"
+    assert lines[0].startswith("//") or path.suffix == ".cpp", f"{path.name} does not say what it is"
+    for number, line in enumerate(lines, 1):
+        assert len(line) <= MAX_CXX_LINE, f"{path.name}:{number} has {len(line)} columns"
+    for first, last in cxx_functions(lines):
+        assert last - first < MAX_CXX_FUNCTION, f"{path.name}:{first}: a function of {last - first + 1} lines"
 
 
 def test_device_kinds_are_named_only_where_they_may_be() -> None:

@@ -1,6 +1,6 @@
-// Runs the kernel made of AMX instructions on a processor without them: each raises SIGILL, and the handler here decodes
-// it and does what it does, with the checks for which a processor would raise #UD or #GP. The results must have the bits
-// of the same kernel on software tiles. Built and run by test_amx.py, from this file and csrc/gemm_amx.cpp.
+// Runs the kernel made of AMX instructions on a processor without them: each raises SIGILL, and the handler here
+// decodes it and does what it does, with the checks for which a processor would raise #UD or #GP. The results must have
+// the bits of the same kernel on software tiles. Built and run by test_amx.py, from this file and csrc/gemm_amx.cpp.
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -52,9 +52,9 @@ struct Instruction {
   int rm() const { return (code[4] & 7) | (~code[1] >> 5 & 1) << 3; }
 
   int64_t value(int number) const {
-    static const int place[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+    static const int index[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                 REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
-    return registers[place[number]];
+    return registers[index[number]];
   }
 
   // The address, and the index register's value times its scale.
@@ -104,7 +104,8 @@ void dot(int c, int a, int b) {
   check(a != b && b != c && a != c, "tiles must differ");
   check(state.rows[c] == state.rows[a] && state.row_bytes[c] == state.row_bytes[b], "sums have another shape");
   check(state.row_bytes[a] == 64 && state.rows[b] == 16 && state.row_bytes[b] == 64, "a step is not 32 elements by 16");
-  tokserve::amx_software::multiply_tile(reinterpret_cast<uint16_t*>(state.tile[a]), reinterpret_cast<uint16_t*>(state.tile[b]),
+  tokserve::amx_software::multiply_tile(reinterpret_cast<uint16_t*>(state.tile[a]),
+                                        reinterpret_cast<uint16_t*>(state.tile[b]),
                                         reinterpret_cast<float*>(state.tile[c]), state.rows[c]);
 }
 
@@ -152,7 +153,8 @@ using tokserve::Gate;
 class Values {
  public:
   explicit Values(size_t count) : bytes_((count * 2 + kPage - 1) / kPage * kPage) {
-    pages_ = static_cast<char*>(mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    pages_ =
+        static_cast<char*>(mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     check(pages_ != MAP_FAILED && mprotect(pages_ + bytes_, kPage, PROT_NONE) == 0, "no memory");
     first_ = reinterpret_cast<uint16_t*>(pages_ + bytes_) - count;
   }
@@ -201,7 +203,8 @@ void compare(std::mt19937& random, int64_t m, int64_t n, int64_t k, Gate gate) {
   fill(random, bias);
   const auto bf16 = tokserve::DType::bf16;
   const tokserve::LinearArgs args{bf16, bf16, gate, x.data(), packed.data(), bias.data(), nullptr, m, n, k, k, false};
-  const bool equal = multiply(tokserve::amx::table, args, panels) == multiply(tokserve::amx_software::table, args, panels);
+  const bool equal =
+      multiply(tokserve::amx::table, args, panels) == multiply(tokserve::amx_software::table, args, panels);
   if (!equal || state.configured) {
     std::printf("M %ld, N %ld, K %ld: %s\n", static_cast<long>(m), static_cast<long>(n), static_cast<long>(k),
                 equal ? "tiles were not released" : "bits differ");
@@ -212,13 +215,14 @@ void compare(std::mt19937& random, int64_t m, int64_t n, int64_t k, Gate gate) {
 }  // namespace
 
 int main() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = emulate;
   action.sa_flags = SA_SIGINFO;
   sigaction(SIGILL, &action, nullptr);
   std::mt19937 random(0);
-  const int64_t shapes[][3] = {{1, 64, 32},   {1, 130, 257}, {2, 3, 1},     {15, 64, 64},    {16, 70, 31},  {17, 64, 96},
-                               {33, 100, 45}, {48, 64, 300}, {70, 130, 33}, {130, 65, 1000}, {257, 64, 160}};
+  const int64_t shapes[][3] = {{1, 64, 32},   {1, 130, 257},   {2, 3, 1},     {15, 64, 64},
+                               {16, 70, 31},  {17, 64, 96},    {33, 100, 45}, {48, 64, 300},
+                               {70, 130, 33}, {130, 65, 1000}, {257, 64, 160}};
   for (const auto& [m, n, k] : shapes) {
     compare(random, m, n, k, Gate::none);
     compare(random, m, n, k, Gate::silu);

@@ -107,7 +107,7 @@ def calls(sizes: list[int]) -> None:
     ranks, sizes = torch.zeros(8, 2, dtype=INT), (hidden - 64, 64)
     call["add_lora"](x.clone(), x, lens, down, up, ranks, torch.empty(8, 2), sizes)
     logits, ones = torch.empty(rows, vocab), torch.ones(rows)
-    call["draw"](logits, index, index, index == 0, ones, True, 5)
+    call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)
@@ -135,27 +135,27 @@ def chains(ptx: str) -> list[dict[str, Any]]:
     """Of each set of sums: inputs an instruction adds, how many follow one another, whether the first begins at zero,
     whether all others add to what is there, and whether operands are taken in ascending order of the inputs."""
     always = set(re.findall(r"mov\.pred\s+(%p\d+), -1;", ptx)) - set(re.findall(r"mov\.pred\s+(%p\d+), 0;", ptx))
-    places = {name: (base, int(past or 0)) for name, base, past in PLACE.findall(ptx)}
-    found: dict[str, list[tuple[str, ...]]] = {}
+    registers = {name: (base, int(past or 0)) for name, base, past in PLACE.findall(ptx)}
+    chains: dict[str, list[tuple[str, ...]]] = {}
     for inputs, sums, left, right, adds in MATMUL.findall(ptx):
-        found.setdefault(sums, []).append((inputs, adds, left, right))
+        chains.setdefault(sums, []).append((inputs, adds, left, right))
     described = []
-    for chain in found.values():
-        operands = [[place(places, each[side]) for each in chain] for side in (2, 3)]
+    for chain in chains.values():
+        operands = [[resolve(registers, step[side]) for step in chain] for side in (2, 3)]
         operands = [side for side in operands if side[0][0].startswith("%")]  # not those that lie in registers
         described.append({
-            "inputs": sorted({int(each[0]) for each in chain}), "length": len(chain), "fresh": chain[0][1] == "0",
-            "adds": all(each[1] in always for each in chain[chain[0][1] == "0" :]),
+            "inputs": sorted({int(step[0]) for step in chain}), "length": len(chain), "fresh": chain[0][1] == "0",
+            "adds": all(step[1] in always for step in chain[chain[0][1] == "0" :]),
             "ascending": all(len({base for base, _ in side}) == 1 and side == sorted(set(side)) for side in operands),
         })  # fmt: skip
     return described
 
 
-def place(places: dict[str, tuple[str, int]], name: str) -> tuple[str, int]:
+def resolve(registers: dict[str, tuple[str, int]], name: str) -> tuple[str, int]:
     """The register that the named one is reckoned from, and how far past it."""
     past = 0
-    while name in places:
-        name, more = places[name]
+    while name in registers:
+        name, more = registers[name]
         past += more
     return name, past
 
@@ -167,12 +167,12 @@ def loop(ttgir: str) -> list[str]:
     products = [i for i, line in enumerate(lines) if "ttng.warp_group_dot " in line]
     first = max(i for i, line in enumerate(lines[: products[0]]) if "scf.for" in line)
     last = next(i for i, line in enumerate(lines) if "scf.yield" in line and i > products[-1])
-    found = []
+    operations = []
     for line in lines[first:last]:
         if operation := FLOATING.search(line):
             types = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), line.rpartition(" : ")[2])
-            found.append(f"{operation[1]} {types}")
-    return found
+            operations.append(f"{operation[1]} {types}")
+    return operations
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Caches as rows [B,Hk,P,D], as the samples and the references have them, and as an implementation holds them.
+"""Caches as rows [B,Hk,P,D], the layout of samples and references, and in the layout of an implementation.
 
-What csrc/pages.h says, by torch's permutations: so a store is compared with the reference's, and attention is given
-pages that nobody's store has written.
+The layout of csrc/pages.h in torch's permutations: so that a store is compared with the reference's, and
+attention reads pages that no store of the same implementation wrote.
 """
 
 from __future__ import annotations

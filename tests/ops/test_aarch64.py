@@ -127,7 +127,7 @@ def test_aarch64_instruction_sets_have_the_bits_of_x86(arm: Program, expected: b
 @pytest.mark.parametrize("path", sorted(ROOT.glob("csrc/*.cpp")), ids=lambda path: path.stem)
 def test_the_extension_compiles_for_aarch64(path: Path) -> None:
     require(CROSS)
-    options = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DTOKSERVE_ISA=neon", "-DTOKSERVE_NEON"]
+    options = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DTOKSERVE_ISA=neon", "-DTOKSERVE_NEON"]
     if path.name.startswith("bind"):
         nanobind = pytest.importorskip("nanobind")
         options += [f"-I{sysconfig.get_paths()['include']}", f"-I{nanobind.include_dir()}"]

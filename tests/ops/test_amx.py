@@ -23,6 +23,7 @@ from tokserve import ops
 from tokserve.models.dummy import tiny_config
 from tokserve.models.load import load
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples import samples
 
 _C = pytest.importorskip("tokserve._C")
 if "avx512_bf16" not in _C.instruction_sets():
@@ -319,7 +320,7 @@ def test_rows_may_lie_apart_and_around_them_nothing_is_read() -> None:
 def test_the_product_is_close_to_the_reference(name: str) -> None:
     op = OPS[name]
     absolute, relative = op.tolerance[BF16]
-    for arguments in op.samples(BF16):
+    for arguments in samples(op.name, BF16):
         copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
         expected = outputs(op.reference(copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:]), ())
         for a, e in zip(run(name, arguments)[: len(expected)], expected, strict=True):
@@ -358,7 +359,7 @@ def test_the_kernel_of_tile_instructions_has_the_bits_of_software_tiles(tmp_path
     """Its 8,000 products and all that goes with them, executed one by one by a handler of SIGILL."""
     sources, program = Path(__file__).parents[2] / "csrc", tmp_path / "amx_traps"
     kernel = [*(f"-m{feature}" for feature in FEATURES), "-O3", "-DTOKSERVE_ISA=avx512_bf16", "-ffp-contract=off", "-w"]
-    compiler = ["g++", "-std=c++17", "-fno-pie", "-no-pie", f"-I{sources}"]
+    compiler = ["g++", "-std=c++20", "-fno-pie", "-no-pie", f"-I{sources}"]
     subprocess.run([*compiler, *kernel, "-c", sources / "gemm_amx.cpp", "-o", tmp_path / "kernel.o"], check=True)
     # the table names kernels of other files, none of which is called
     link = ["-O1", "-Wl,--unresolved-symbols=ignore-all", "-o", str(program)]

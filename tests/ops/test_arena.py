@@ -1,4 +1,4 @@
-"""Memory for packed weights: tensors beside each other, given back with the last one."""
+"""Memory for packed weights: adjacent tensors, freed with the last one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from tests import needs
-from tokserve.ops.arena import ALIGNMENT, CHUNK, HUGE, Arena
+from tokserve.ops.cpu.arena import ALIGNMENT, CHUNK, HUGE, Arena
 
 
 def mappings() -> Iterator[tuple[int, int, list[str]]]:
-    """Begin, end and flags of each."""
+    """Begin, end and flags of every mapping."""
     begin = end = 0
     for line in needs.MAPPINGS.read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = int(found[1], 16), int(found[2], 16)
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = int(match[1], 16), int(match[2], 16)
         elif line.startswith("VmFlags:"):
             yield begin, end, line.split()[1:]
 

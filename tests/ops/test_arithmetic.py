@@ -1,4 +1,4 @@
-"""The choice of CPU kernels: by name, by arithmetic, or by a measurement that knows the processor's maker."""
+"""The choice of CPU kernels: by name, by arithmetic, or by measurement and the processor's vendor."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_log_names_kernels_arithmetic_and_rates() -> None:
 @pytest.fixture
 def selection() -> Iterator[Any]:
     needs.EXTENSION.or_skip()
-    from tokserve.ops.cpu import _C
+    from tokserve.ops.cpu.kernels import _C
 
     before = _C.instruction_set()
     yield _C

@@ -18,6 +18,7 @@ from tests.ops import pages
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
+from tokserve.ops.samples import samples
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
@@ -25,11 +26,11 @@ PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
     "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
 }  # fmt: skip
-# for devices with memory of their own, and for those that compute with float8
-ELSEWHERE = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
-NAMES = [name for name in OPS if name not in PACKING.values() and name not in ELSEWHERE]
+# for devices with their own memory, and for those that compute in float8
+NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
+NAMES = [name for name in OPS if name not in PACKING.values() and name not in NOT_ON_CPU]
 CALLS: dict[str, Callable[..., Any]] = {
-    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in ELSEWHERE
+    name: op.implementations["cpp"].call for name, op in OPS.items() if name not in NOT_ON_CPU
 }
 
 
@@ -61,7 +62,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def test_every_op_has_a_cpp_implementation() -> None:
-    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == ELSEWHERE
+    assert {name for name, op in OPS.items() if "cpp" not in op.available("cpu")} == NOT_ON_CPU
 
 
 def test_the_best_kernels_are_chosen_and_others_can_be() -> None:
@@ -87,7 +88,7 @@ def test_the_last_kernels_run_anywhere_and_multiply_with_fma() -> None:
 def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: str) -> None:
     op = OPS[name]
     for dtype in op.tolerance:
-        for arguments in op.samples(dtype):
+        for arguments in samples(op.name, dtype):
             _C.select("portable")
             expected = run(name, arguments)
             _C.select(isa)
@@ -99,10 +100,10 @@ def test_instruction_sets_of_one_arithmetic_have_the_same_bits(name: str, isa: s
 @pytest.mark.parametrize("isa", [isa for isa in _C.instruction_sets()[1:] if not isa.endswith("_vnni")])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) -> None:
-    """The sets named _vnni differ from those without in linear_int8 alone, which has tests of its own on all sets."""
+    """The sets named _vnni differ from those without in linear_int8 only, which has other tests on all sets."""
     op = OPS[name]
     for dtype, (absolute, relative) in op.tolerance.items():
-        for arguments in op.samples(dtype):
+        for arguments in samples(op.name, dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
             if name in PACKING:
                 copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])
@@ -214,7 +215,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
             *randn(2, 40, 2, 16, 64, dtype=bf16).unbind(), torch.randperm(640)[:300],
         ),
-        "draw": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
+        "sample_fused": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
@@ -284,8 +285,8 @@ def test_threads_sleep_and_the_process_exits() -> None:
 import resource, time, torch
 from tokserve import ops
 ops.bind("cpu")
-from tokserve.ops import cpu
-cpu.set_threads(4)
+from tokserve.ops.cpu import kernels
+kernels.set_threads(4)
 x = torch.randn(64, 512)
 packed = ops.pack_linear(torch.randn(512, 512))
 ops.linear(x, packed, None)
@@ -402,8 +403,8 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "store: a slot outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at, *caches, at + 62)),
         "store: a position outside": ("norm_rope_store", (qkv, None, None, 1e-6, angles, at + 2, *caches, at)),
         "store: width": ("norm_rope_store", (qkv[:, :97], None, None, 1e-6, angles, at, *caches, at)),
-        "draw: k over V": ("draw", (logits, ids, ids, ids == 0, None, False, 51)),
-        "draw: short temperature": ("draw", (logits, ids, ids, ids == 0, one[:1], False, -1)),
+        "sample_fused: k over V": ("sample_fused", (logits, ids, ids, ids == 0, None, False, 51)),
+        "sample_fused: short temperature": ("sample_fused", (logits, ids, ids, ids == 0, one[:1], False, -1)),
         "pack: one dimension": ("pack_linear", (w,)),
         "int8: other width": ("linear_int8", (x[:, :63], eight, None)),
         "int8: short bias": ("linear_int8", (x, eight, torch.ones(9))),

@@ -59,8 +59,8 @@ def same(left: Outputs, right: Outputs) -> None:
         assert torch.equal(a.nan_to_num(nan=1e30), b.nan_to_num(nan=1e30))
 
 
-def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int = MOST, trials: int = 16) -> None:
-    """`call` maps row numbers [M] to their outputs; whatever M and whoever else is asked, a row's are the same."""
+def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int = MOST, trials: int = 16) -> None:
+    """`call` maps row numbers [M] to their outputs; a row's outputs depend neither on M nor on the other rows."""
     whole = outputs(call(torch.arange(count)))
     rng = random.Random(count)
     sizes = [1, 2, 3, count - 1, *(rng.randint(1, count) for _ in range(trials))]
@@ -77,7 +77,7 @@ def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int = MO
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
 @every("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul")
-def test_elementwise_rows_stand_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
         randn(dtype, 1, MOST, 2 * width) * 4,
         randn(dtype, 3, MOST, 2 * width),
@@ -89,21 +89,21 @@ def test_elementwise_rows_stand_alone(name: str, call: Any, width: int, dtype: t
         "silu_mul": lambda r: call(x[r]),
         "gelu_mul": lambda r: call(x[r]),
     }
-    rows_stand_alone(calls[name])
+    rows_are_batch_invariant(calls[name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 37, 257, 5000])
 @every("rms_norm")
-def test_norm_of_an_odd_width_stands_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+def test_norm_of_an_odd_width_is_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, weight = randn(dtype, 1, MOST, width), randn(dtype, 2, width)
-    rows_stand_alone(lambda r: call(x[r], weight, 1e-6))
+    rows_are_batch_invariant(lambda r: call(x[r], weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 64, 64), (3, 1, 80, 32), (1, 1, 6, 2)])
 @every("rope")
-def test_rope_tokens_stand_alone(
+def test_rope_tokens_are_batch_invariant(
     name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, dtype: torch.dtype
 ) -> None:
     q, k, table = (
@@ -112,7 +112,7 @@ def test_rope_tokens_stand_alone(
         randn(torch.float32, 3, 99, rot),
     )
     positions = torch.randint(0, 99, (MOST,), generator=torch.Generator().manual_seed(0))
-    rows_stand_alone(lambda rows: call(q[rows], k[rows], table, positions[rows]))
+    rows_are_batch_invariant(lambda rows: call(q[rows], k[rows], table, positions[rows]))
 
 
 def named(of: str, call: Any) -> str:
@@ -128,10 +128,10 @@ def packing(name: str, of: str, call: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 37, 257, 5000])
 @every("quantize_rows")
-def test_quantized_rows_stand_alone(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
+def test_quantized_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x = randn(dtype, 1, MOST, width)
     x[::9], x[4, -1], x[8, 0] = 0.0, float("inf"), float("nan")
-    rows_stand_alone(lambda r: call(x[r]))
+    rows_are_batch_invariant(lambda r: call(x[r]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,22 +139,24 @@ def test_quantized_rows_stand_alone(name: str, call: Any, width: int, dtype: tor
     ("columns", "rows"), [(1, 1), (7, 5), (33, 17), (64, 64), (127, 129), (192, 576), (512, 192), (1000, 3), (96, 1000)]
 )
 @every("linear", "linear_int8")
-def test_linear_rows_stand_alone(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
+def test_linear_rows_are_batch_invariant(name: str, call: Any, columns: int, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = randn(dtype, 1, MOST, columns), randn(dtype, 2, rows, columns), randn(dtype, 3, rows)
     packed = packing(PACKING[name], name, call)(weight)
-    rows_stand_alone(lambda rows: call(x[rows], packed, None, None), trials=8)
-    rows_stand_alone(lambda rows: call(x[rows], packed, bias, torch.float32), trials=4)
+    rows_are_batch_invariant(lambda rows: call(x[rows], packed, None, None), trials=8)
+    rows_are_batch_invariant(lambda rows: call(x[rows], packed, bias, torch.float32), trials=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "inner"), [(1, 1), (33, 17), (64, 32), (127, 65), (192, 96), (512, 31)])
 @every("gated_linear", "gated_linear_int8")
-def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner: int, dtype: torch.dtype) -> None:
+def test_gated_linear_rows_are_batch_invariant(
+    name: str, call: Any, columns: int, inner: int, dtype: torch.dtype
+) -> None:
     x, bias = randn(dtype, 1, MOST, columns), randn(dtype, 3, 2 * inner)
     packed = packing(PACKING[name], name, call)(randn(dtype, 2, 2 * inner, columns))
-    rows_stand_alone(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
-    rows_stand_alone(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
-    rows_stand_alone(lambda rows: call(x[rows], packed, bias, None), trials=2)
+    rows_are_batch_invariant(lambda rows: call(x[rows], packed, None, "silu"), trials=6)
+    rows_are_batch_invariant(lambda rows: call(x[rows], packed, bias, "gelu_tanh"), trials=3)
+    rows_are_batch_invariant(lambda rows: call(x[rows], packed, bias, None), trials=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +164,7 @@ def test_gated_linear_rows_stand_alone(name: str, call: Any, columns: int, inner
     ("columns", "sizes", "rank"), [(1, (1,), 1), (33, (17,), 5), (192, (96, 1, 130), 8), (64, (200, 9), 18)]
 )
 @every("add_lora")
-def test_rows_of_adapters_stand_alone(
+def test_rows_of_adapters_are_batch_invariant(
     name: str, call: Any, columns: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
 ) -> None:
     slots, shards, outputs_ = 5, len(sizes), sum(sizes)
@@ -177,20 +179,20 @@ def test_rows_of_adapters_stand_alone(
         call(out, x[rows], which[rows], down, up, ranks, scales, sizes)
         return out
 
-    rows_stand_alone(added, trials=6)
+    rows_are_batch_invariant(added, trials=6)
     alone = (adapters < 0) | (adapters == 3)
     assert torch.equal(added(torch.arange(MOST))[alone], base[alone])
-    for slot in (0, 4):  # all rows of one adapter, as the only one there is
+    for slot in (0, 4):  # all rows of one adapter, as the only one
         rows = (adapters == slot).nonzero().flatten()
         out = base[rows]
         only = torch.tensor([slot])
         zeros = torch.zeros(len(rows), dtype=torch.int32)
-        call(out, x[rows], zeros, *(each.index_select(0, only) for each in (down, up, ranks, scales)), sizes)
+        call(out, x[rows], zeros, *(tensor.index_select(0, only) for tensor in (down, up, ranks, scales)), sizes)
         assert torch.equal(out, added(rows))
     first = 0
-    for shard, size in enumerate(sizes):  # a shard, as the only one there is
+    for shard, size in enumerate(sizes):  # a shard, as the only one
         mine = slice(first, first + size)
-        its_down, its_ranks, its_scales = (each[:, [shard]] for each in (down, ranks, scales))
+        its_down, its_ranks, its_scales = (tensor[:, [shard]] for tensor in (down, ranks, scales))
         part = base[:, mine].clone()
         call(part, x, adapters, its_down, up[..., mine].contiguous(), its_ranks, its_scales, (size,))
         assert torch.equal(part, added(torch.arange(MOST))[:, mine])
@@ -199,9 +201,9 @@ def test_rows_of_adapters_stand_alone(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @every("embedding")
-def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) -> None:
+def test_embedding_rows_are_batch_invariant(name: str, call: Any, dtype: torch.dtype) -> None:
     packed = packing("pack_linear", name, call)(randn(dtype, 2, MOST, 37))
-    rows_stand_alone(lambda rows: call(rows, packed), trials=4)
+    rows_are_batch_invariant(lambda rows: call(rows, packed), trials=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,7 +212,7 @@ def test_embedding_rows_stand_alone(name: str, call: Any, dtype: torch.dtype) ->
     [(8, 1, 64, 64, 16), (3, 3, 80, 32, 5), (2, 1, 6, 2, 16), (2, 2, 256, 256, 32)],
 )
 @every("norm_rope_store")
-def test_norm_rope_store_tokens_stand_alone(
+def test_norm_rope_store_tokens_are_batch_invariant(
     name: str, call: Any, heads: int, kv_heads: int, dim: int, rot: int, page: int, dtype: torch.dtype
 ) -> None:
     qkv, table = randn(dtype, 1, MOST, (heads + 2 * kv_heads) * dim), randn(torch.float32, 3, 99, rot)
@@ -226,8 +228,8 @@ def test_norm_rope_store_tokens_stand_alone(
         k, v = (cache[where // page, :, where % page] for cache in written)
         return q, k, v
 
-    rows_stand_alone(lambda rows: stored(rows, q_weight, k_weight), trials=4)
-    rows_stand_alone(lambda rows: stored(rows, None, None), trials=2)
+    rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight), trials=4)
+    rows_are_batch_invariant(lambda rows: stored(rows, None, None), trials=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,8 +259,8 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
 
 
 @pytest.mark.parametrize("width", [1, 17, 1000, 5003])
-@every("sample", "filter_logits", "penalize", "logprobs", "draw")
-def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
+@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused")
+def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = randn(torch.float32, 1, MOST, width) * 3
     logits[::7] = logits[::7].round()  # ties
@@ -272,7 +274,7 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
     ids = torch.randint(0, width, (MOST,), generator=generator)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
-        "draw": lambda r: call(
+        "sample_fused": lambda r: call(
             logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], False, min(width, 5)
         ),
         "filter_logits": lambda r: call(logits[r], top_k[r], top_p[r], min_p[r]),
@@ -281,29 +283,29 @@ def test_sampling_rows_stand_alone(name: str, call: Any, width: int) -> None:
         ),
         "logprobs": lambda r: call(logits[r], ids[r], min(width, 5), ids[r][:, None], strength[r]),
     }
-    rows_stand_alone(calls[name], trials=5)
+    rows_are_batch_invariant(calls[name], trials=5)
 
 
-@every("logprobs", "filter_logits", "draw", "rms_norm", "add_rms_norm", "quantize_rows")
-def test_a_row_longer_than_what_torch_gives_one_thread_stands_alone(name: str, call: Any) -> None:
+@every("logprobs", "filter_logits", "sample_fused", "rms_norm", "add_rms_norm", "quantize_rows")
+def test_a_row_longer_than_what_torch_gives_one_thread_is_batch_invariant(name: str, call: Any) -> None:
     logits, weight = randn(torch.float32, 4, 3, 40001), randn(torch.float32, 5, 40001)
     logits[:, 5] = 12.0  # the sum of exp is near 1, where its logarithm shows every bit
     tenth, off = torch.full((3,), 0.1), torch.zeros(3)
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "logprobs": lambda r: call(logits[r], r, 3, None, None),
         "filter_logits": lambda r: call(logits[r], off[r].int(), tenth[r], off[r]),
-        "draw": lambda r: call(logits[r], r, r, off[r].bool(), None, False, 3),
+        "sample_fused": lambda r: call(logits[r], r, r, off[r].bool(), None, False, 3),
         "rms_norm": lambda r: call(logits[r], weight, 1e-6),
         "add_rms_norm": lambda r: call(logits[r], logits[r].flip(1), weight, 1e-6),
         "quantize_rows": lambda r: call(logits[r]),
     }
-    rows_stand_alone(calls[name], count=3, trials=2)
+    rows_are_batch_invariant(calls[name], count=3, trials=2)
 
 
 class Paged:
     """Sequences of random q, k, v whose keys lie in scattered pages; what is in no sequence is NaN.
 
-    `store`: the store_kv that belongs to the attention which will be asked.
+    `store`: the store_kv of the attention under test.
     """
 
     def __init__(
@@ -345,10 +347,10 @@ class Paged:
         self.caches.fill_(float("nan"))
 
 
-def cuts(rng: random.Random, length: int, most: int) -> list[tuple[int, int]]:
+def cuts(rng: random.Random, length: int, longest: int) -> list[tuple[int, int]]:
     points = [0]
     while points[-1] < length:
-        points.append(min(length, points[-1] + rng.randint(1, most)))
+        points.append(min(length, points[-1] + rng.randint(1, longest)))
     return list(pairwise(points))
 
 
@@ -377,9 +379,9 @@ def test_attention_in_chunks_is_attention_at_once(name: str, call: Any, shape: t
     whole = [paged.attend(call, [(row, 0, length)])[0] for row, length in enumerate(lengths)]
     assert all(part.isfinite().all() for part in whole)
     rng = random.Random(dim)
-    for most in (5, 64, 300):
+    for longest in (5, 64, 300):
         paged.forget()
-        waiting = [cuts(rng, length, most) for length in lengths]
+        waiting = [cuts(rng, length, longest) for length in lengths]
         while any(waiting):  # some of the rows go on by a chunk, all in one call
             rows = [row for row, chunks in enumerate(waiting) if chunks and rng.random() < 0.7]
             rng.shuffle(rows)

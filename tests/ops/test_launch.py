@@ -1,4 +1,4 @@
-"""The table of launch parameters: what fits first counts, and whatever is asked for finds an entry."""
+"""The table of launch parameters: the first fitting entry is used, and every size has one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tokserve.ops.triton import launch
 @pytest.fixture
 def entries() -> Iterator[list[dict[str, object]]]:
     """Those of a kernel, to be changed."""
-    found: list[dict[str, object]] = []
-    launch.table()["played"] = found
-    yield found
+    entries: list[dict[str, object]] = []
+    launch.table()["played"] = entries
+    yield entries
     del launch.table()["played"]
     launch.tuned.cache_clear()
 
@@ -28,11 +28,11 @@ def test_the_first_entry_that_fits_counts(entries: list[dict[str, object]], monk
         {"arch": "sm_90", "rows": 8, "outputs": 100, "is": "a"}, {"arch": "sm_90", "rows": 8, "is": "b"},
         {"arch": "sm_80", "is": "c"}, {"rows": 8, "is": "d"}, {"is": "e"},
     ]  # fmt: skip
-    found = [
+    entries = [
         launch.tuned("played", device, rows=rows, outputs=outputs)["is"]
         for device, rows, outputs in ((0, 8, 100), (0, 8, 101), (0, 9, 1), (None, 1, 1), (None, 9, 1))
     ]
-    assert found == ["a", "b", "e", "d", "e"]
+    assert entries == ["a", "b", "e", "d", "e"]
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", ""])
@@ -40,9 +40,9 @@ def test_every_size_has_an_entry_that_says_all(architecture: str, monkeypatch: p
     monkeypatch.setattr(launch, "_architecture", lambda device: architecture)
     launch.tuned.cache_clear()
     for rows, outputs, size in product((1, 65, 1 << 20), (1, 4096, 1 << 20), (1, 2, 4)):
-        found = launch.tuned("linear", None, rows=rows, outputs=outputs, bytes=size)
-        assert {"tile", "warps", "stages"} <= found.keys() and found.get("bytes", 4) >= size
+        entries = launch.tuned("linear", None, rows=rows, outputs=outputs, bytes=size)
+        assert {"tile", "warps", "stages"} <= entries.keys() and entries.get("bytes", 4) >= size
     for row_bytes, group in ((32, 1), (256, 4), (4096, 64)):
-        found = launch.tuned("attention", None, row_bytes=row_bytes, group=group).keys()
-        assert {"decode_stages", "prefill_stages", "programs"} <= found
+        entries = launch.tuned("attention", None, row_bytes=row_bytes, group=group).keys()
+        assert {"decode_stages", "prefill_stages", "programs"} <= entries
     launch.tuned.cache_clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from tests.ops import pages
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS, Op
+from tokserve.ops.samples import samples
 
 registry.load_extension("cpu")
 OTHERS = [
@@ -45,12 +45,17 @@ def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, .
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_implementations_are_called_as_their_reference_is(op: Op[Any, Any]) -> None:
-    def parameters(call: Callable[..., Any]) -> list[tuple[str, object, object]]:
-        return [(each.name, each.kind, each.default) for each in inspect.signature(call).parameters.values()]
-
+def test_implementations_take_the_arguments_of_the_reference(op: Op[Any, Any]) -> None:
+    """All of them, and without those that have defaults; the names that an implementation spells out are the same."""
+    expected = inspect.signature(op.reference).parameters.values()
+    required = [parameter.name for parameter in expected if parameter.default is inspect.Parameter.empty]
     for name, implementation in op.implementations.items():
-        assert parameters(implementation.call) == parameters(op.reference), name
+        signature = inspect.signature(implementation.call)
+        signature.bind(*(parameter.name for parameter in expected))
+        signature.bind(*required)
+        spelled = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+        for actual, parameter in zip(spelled, expected, strict=False):
+            assert (actual.name, actual.default) == (parameter.name, parameter.default), f"{name}: {actual}"
 
 
 def close(actual: object, expected: object, tolerance: tuple[float, float]) -> None:
@@ -68,16 +73,16 @@ def close(actual: object, expected: object, tolerance: tuple[float, float]) -> N
 
 @pytest.mark.parametrize(("op", "name", "dtype"), OTHERS)
 def test_implementation_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
-    for arguments in op.samples(dtype):
+    for arguments in samples(op.name, dtype):
         close(run(op, name, arguments), run(op, registry.REFERENCE, arguments), op.tolerance[dtype])
 
 
 def test_every_op_has_samples_that_the_reference_takes() -> None:
     for op in OPS.values():
         for dtype in op.tolerance:
-            samples = list(op.samples(dtype))
-            assert samples or op.follows
-            for arguments in samples:
+            calls = list(samples(op.name, dtype))
+            assert calls or op.follows
+            for arguments in calls:
                 run(op, registry.REFERENCE, arguments)
 
 
@@ -89,7 +94,7 @@ def rounded(exact: Tensor, like: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_are_the_formula(dtype: torch.dtype) -> None:
-    for x, residual, weight, eps in OPS["add_rms_norm"].samples(dtype):
+    for x, residual, weight, eps in samples("add_rms_norm", dtype):
         normed = OPS["rms_norm"].reference(x, weight, eps)
         wide = x.double()
         exact = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
@@ -102,19 +107,19 @@ def test_norms_are_the_formula(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_turns_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
-    for q, k, table, positions in OPS["rope"].samples(dtype):
+    for q, k, table, positions in samples("rope", dtype):
         half = table.shape[1] // 2
         turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]
-        for x, mine in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
+        for x, actual in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
             turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
             exact = torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
-            torch.testing.assert_close(mine.double(), **rounded(exact, x))
-            assert torch.equal(mine[..., 2 * half :], x[..., 2 * half :]) and mine.dtype == dtype
+            torch.testing.assert_close(actual.double(), **rounded(exact, x))
+            assert torch.equal(actual[..., 2 * half :], x[..., 2 * half :]) and actual.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_are_torch(dtype: torch.dtype) -> None:
-    for (x,) in OPS["silu_mul"].samples(dtype):
+    for (x,) in samples("silu_mul", dtype):
         gate, up = x.double().chunk(2, -1)
         for name, exact in (("silu_mul", F.silu(gate)), ("gelu_mul", F.gelu(gate, approximate="tanh"))):
             torch.testing.assert_close(OPS[name].reference(x).double(), **rounded(exact * up, x))
@@ -123,7 +128,7 @@ def test_gates_are_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_is_the_matrix_product(dtype: torch.dtype) -> None:
-    for x, weight, bias, out_dtype in OPS["linear"].samples(dtype):
+    for x, weight, bias, out_dtype in samples("linear", dtype):
         packed = OPS["pack_linear"].reference(weight)
         assert (packed.rows, packed.columns, packed.dtype) == (*weight.shape, dtype)
         result = OPS["linear"].reference(x, packed, bias, out_dtype)
@@ -141,15 +146,15 @@ def test_linear_to_float32_keeps_what_a_16_bit_result_would_lose() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_lora_is_the_product_of_three(dtype: torch.dtype) -> None:
-    for out, x, adapters, down, up, ranks, scales, sizes in OPS["add_lora"].samples(dtype):
+    for out, x, adapters, down, up, ranks, scales, sizes in samples("add_lora", dtype):
         exact = out.double()
         for row, slot in enumerate(adapters.tolist()):
             for shard, target in enumerate(exact[row].split(sizes)):
                 if slot >= 0:
                     rank = int(ranks[slot, shard])
                     inner = down[slot, shard, :rank].double() @ x[row].double()
-                    mine = up[slot, :rank].double().split(sizes, 1)[shard]
-                    target += scales[slot, shard].double() * (mine.t() @ inner)
+                    actual = up[slot, :rank].double().split(sizes, 1)[shard]
+                    target += scales[slot, shard].double() * (actual.t() @ inner)
         before = out.clone()
         OPS["add_lora"].reference(out, x, adapters, down, up, ranks, scales, sizes)
         torch.testing.assert_close(out.double(), **rounded(exact, out))
@@ -158,7 +163,7 @@ def test_add_lora_is_the_product_of_three(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype) -> None:
-    for (x,) in OPS["quantize_rows"].samples(dtype):
+    for (x,) in samples("quantize_rows", dtype):
         values, scales = OPS["quantize_rows"].reference(x)
         assert values.dtype == torch.int8 and int(values.min()) >= -127
         finite = x.isfinite().all(-1)
@@ -170,7 +175,7 @@ def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_int8_is_the_product_of_what_was_quantized(dtype: torch.dtype) -> None:
-    for x, weight, bias, out_dtype in OPS["linear_int8"].samples(dtype):
+    for x, weight, bias, out_dtype in samples("linear_int8", dtype):
         packed = OPS["pack_linear_int8"].reference(weight)
         result = OPS["linear_int8"].reference(x, packed, bias, out_dtype)
         assert result.dtype == (out_dtype or dtype) and result.is_contiguous()
@@ -191,7 +196,7 @@ def test_ties_go_to_even_and_zeros_stay() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
-    for k, v, k_cache, v_cache, slots in OPS["store_kv"].samples(dtype):
+    for k, v, k_cache, v_cache, slots in samples("store_kv", dtype):
         page = k_cache.shape[2]
         expected = [k_cache.clone(), v_cache.clone()]
         for token, slot in enumerate(slots.tolist()):
@@ -215,14 +220,14 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
-    for q, k_cache, v_cache, tables, starts, lens, scale, window in OPS["paged_attention"].samples(dtype):
+    for q, k_cache, v_cache, tables, starts, lens, scale, window in samples("paged_attention", dtype):
         result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, scale, window)
         assert result.dtype == dtype and result.shape == q.shape
         for row, length in enumerate(lens.tolist()):
             k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
-            mine = slice(int(starts[row]), int(starts[row + 1]))
-            exact = dense_attention(q[mine], k, v, scale, window)
-            torch.testing.assert_close(result[mine].double(), **rounded(exact, q))
+            actual = slice(int(starts[row]), int(starts[row + 1]))
+            exact = dense_attention(q[actual], k, v, scale, window)
+            torch.testing.assert_close(result[actual].double(), **rounded(exact, q))
 
 
 def test_attention_survives_large_scores() -> None:
@@ -237,15 +242,15 @@ def test_attention_survives_large_scores() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_returns_the_rows_of_the_weight(dtype: torch.dtype) -> None:
-    for ids, weight in OPS["embedding"].samples(dtype):
+    for ids, weight in samples("embedding", dtype):
         rows = OPS["embedding"].reference(ids, OPS["pack_linear"].reference(weight))
         assert torch.equal(rows, weight[ids]) and rows.dtype == dtype and rows.is_contiguous()
 
 
 def implementation(name: str, of: str) -> Any:
-    """This op's own implementation of that name, where it has one."""
-    found = OPS[of].implementations
-    return found.get(name, found[registry.REFERENCE]).call
+    """The op's implementation of this name, else the reference."""
+    implementations = OPS[of].implementations
+    return implementations.get(name, implementations[registry.REFERENCE]).call
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,7 +260,7 @@ def implementation(name: str, of: str) -> Any:
 )
 def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: torch.dtype) -> None:
     ungated = op.removeprefix("gated_")
-    for x, weight, bias, activation in OPS[op].samples(dtype):
+    for x, weight, bias, activation in samples(op, dtype):
         packed = implementation(name, PACKING[op])(weight)
         whole = implementation(name, op)(x, packed, bias, activation)
         both = implementation(name, ungated)(x, implementation(name, PACKING[ungated])(weight), bias, None)
@@ -267,7 +272,7 @@ def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS["norm_rope_store"].available("cpu"))
 def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch.dtype) -> None:
-    for qkv, q_weight, k_weight, eps, table, positions, *caches, slots in OPS["norm_rope_store"].samples(dtype):
+    for qkv, q_weight, k_weight, eps, table, positions, *caches, slots in samples("norm_rope_store", dtype):
         expected = [cache.clone() for cache in caches]
         kv_heads, dim = caches[0].shape[1], caches[0].shape[3]
         heads = qkv.shape[1] // dim
@@ -283,10 +288,12 @@ def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch
         assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", OPS["draw"].available("cpu"))
-def test_draw_has_the_bits_of_sample_and_logprobs(name: str) -> None:
-    for logits, seeds, positions, greedy, temperature, scaled, k in OPS["draw"].samples(torch.float32):
-        ids, finite, *columns = implementation(name, "draw")(logits, seeds, positions, greedy, temperature, scaled, k)
+@pytest.mark.parametrize("name", OPS["sample_fused"].available("cpu"))
+def test_sample_fused_has_the_bits_of_sample_and_logprobs(name: str) -> None:
+    for logits, seeds, positions, greedy, temperature, scaled, k in samples("sample_fused", torch.float32):
+        ids, finite, *columns = implementation(name, "sample_fused")(
+            logits, seeds, positions, greedy, temperature, scaled, k
+        )
         assert finite.tolist() == [math.isfinite(row.max().item()) for row in logits]
         logits = logits.where(finite[:, None], 0.0)
         divisor = torch.ones(len(logits)) if temperature is None else temperature.where(temperature != 0.0, 1.0)

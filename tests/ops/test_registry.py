@@ -84,13 +84,13 @@ def test_a_device_that_references_do_not_run_on_needs_its_kernels(monkeypatch: p
 
 
 def test_products_are_the_librarys_where_exactness_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "home", ops.home)
+    monkeypatch.setattr(ops, "torch_device", ops.torch_device)
     monkeypatch.setattr(registry, "load_extension", lambda device: None)
     products = ("linear", "gated_linear", "linear_float8")
     for name in (*products, "pack_linear", "embedding", "pack_gated", "pack_linear_float8", "pack_scaled_float8"):
         for one in ("triton", "cublas"):
             OPS[name].implement(one, device="cuda")(lambda *_: None)
-    assert ops.bind("cuda")["linear"] == "triton" and ops.home.type == "cuda"
+    assert ops.bind("cuda")["linear"] == "triton" and ops.torch_device.type == "cuda"
     bound = ops.bind("cuda", exact=False)
     assert {bound[name] for name in (*products, "pack_linear", "embedding")} == {"cublas"}
     assert ops.bind("cuda", {"linear": "triton"}, exact=False)["embedding"] == "triton"
@@ -155,6 +155,6 @@ def test_names_are_taken_once() -> None:
         OPS["silu_mul"].implement("cpp", device="cpu")(shout)
     with pytest.raises(ValueError, match="silu_mul"):
 
-        @registry.op(samples=lambda _: [], tolerance={})
+        @registry.op(tolerance={})
         def silu_mul(x: torch.Tensor) -> torch.Tensor:
             return x

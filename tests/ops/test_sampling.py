@@ -326,7 +326,7 @@ def test_a_logprob_does_not_depend_on_what_else_is_asked(call: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 3e4, 3e7])
-@pytest.mark.parametrize("name", [name for name in OPS["draw"].available("cpu") if name != registry.REFERENCE])
+@pytest.mark.parametrize("name", [name for name in OPS["sample_fused"].available("cpu") if name != registry.REFERENCE])
 def test_what_a_draw_leaves_out_could_not_have_won(name: str, scale: float) -> None:
     """Flat, usual and steep logits, hot and cold: the ids are those of noise on every logit."""
     generator = torch.Generator().manual_seed(7)
@@ -334,5 +334,5 @@ def test_what_a_draw_leaves_out_could_not_have_won(name: str, scale: float) -> N
     seeds = torch.randint(-(2**62), 2**62, (16,), generator=generator)
     temperature = torch.tensor([0.3, 1.0, 1.7, 0.0]).repeat(4)
     arguments = (logits, seeds, torch.arange(16), torch.zeros(16, dtype=torch.bool), temperature, False, -1)
-    drawn = OPS["draw"].implementations[name].call(*arguments)[0]
-    assert torch.equal(drawn, OPS["draw"].reference(*arguments)[0])
+    drawn = OPS["sample_fused"].implementations[name].call(*arguments)[0]
+    assert torch.equal(drawn, OPS["sample_fused"].reference(*arguments)[0])

@@ -28,6 +28,7 @@ from tests.ops.test_ops import PACKING, close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
 from tokserve.ops.registry import OPS, Op  # noqa: E402
+from tokserve.ops.samples import samples  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
@@ -40,8 +41,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities the kernels mean
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # by Triton 3.6
 ]
-# where a kernel may be further from the reference than an implementation in float32 throughout
-FURTHER = {
+# of kernels that do not compute in float32 throughout, instead of the op's tolerance
+TOLERANCE = {
     # weights are rounded to the dtype of the values before the product, as flash attention does
     ("paged_attention", torch.float16): (1e-3, 2e-3),
     ("paged_attention", torch.bfloat16): (8e-3, 16e-3),
@@ -54,10 +55,10 @@ FURTHER = {
 }
 # cuBLAS may split K and round the parts to 16 bits before it adds them
 BY_CUBLAS = {torch.float32: (3e-5, 3e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (3e-2, 3e-2)}
-# what the interpreter, which takes programs one by one, is spared: the same lines run with the other dtype
-SPARED = {("linear", torch.float16), ("gated_linear", torch.float32), ("linear_float8", torch.float16)}
-# elements of a sample in the interpreter
-MOST = {
+# not in the interpreter, which runs programs one by one: the same lines run with the other dtype
+SKIPPED_IN_INTERPRETER = {("linear", torch.float16), ("gated_linear", torch.float32), ("linear_float8", torch.float16)}
+# of a sample in the interpreter
+MAX_ELEMENTS = {
     ("filter_logits", torch.float32): 8_000,
     ("linear", torch.float32): 6_000,
     ("linear_float8", torch.float32): 100,  # which the interpreter converts one by one
@@ -69,51 +70,47 @@ CASES = [
     for name in op.available("cuda")
     if name != registry.REFERENCE and not (name == "cublas" and INTERPRETED)
     for dtype in op.tolerance
-    if (dtype in DTYPES or dtype == torch.int32) and not (INTERPRETED and (op.name, dtype) in SPARED)
+    if (dtype in DTYPES or dtype == torch.int32) and not (INTERPRETED and (op.name, dtype) in SKIPPED_IN_INTERPRETER)
 ]
 
 
-def there(value: Any) -> Any:
+def to_device(value: Any) -> Any:
     return value.to(DEVICE) if isinstance(value, Tensor) else value
 
 
-def back(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return tuple(back(each) for each in value)
+        return tuple(to_cpu(item) for item in value)
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def on_device(name: str) -> Callable[..., Any]:
     """The Triton implementation of an op, called with tensors of the CPU."""
     call = OPS[name].implementations["triton"].call
-    return lambda *arguments: back(call(*(there(argument) for argument in arguments)))
+    return lambda *arguments: to_cpu(call(*(to_device(argument) for argument in arguments)))
 
 
-def samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """The op's own; the interpreter is spared many rows and long ones."""
-    found = list(op.samples(dtype))
+def small_samples(op: Op[Any, Any], dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """The op's samples, without those that take the interpreter or the compiler long."""
+    calls = list(samples(op.name, dtype))
     if not INTERPRETED and op.name == "paged_attention" and dtype == torch.float32:
-        return [each for each in found if each[0].shape[2] <= 128]  # heads of 256 take a minute to compile
+        return [call for call in calls if call[0].shape[2] <= 128]  # heads of 256 take a minute to compile
     if not INTERPRETED or op.name in ("edit_rows", "prepare_step"):
-        return found
-    most = MOST.get((op.name, dtype), 12_000)
-    return [
-        each
-        for each in found
-        if each[0].shape[0] <= (70 if op.name == "paged_attention" else 17) and each[0].numel() <= most
-    ]
+        return calls
+    max_elements, max_rows = MAX_ELEMENTS.get((op.name, dtype), 12_000), 70 if op.name == "paged_attention" else 17
+    return [call for call in calls if call[0].shape[0] <= max_rows and call[0].numel() <= max_elements]
 
 
 @pytest.mark.parametrize(("op", "name", "dtype"), CASES)
 def test_kernel_is_close_to_the_reference(op: Op[Any, Any], name: str, dtype: torch.dtype) -> None:
-    for arguments in samples(op, dtype):
-        found = back(run(op, name, tuple(there(argument) for argument in arguments)))
+    for arguments in small_samples(op, dtype):
+        actual = to_cpu(run(op, name, tuple(to_device(argument) for argument in arguments)))
         expected = run(op, registry.REFERENCE, arguments)
         if not expected[1] or op.name in PACKING:
-            found, expected = found[0], expected[0]
-        tolerance = FURTHER.get((op.name, dtype), op.tolerance[dtype])
+            actual, expected = actual[0], expected[0]
+        tolerance = TOLERANCE.get((op.name, dtype), op.tolerance[dtype])
         by_cublas = name == "cublas" and op.name in ("linear", "gated_linear")
-        close(found, expected, BY_CUBLAS[dtype] if by_cublas else tolerance)
+        close(actual, expected, BY_CUBLAS[dtype] if by_cublas else tolerance)
 
 
 def test_every_op_has_a_kernel() -> None:
@@ -121,8 +118,8 @@ def test_every_op_has_a_kernel() -> None:
     assert {name for name, op in OPS.items() if "triton" not in op.available("cuda")} <= int8
 
 
-def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:
-    """`call` maps row numbers to their outputs; whoever else is asked, a row's are the same."""
+def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: int) -> None:
+    """`call` maps row numbers to their outputs; a row's outputs do not depend on the other rows."""
     whole = outputs(call(torch.arange(count)))
     rng = random.Random(count)
     for size in (1, count - 1):
@@ -131,31 +128,37 @@ def rows_stand_alone(call: Callable[[Tensor], Tensor | Outputs], count: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_elementwise_rows_stand_alone(dtype: torch.dtype) -> None:
+def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     x, residual, weight = randn(dtype, 1, 9, 130) * 4, randn(dtype, 2, 9, 130), randn(dtype, 3, 130)
     norm, add, silu, gelu = (on_device(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul"))
-    rows_stand_alone(lambda r: norm(x[r], weight, 1e-6), 9)
-    rows_stand_alone(lambda r: add(x[r], residual[r], weight, 1e-6), 9)
-    rows_stand_alone(lambda r: silu(x[r]), 9)
-    rows_stand_alone(lambda r: gelu(x[r]), 9)
+    rows_are_batch_invariant(lambda r: norm(x[r], weight, 1e-6), 9)
+    rows_are_batch_invariant(lambda r: add(x[r], residual[r], weight, 1e-6), 9)
+    rows_are_batch_invariant(lambda r: silu(x[r]), 9)
+    rows_are_batch_invariant(lambda r: gelu(x[r]), 9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prepared_tokens_stand_alone(dtype: torch.dtype) -> None:
+def test_prepared_tokens_are_batch_invariant(dtype: torch.dtype) -> None:
     qkv, norms, table = randn(dtype, 1, 7, 8 * 80), randn(dtype, 2, 2, 80), randn(torch.float32, 3, 50, 64)
     positions = torch.arange(7) * 6
     call = OPS["norm_rope_store"].implementations["triton"].call
 
     def prepared(rows: Tensor) -> Outputs:
         caches = torch.zeros(2, 8, 2, 4, 80, dtype=dtype, device=DEVICE)
-        places = torch.arange(len(rows))
+        slots = torch.arange(len(rows))
         q = call(
-            there(qkv[rows]), *there(norms), 1e-6, there(table), there(positions[rows]), *caches, there(places + 5)
+            to_device(qkv[rows]),
+            *to_device(norms),
+            1e-6,
+            to_device(table),
+            to_device(positions[rows]),
+            *caches,
+            to_device(slots + 5),
         )
         stored = caches.transpose(2, 3).flatten(1, 2)[:, 5 : 5 + len(rows)]
-        return back((q, stored[0], stored[1]))
+        return to_cpu((q, stored[0], stored[1]))
 
-    rows_stand_alone(prepared, 7)
+    rows_are_batch_invariant(prepared, 7)
 
 
 LINEARS = [(100, 70, torch.float32), (128, 40, torch.float16), (256, 200, DTYPES[-1])]  # inputs, outputs
@@ -164,27 +167,27 @@ WIDE = [(256, 2500, torch.bfloat16), (256, 5000, torch.bfloat16), (256, 8200, to
 
 @pytest.mark.parametrize(("columns", "outputs_", "dtype"), LINEARS if INTERPRETED else LINEARS + WIDE)
 def test_linear_rows_have_the_same_bits_in_any_tile(columns: int, outputs_: int, dtype: torch.dtype) -> None:
-    most = 300  # rows: every tile shape is used
-    x, weight = randn(dtype, 1, most, columns), randn(dtype, 2, outputs_, columns)
+    num_rows = 300  # rows: every tile shape is used
+    x, weight = randn(dtype, 1, num_rows, columns), randn(dtype, 2, outputs_, columns)
     packed = OPS["pack_linear"].implementations["triton"].call(weight)
     call = on_device("linear")
     whole = call(x, packed, None, torch.float32)
     for size in (1, 17, 64, 65, 129):
         assert torch.equal(call(x[:size], packed, None, torch.float32), whole[:size])
-        assert torch.equal(call(x[most - size :], packed, None, torch.float32), whole[most - size :])
+        assert torch.equal(call(x[num_rows - size :], packed, None, torch.float32), whole[num_rows - size :])
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_float8_rows_stand_alone(name: str) -> None:
+def test_float8_rows_are_batch_invariant(name: str) -> None:
     x, weight = randn(DTYPES[-1], 1, 70, 100) * 5, randn(DTYPES[-1], 2, 40, 100)
     x[3], x[4, 7], x[5] = 0.0, float("inf"), 1e-38
-    home = "cpu" if name == "torch" else DEVICE
+    device = "cpu" if name == "torch" else DEVICE
     packed = OPS["pack_linear_float8"].implementations[name].call(weight)
     call = OPS["linear_float8"].implementations[name].call
-    whole = call(x.to(home), packed, None).cpu()
+    whole = call(x.to(device), packed, None).cpu()
     assert whole[4].isnan().all() and (whole[3] == 0.0).all() and whole[5:].isfinite().all()
     for rows in ([0], [69], list(range(5, 70))):
-        assert torch.equal(call(x[rows].to(home), packed, None).cpu(), whole[rows])
+        assert torch.equal(call(x[rows].to(device), packed, None).cpu(), whole[rows])
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -193,21 +196,21 @@ def test_float8_weights_with_scales_of_their_own_are_multiplied_as_they_are(name
     generator = torch.Generator().manual_seed(columns)
     values = torch.randn(24, columns, generator=generator).to(torch.float8_e4m3fn)
     x = randn(DTYPES[-1], 1, 6, columns) * 5
-    home, call = "cpu" if name == "torch" else DEVICE, OPS["linear_float8"].implementations[name].call
+    device, call = "cpu" if name == "torch" else DEVICE, OPS["linear_float8"].implementations[name].call
     for groups, group in ((2, 128), (1, columns)):
         scales = (torch.rand(groups, 24, generator=generator) + 0.1) / columns**0.5
         packed = OPS["pack_scaled_float8"].implementations[name].call(values, scales, group)
-        whole = call(x.to(home), packed, None, torch.float32).cpu()
+        whole = call(x.to(device), packed, None, torch.float32).cpu()
         rounded, of_rows = float8.quantize(x)
         meant = values.double() * scales.t().repeat_interleave(group, 1)[:, :columns].double()
         exact = (rounded.double() @ meant.t()) * of_rows.double()[:, None]
         close(whole.double(), exact, (5e-3, 1e-2) if DEVICE == "cuda" else (1e-4, 1e-5))
         for rows in ([0], [5], [1, 2, 3, 4, 5]):
-            assert torch.equal(call(x[rows].to(home), packed, None, torch.float32).cpu(), whole[rows])
+            assert torch.equal(call(x[rows].to(device), packed, None, torch.float32).cpu(), whole[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_adapters_stand_alone(dtype: torch.dtype) -> None:
+def test_rows_of_adapters_are_batch_invariant(dtype: torch.dtype) -> None:
     count, columns, sizes, rank = 20, 600, (70, 9), 5  # two stretches of K, two tiles of rows and of outputs
     x, base = randn(dtype, 1, count, columns), randn(dtype, 2, count, sum(sizes))
     down, up = randn(dtype, 3, 3, 2, rank, columns), randn(dtype, 4, 3, rank, sum(sizes))
@@ -217,11 +220,11 @@ def test_rows_of_adapters_stand_alone(dtype: torch.dtype) -> None:
     call = OPS["add_lora"].implementations["triton"].call
 
     def added(rows: Tensor) -> Tensor:
-        out = there(base[rows])
-        call(out, *(there(each) for each in (x[rows], adapters[rows], down, up, ranks, scales)), sizes)
+        out = to_device(base[rows])
+        call(out, *(to_device(tensor) for tensor in (x[rows], adapters[rows], down, up, ranks, scales)), sizes)
         return out.cpu()
 
-    rows_stand_alone(added, count)
+    rows_are_batch_invariant(added, count)
     untouched = (adapters < 0) | (adapters == 1)
     whole = added(torch.arange(count))
     assert torch.equal(whole[untouched], base[untouched]) and not torch.equal(whole, base)
@@ -257,22 +260,22 @@ def test_a_float8_cache_holds_what_torch_rounds_to_and_is_read_as_that(name: str
     store, prepare, attend = (
         OPS[op].implementations[name].call for op in ("store_kv", "norm_rope_store", "paged_attention")
     )
-    home = "cpu" if name == "torch" else DEVICE
+    device = "cpu" if name == "torch" else DEVICE
     k, v = randn(dtype, 1, 20, 2, 32) * 9, randn(dtype, 2, 20, 2, 32)
     k[5] *= 1e-3  # past the smallest
     k[3, 1, :4] = torch.tensor([500.0, -6e4, 464.0, 0.0]).to(dtype)  # past the largest
-    places = torch.arange(20)
-    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=home).to(torch.float8_e4m3fn)
-    store(k.to(home), v.to(home), *caches, places.to(home))
+    slots = torch.arange(20)
+    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=device).to(torch.float8_e4m3fn)
+    store(k.to(device), v.to(device), *caches, slots.to(device))
     for cache, given in zip(caches.cpu(), (k, v), strict=True):
         expected = given.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
         assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected)
-    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(home)
-    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(home)
-    prepare(qkv, None, None, 0.0, no_turn, (places * 0).to(home), *others, places.to(home))
+    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(device)
+    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(device)
+    prepare(qkv, None, None, 0.0, no_turn, (slots * 0).to(device), *others, slots.to(device))
     assert torch.equal(others.float(), caches.float())
-    rows = [torch.tensor(each, dtype=torch.int32, device=home) for each in ([[0, 1, 2]], [0, 20], [20])]
-    q = randn(dtype, 4, 20, 4, 32).to(home)
+    rows = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([[0, 1, 2]], [0, 20], [20])]
+    q = randn(dtype, 4, 20, 4, 32).to(device)
     read = attend(q, *caches, *rows, 0.1, 0)
     assert torch.equal(read, attend(q, *caches.to(dtype), *rows, 0.1, 0)) and read.isfinite().all()
 
@@ -283,21 +286,21 @@ def test_a_float8_cache_with_scales_is_one_of_what_its_numbers_mean(name: str) -
     store, prepare, attend = (
         OPS[op].implementations[name].call for op in ("store_kv", "norm_rope_store", "paged_attention")
     )
-    home = "cpu" if name == "torch" else DEVICE
+    device = "cpu" if name == "torch" else DEVICE
     k, v = randn(dtype, 1, 20, 2, 32) * 9, randn(dtype, 2, 20, 2, 32) * 9
     k[3, 1, :2], v[4, 0, 0] = torch.tensor([448 * k_scale, 6e4]).to(dtype), 900.0
-    places = torch.arange(20)
-    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=home).to(torch.float8_e4m3fn)
-    store(k.to(home), v.to(home), *caches, places.to(home), k_scale, v_scale)
+    slots = torch.arange(20)
+    caches, others = torch.zeros(2, 2, 3, 2, 8, 32, device=device).to(torch.float8_e4m3fn)
+    store(k.to(device), v.to(device), *caches, slots.to(device), k_scale, v_scale)
     for cache, given, scale in zip(caches.cpu(), (k, v), (k_scale, v_scale), strict=True):
         expected = (given.float() / torch.full_like(given, scale, dtype=torch.float32)).clamp(-448, 448)
         assert torch.equal(cache.float().transpose(1, 2).flatten(0, 1)[:20], expected.to(torch.float8_e4m3fn).float())
-    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(home)
-    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(home)
-    prepare(qkv, None, None, 0.0, no_turn, (places * 0).to(home), *others, places.to(home), k_scale, v_scale)
+    qkv = torch.cat([randn(dtype, 3, 20, 128), k.flatten(1), v.flatten(1)], 1).to(device)
+    no_turn = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], 1).to(device)
+    prepare(qkv, None, None, 0.0, no_turn, (slots * 0).to(device), *others, slots.to(device), k_scale, v_scale)
     assert torch.equal(others.float(), caches.float())
-    rows = [torch.tensor(each, dtype=torch.int32, device=home) for each in ([[0, 1, 2]], [0, 20], [20])]
-    q = randn(torch.float32, 4, 20, 4, 32).to(home)
+    rows = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([[0, 1, 2]], [0, 20], [20])]
+    q = randn(torch.float32, 4, 20, 4, 32).to(device)
     read = attend(q, *caches, *rows, 0.1 * k_scale, 0, v_scale)
     meant = caches[0].float() * k_scale, caches[1].float() * v_scale
     close(read.cpu(), attend(q, *meant, *rows, 0.1, 0).cpu(), (1e-4, 1e-5))
@@ -319,13 +322,13 @@ def test_rows_may_begin_past_2_to_the_31() -> None:
     """Rows that lie apart, whose numbers and stride fit into 32 bits; an address reckoned in these crashes here."""
     apart, near = far_apart().as_strided((3, 256), (1 << 30, 1)), randn(torch.float16, 1, 3, 256)
     apart.copy_(near)
-    near = there(near)
+    near = to_device(near)
     call = {name: op.implementations["triton"].call for name, op in OPS.items() if "triton" in op.implementations}
     weight, ones = randn(torch.float16, 2, 8, 256), torch.ones(2, device=DEVICE)
     dense, float8_weight = call["pack_linear"](weight), call["pack_linear_float8"](weight)
-    adapters, ranks = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([1, -1, 0], [[4], [4]]))
-    down, up = there(randn(torch.float16, 3, 2, 1, 4, 256)), there(randn(torch.float16, 4, 2, 4, 8))
-    table, index = there(randn(torch.float32, 5, 9, 32)), torch.arange(3, device=DEVICE)
+    adapters, ranks = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([1, -1, 0], [[4], [4]]))
+    down, up = to_device(randn(torch.float16, 3, 2, 1, 4, 256)), to_device(randn(torch.float16, 4, 2, 4, 8))
+    table, index = to_device(randn(torch.float32, 5, 9, 32)), torch.arange(3, device=DEVICE)
 
     def results(x: Tensor) -> list[Tensor]:
         added, heads = torch.zeros(3, 8, dtype=x.dtype, device=DEVICE), x.unflatten(1, (8, 32))
@@ -349,29 +352,29 @@ def test_pages_may_lie_past_2_to_the_31() -> None:
     flat, last = far_apart(), (1 << 31) // size + 1
     caches = [flat[start:][: (last + 1) * size].view(last + 1, heads, page, dim) for start in (0, size)]  # v: one on
     near = torch.zeros(2, 2, heads, page, dim, dtype=torch.float16, device=DEVICE)
-    q, k, v = (there(randn(torch.float16, seed, 9, heads, dim)) for seed in range(3))
-    places, rows = (
+    q, k, v = (to_device(randn(torch.float16, seed, 9, heads, dim)) for seed in range(3))
+    slots, rows = (
         torch.arange(9, device=DEVICE),
         [torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in ([0, 9], [9])],
     )
     store, prepare, attend = (
         OPS[n].implementations["triton"].call for n in ("store_kv", "norm_rope_store", "paged_attention")
     )
-    found = []
+    results = []
     for (keys, values), block in ((caches, last), (near, 1)):
         keys[block], values[block] = 0.0, 0.0
         table = torch.tensor([[block]], dtype=torch.int32, device=DEVICE)
-        store(k, v, keys, values, places + block * page)
+        store(k, v, keys, values, slots + block * page)
         whole = attend(q, keys, values, table, *rows, 0.1, 0)
         step = attend(q[8:], keys, values, table, rows[0].clamp(max=1), rows[1], 0.1, 0)
         assert torch.equal(step, whole[8:])
         qkv, turn = torch.cat([q, k, v], 1).flatten(1) * 2, torch.ones(9, dim, device=DEVICE)
-        prepare(qkv, None, None, 0.0, turn, places, keys, values, places + block * page)
-        found.append((whole, keys[block].clone(), values[block].clone()))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and found[0][2].any()
+        prepare(qkv, None, None, 0.0, turn, slots, keys, values, slots + block * page)
+        results.append((whole, keys[block].clone(), values[block].clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and results[0][2].any()
 
 
-def test_sampling_rows_stand_alone() -> None:
+def test_sampling_rows_are_batch_invariant() -> None:
     count, width = 4, 4100  # two slices
     logits = randn(torch.float32, 1, count, width) * 3
     logits[::2] = logits[::2].round()  # ties
@@ -380,12 +383,12 @@ def test_sampling_rows_stand_alone() -> None:
     top_k, top_p, min_p = (index % 3 * 300).int(), 1.0 - index // 2 * 0.15, index % 3 * 0.01
     history = (torch.arange(count * 40).view(count, 40) * 37 % width).int()
     lens = (index * 7 % 41).int()
-    draw, filtered, penalize = (on_device(name) for name in ("draw", "filter_logits", "penalize"))
-    rows_stand_alone(
+    draw, filtered, penalize = (on_device(name) for name in ("sample_fused", "filter_logits", "penalize"))
+    rows_are_batch_invariant(
         lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
     )
-    rows_stand_alone(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
-    rows_stand_alone(
+    rows_are_batch_invariant(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
+    rows_are_batch_invariant(
         lambda r: penalize(logits[r], history[r], lens[r] // 3, lens[r], strength[r], strength[r], 0.5 + strength[r]),
         count,
     )
@@ -398,7 +401,7 @@ EVERY_SIZE = ["1", "64", "128", "256", "300"]  # rows for which the table has so
     scope="module", params=[["1", "300"], pytest.param(EVERY_SIZE, marks=pytest.mark.slow)], ids=["ends", "whole-table"]
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What compile_sm90.py says of each variant of a kernel."""
+    """The report of compile_sm90.py on every variant of a kernel."""
     if not INTERPRETED:
         pytest.skip("a GPU shows it")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
@@ -408,13 +411,13 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
     """Those of the named kernels, or of all."""
-    return {name: each for name, each in compiled.items() if not names or name.partition("#")[0] in names}
+    return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
 
 
 def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:

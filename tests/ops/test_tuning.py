@@ -38,11 +38,11 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_candidates_fit_a_card_and_each_size_has_some(program: Any) -> None:
     for rows in program.TILES:
-        found = program.fitting(rows)
-        assert 8 <= len(found) <= 40 and len({json.dumps(each) for each in found}) == len(found)
-        for each in found:
-            assert 2 * each["stages"] * each["step"] * sum(each["tile"]) <= 227 << 10
-            assert each["tile"][0] * each["tile"][1] // (32 * each["warps"]) <= 128  # sums of a thread, in registers
+        entries = program.fitting(rows)
+        assert 8 <= len(entries) <= 40 and len({json.dumps(entry) for entry in entries}) == len(entries)
+        for entry in entries:
+            assert 2 * entry["stages"] * entry["step"] * sum(entry["tile"]) <= 227 << 10
+            assert entry["tile"][0] * entry["tile"][1] // (32 * entry["warps"]) <= 128  # sums of a thread, in registers
 
 
 def test_what_is_written_is_found_and_float8_keeps_its_own(program: Any) -> None:
@@ -55,7 +55,7 @@ def test_what_is_written_is_found_and_float8_keeps_its_own(program: Any) -> None
     before = [stages(size, rows, 4096) for size in (1, 4) for rows in (1, 100, 999)]
     measured = [entry(4), entry(7, rows=16), entry(7, rows=16, outputs=1024), entry(3, rows=16, outputs=512)]
     attention = {"arch": "sm_90", "row_bytes": 256, "group": 4, "decode_stages": 9, "prefill_stages": 2, "programs": 2}
-    for _ in range(2):  # written again, it takes its own place
+    for _ in range(2):  # written again, it replaces itself
         program.write({"attention": [attention], "linear": program.merged(measured)})
     launch.table.cache_clear()
     launch.tuned.cache_clear()

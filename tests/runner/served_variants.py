@@ -91,7 +91,7 @@ def kind(parameter: KernelParam, value: Any) -> str:
 
 def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
     bound = bind("cuda")
-    ops.home = HOME
+    ops.torch_device = HOME
     return bound
 
 
@@ -112,7 +112,7 @@ def jobs(adapters: int) -> list[Job]:
 
 def main() -> None:
     JITFunction.run = note
-    dense.home = float8.home = lambda: HOME
+    dense.torch_device = float8.torch_device = lambda: HOME
     launch._architecture = lambda device: "sm_90"  # type: ignore[assignment]
     ops.bind = bind_kernels
     device.use = lambda kind: Nowhere()

@@ -115,7 +115,7 @@ def test_bits_without_graphs_are_the_same(tmp_path: Path, alone: list[tuple[obje
 @pytest.fixture
 def references() -> Iterator[dict[str, str]]:
     """Options with which a runner takes the torch references; afterwards ops are those they were."""
-    before = {name: getattr(ops, name) for name in [*OPS, "home"]}
+    before = {name: getattr(ops, name) for name in [*OPS, "torch_device"]}
     yield {"*": "torch"}
     for name, value in before.items():
         setattr(ops, name, value)

@@ -36,7 +36,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(dummy, "values", dummy.values)
-    for name in [*OPS, "home"]:
+    for name in [*OPS, "torch_device"]:
         monkeypatch.setattr(ops, name, getattr(ops, name))
     monkeypatch.setattr(ops, "bind", bind_references)
     monkeypatch.setattr(device, "use", lambda kind: FakeDevice())

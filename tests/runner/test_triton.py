@@ -37,11 +37,11 @@ pytestmark = [
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runners made meanwhile run the kernels; the names stand for what they stood for afterwards."""
-    bind, before = ops.bind, {name: getattr(ops, name) for name in [*OPS, "home"]}
+    bind, before = ops.bind, {name: getattr(ops, name) for name in [*OPS, "torch_device"]}
 
     def bind_kernels(kind: str, *rest: object, **options: object) -> dict[str, str]:
         bound = bind("cuda")
-        ops.home = torch.device("cpu")
+        ops.torch_device = torch.device("cpu")
         return bound
 
     monkeypatch.setattr(ops, "bind", bind_kernels)

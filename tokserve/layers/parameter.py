@@ -79,4 +79,4 @@ def owned_copy(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     """A contiguous copy in own memory, on the device of the bound ops; ValueError for another shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"expected a tensor of shape {list(shape)}, found {list(tensor.shape)}")
-    return torch.empty(shape, dtype=dtype, device=ops.home).copy_(tensor)
+    return torch.empty(shape, dtype=dtype, device=ops.torch_device).copy_(tensor)

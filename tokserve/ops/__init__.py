@@ -1,7 +1,7 @@
 """The ops by name: `ops.rms_norm(x, weight, eps)`.  Until `bind` they are the torch references.
 
-`bind` runs once, before any weight is packed, and puts the chosen implementations in place of the names; so callers
-write `from tokserve import ops` and look the name up when they call.  This file knows no arithmetic.
+`bind` runs once, before any weight is packed, and replaces the names by the chosen implementations.  So callers write
+`from tokserve import ops` and `ops.name(...)`, which looks the name up in every call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
 
 __all__ = [
-    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "draw",
-    "edit_rows", "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
-    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear",
-    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step",
-    "quantize_rows", "rms_norm", "rope", "sample", "silu_mul", "store_kv",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
+    "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear", "linear_float8",
+    "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
+    "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
+    "rms_norm", "rope", "sample", "sample_fused", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-home = torch.device("cpu")  # where tensors that the bound ops take are to lie
+torch_device = torch.device("cpu")  # of the tensors that the bound ops take
 
 rms_norm = elementwise.rms_norm.reference
 add_rms_norm = elementwise.add_rms_norm.reference
@@ -55,7 +55,7 @@ store_kv = attention.store_kv.reference
 norm_rope_store = attention.norm_rope_store.reference
 paged_attention = attention.paged_attention.reference
 sample = sampling.sample.reference
-draw = sampling.draw.reference
+sample_fused = sampling.sample_fused.reference
 edit_rows = step.edit_rows.reference
 prepare_step = step.prepare_step.reference
 filter_logits = sampling.filter_logits.reference
@@ -73,12 +73,11 @@ def bind(
 ) -> dict[str, str]:
     """Choose an implementation for each op on `device` ("cpu", "cuda"); returns op -> implementation name.
 
-    `threads`: how many the compiled ops of this process compute with from now on; None leaves that as it is.
-    `cpus`: one for each of them, to bind them to.
+    `threads`: number of threads of the compiled ops in this process; None leaves it unchanged.
+    `cpus`: one per thread, to bind them to.
     `overrides` maps an op's name, or "*" for all that have it, to an implementation.  Raises StartError
-    for a name that does not exist.  `exact` False: products may be those of the device's own library, where a row's
-    bits may depend on the batch.  Weights packed before a bind that changes how a product is done are not valid after
-    it.
+    for a name that does not exist.  `exact` False: products may be those of the device's library, which are not batch
+    invariant.  A bind that changes the implementation of a product invalidates weights packed before it.
     """
     if not exact and device in FAST:
         products = ("linear", "gated_linear", "linear_float8")
@@ -87,9 +86,9 @@ def bind(
     if threads is not None:
         set_threads(device, threads, cpus)
     bound: dict[str, object] = {name: OPS[name].implementations[one].call for name, one in chosen.items()}
-    for name, value in (bound | {"home": torch.device(device)}).items():
+    for name, value in (bound | {"torch_device": torch.device(device)}).items():
         setattr(sys.modules[__name__], name, value)
-    most, _ = Counter(chosen.values()).most_common(1)[0]
-    others = [f"{name}={one}" for name, one in chosen.items() if one != most]
-    logger.info("ops: %s%s", most, f", but {', '.join(others)}" if others else "")
+    common, _ = Counter(chosen.values()).most_common(1)[0]
+    others = [f"{name}={implementation}" for name, implementation in chosen.items() if implementation != common]
+    logger.info("ops: %s%s", common, f", but {', '.join(others)}" if others else "")
     return chosen

@@ -2,7 +2,7 @@
 
 Kernels of one arithmetic give the same bits in every op on every processor.  `fma` widens bfloat16 to float32 and runs
 one chain of fused multiply-adds over K; every CPU has it.  `pairs` is the dot product of AVX512-BF16, `amx` the tiles
-of Intel's AMX.  Which is fastest is a property of the processor, so `auto` measures.  This file knows no model.
+of Intel's AMX.  The fastest one depends on the processor, so `auto` measures.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def choose_kernels(
     arithmetic is `fma`.  `kernels` names an instruction set and implies its arithmetic.  Raises StartError if this
     machine cannot run what is named, or if both are named and disagree.
     """
-    extension = extension or importlib.import_module("tokserve.ops.cpu")._C  # which tells it how to read tensors
+    extension = (
+        extension or importlib.import_module("tokserve.ops.cpu.kernels")._C
+    )  # which tells it how to read tensors
     best = best_kernels(extension)
     rates: dict[str, float] = {}
     if kernels is not None:
@@ -97,10 +99,10 @@ def measured(extension: ModuleType, kernels: Mapping[str, str]) -> dict[str, flo
     for _ in range(ROUNDS):
         for arithmetic, name in kernels.items():  # in turn: a busy moment slows all of them
             extension.select(name)
-            began = time.perf_counter()
+            start = time.perf_counter()
             extension.linear(x, packed, None, out)
-            seconds[arithmetic] = min(seconds[arithmetic], time.perf_counter() - began)
-    return {arithmetic: 2e-9 * rows * columns * outputs / took for arithmetic, took in seconds.items()}
+            seconds[arithmetic] = min(seconds[arithmetic], time.perf_counter() - start)
+    return {arithmetic: 2e-9 * rows * columns * outputs / elapsed for arithmetic, elapsed in seconds.items()}
 
 
 def preferred(rates: Mapping[str, float], vendor: str) -> str:
@@ -113,14 +115,14 @@ def preferred(rates: Mapping[str, float], vendor: str) -> str:
     return fastest if rates[fastest] > DECISIVE * rates[known] else known
 
 
-def _arithmetic_of(extension: ModuleType, kernels: str, wanted: str) -> str:
+def _arithmetic_of(extension: ModuleType, kernels: str, arithmetic: str) -> str:
     names: list[str] = extension.instruction_sets()  # others that the extension knows are for its tests
     if kernels not in names:
         raise StartError(f"option cpu_kernels: this machine does not run {kernels!r}; it runs {', '.join(names)}")
-    arithmetic: str = extension.arithmetic(kernels)
-    if wanted not in ("auto", arithmetic):
-        raise StartError(f"option cpu_kernels: {kernels!r} has the arithmetic {arithmetic!r}, not {wanted!r}")
-    return arithmetic
+    actual: str = extension.arithmetic(kernels)
+    if arithmetic not in ("auto", actual):
+        raise StartError(f"option cpu_kernels: {kernels!r} has the arithmetic {actual!r}, not {arithmetic!r}")
+    return actual
 
 
 def _vendor() -> str:

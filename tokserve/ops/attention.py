@@ -1,13 +1,12 @@
-"""Attention over a paged KV cache, and the store into it, as torch says them.
+"""References of attention over a paged KV cache, and of the stores into it.
 
-A token's bits must not depend on the chunk it came in or on who else is in the batch.  So queries sit in tiles by
-absolute position (tile = position // TILE, place in it = position % TILE), keys come in splits by absolute position,
-both always filled up to full size: the matrix products of a token have one shape and hold it in one place.  Masked
-keys weigh exactly zero; splits merge in ascending order.  Products run on one thread: a library may cut their sums by
-the number of threads.  The rest is elementwise, or a sum over one row, and done for real tokens only.
-The caches' shape is [B,Hk,P,D]: how the P * D elements of a head lie in its place of a page is the affair of the
-implementation, so the three ops are chosen together.  Here they lie as rows [P,D].
-This file must not know layers, requests or who owns a page.
+For batch invariance, a token's bits must not depend on its chunk or on the batch.  So queries are in tiles by absolute
+position (tile = position // TILE, index in it = position % TILE) and keys in splits by absolute position, both always
+padded to full size: the matrix products of a token have one shape, with the token at one index.  Masked keys get a
+weight of exactly zero; splits merge in ascending order.  Products run on one thread, because a library may divide their
+sums by the number of threads.  All else is elementwise, or a sum over one row, computed for real tokens only.
+The caches have the shape [B,Hk,P,D]; the layout of a head's P * D elements in a page is the implementation's, so the
+three ops are chosen together.  Here it is rows [P,D].
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +25,14 @@ from tokserve.ops.serial import one_thread
 
 TILE = 8  # query positions of one product
 SPLIT = 128  # keys of one product
-PIECE = 256  # most queries of a row, and
-BATCH = 16  # most rows, that are computed at a time: what they need stays in the cache
+PIECE = 256  # maximum of queries of a row, and
+BATCH = 16  # maximum of rows, computed at a time: their data stays in the cache
 FLOAT8 = torch.float8_e4m3fn
-MOST_FLOAT8 = 448.0
+MAX_FLOAT8 = 448.0
 TOLERANCE = {torch.float32: (2e-6, 1e-5), torch.bfloat16: (4e-3, 8e-3), torch.float16: (2e-6, 1e-3)}
 
 
-def _store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for tokens, heads, dim, page in ((1, 2, 64, 16), (9, 1, 32, 5), (0, 2, 8, 4)):
-        generator = torch.Generator().manual_seed(tokens)
-        k, v = torch.randn(2, tokens, heads, dim, generator=generator).to(dtype).unbind()
-        caches = torch.randn(2, 6, heads, page, dim, generator=generator).to(dtype)
-        slots = torch.randperm(6 * page, generator=generator)[:tokens]
-        yield k, v, caches[0], caches[1], slots
-
-
-@op(samples=_store_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="paged_attention")
+@op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="paged_attention")
 def store_kv(
     k: Tensor,
     v: Tensor,
@@ -55,40 +44,19 @@ def store_kv(
 ) -> None:
     """Write k and v [T,Hk,D] into the caches [B,Hk,P,D] at slots block * P + offset [T] int64, in place.
 
-    A cache of float8 (e4m3) takes k / k_scale and v / v_scale, in float32: of these the nearest numbers it has, ties to
-    even; past its largest, that.  Another has no scales.
+    A float8 (e4m3) cache stores k / k_scale and v / v_scale, divided in float32, rounded to the nearest, ties to even,
+    and saturated.  Other caches have no scales.
     """
     page = k_cache.shape[2]
     block, offset = slot_mapping // page, slot_mapping % page
     for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.dtype == FLOAT8:
-            new = (new.float() / scale).clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8).view(torch.uint8)
+            new = (new.float() / scale).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(FLOAT8).view(torch.uint8)
             cache = cache.view(torch.uint8)
         cache[block, :, offset] = new
 
 
-def _norm_rope_store_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms
-        (1, 4, 2, 64, 64, 16, True),
-        (9, 3, 1, 32, 16, 5, True),
-        (33, 8, 8, 80, 32, 16, False),
-        (5, 2, 1, 128, 128, 1, True),
-        (2, 1, 1, 6, 2, 4, True),
-        (0, 2, 1, 8, 8, 4, False),
-    )
-    for tokens, heads, kv_heads, dim, rot, page, norms in cases:
-        generator = torch.Generator().manual_seed(tokens)
-        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
-        q_weight, k_weight = torch.randn(2, dim, generator=generator).to(dtype).unbind() if norms else (None, None)
-        blocks = tokens // page + 2
-        caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
-        slots = torch.randperm(blocks * page, generator=generator)[:tokens]
-        table = torch.randn(97, rot, generator=generator)
-        positions = torch.randint(0, 97, (tokens,), generator=generator)
-        yield qkv, q_weight, k_weight, 1e-6, table, positions, caches[0], caches[1], slots
-
-
-@op(samples=_norm_rope_store_samples, tolerance=elementwise.TOLERANCE, follows="paged_attention")
+@op(tolerance=elementwise.TOLERANCE, follows="paged_attention")
 def norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -104,8 +72,8 @@ def norm_rope_store(
 ) -> Tensor:
     """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
 
-    q and k heads are normed by `rms_norm` with their weights [D] (None, both: not), then turned by `rope`; k and v
-    are stored by `store_kv`.  Bit for bit what these three do one after the other, roundings between them included.
+    q and k heads are normed by `rms_norm` with their probs [D] (both None: no norm), then rotated by `rope`; k and v
+    are stored by `store_kv`.  Bit for bit the result of these three ops in sequence, roundings included.
     """
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.shape[1] // dim
@@ -119,27 +87,7 @@ def norm_rope_store(
     return q
 
 
-def _attention_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    cases = (  # rows as (new tokens, total length); query heads, KV heads, head dim, page, window
-        (((1, 1),), 1, 1, 32, 16, 0),
-        (((5, 5), (1, 40), (3, 130)), 4, 2, 64, 16, 0),
-        (((1, 300), (1, 7), (1, 257)), 8, 1, 128, 16, 0),
-        (((40, 300), (1, 299), (20, 20)), 6, 3, 80, 48, 37),
-        (((150, 150), (1, 129)), 2, 2, 256, 7, 0),
-    )
-    for rows, heads, kv_heads, dim, page, window in cases:
-        generator = torch.Generator().manual_seed(dim)
-        new = torch.tensor([count for count, _ in rows], dtype=torch.int32)
-        seq_lens = torch.tensor([length for _, length in rows], dtype=torch.int32)
-        blocks = -(-int(seq_lens.max()) // page)
-        caches = torch.randn(2, len(rows) * blocks, kv_heads, page, dim, generator=generator).to(dtype)
-        tables = torch.randperm(len(rows) * blocks, generator=generator).view(len(rows), blocks).int()
-        query_start = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
-        q = torch.randn(int(new.sum()), heads, dim, generator=generator).to(dtype)
-        yield q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
-
-
-@op(samples=_attention_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -155,8 +103,8 @@ def paged_attention(
 
     Row r owns q[query_start[r]:query_start[r+1]], its last positions of seq_lens[r].  Its keys are in pages
     block_tables[r] ([R,max_blocks] int32), those of its own positions included.  Causal; `window` > 0 leaves each
-    query its last `window` keys.  What a float8 cache's keys are scaled by is in `scale`; `v_scale` is 1 for others.
-    Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
+    query its last `window` keys.  For a float8 cache, `scale` includes the keys' scale; `v_scale` is 1 for
+    others.  Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)
     for pieces in _batches(_pieces(query_start.tolist(), seq_lens.tolist())):
@@ -181,7 +129,7 @@ class _Piece:
 
 
 def _pieces(starts: list[int], totals: list[int]) -> Iterator[_Piece]:
-    """The rows, cut at every position that is a multiple of PIECE: no piece sees much more than it needs."""
+    """The rows, divided at every multiple of PIECE, so that a piece reads few keys that it masks."""
     for row, total in enumerate(totals):
         first = total - (starts[row + 1] - starts[row])  # position of the row's first query
         cuts = [first, *range((first // PIECE + 1) * PIECE, total, PIECE), total]
@@ -191,7 +139,7 @@ def _pieces(starts: list[int], totals: list[int]) -> Iterator[_Piece]:
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one tile together, BATCH of similar length at a time; others alone, as their tiles share keys."""
+    """Pieces of one tile in batches of similar length; larger pieces alone, since their tiles share keys."""
     small = []
     for piece in pieces:
         if piece.num_tiles() == 1:
@@ -207,29 +155,29 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 class _Batch:
     """n tokens in tiles: one tile in each of several pieces, or all tiles of one piece."""
 
-    tokens: Tensor  # [n], places in q
+    tokens: Tensor  # [n], rows of q
     positions: Tensor  # [n]
-    places: Tensor  # [n], tile * TILE + place in the tile
+    tile_index: Tensor  # [n], tile * TILE + index in the tile
     num_tiles: int
-    ends: Tensor  # [pieces], positions from here on hold nothing
-    first_end: int  # the least of them
+    ends: Tensor  # [pieces], first position after the row's last
+    first_end: int  # their minimum
     splits: range
     window: int
 
 
 def _batch(pieces: list[_Piece], window: int) -> _Batch:
-    tokens, positions, places = [], [], []
+    tokens, positions, tile_index = [], [], []
     tiles = 0
     for piece in pieces:
         tokens.append(torch.arange(piece.token, piece.token + piece.end - piece.start))
         positions.append(torch.arange(piece.start, piece.end))
-        places.append(positions[-1] + (tiles - piece.start // TILE) * TILE)
+        tile_index.append(positions[-1] + (tiles - piece.start // TILE) * TILE)
         tiles += piece.num_tiles()
     first = max(min(piece.start for piece in pieces) - window + 1, 0) if window else 0
     ends = [piece.end for piece in pieces]
     splits = range(first // SPLIT, (max(ends) - 1) // SPLIT + 1)
-    whole = (torch.cat(tokens), torch.cat(positions), torch.cat(places))
-    return _Batch(*whole, tiles, torch.tensor(ends), min(ends), splits, window)
+    columns = (torch.cat(tokens), torch.cat(positions), torch.cat(tile_index))
+    return _Batch(*columns, tiles, torch.tensor(ends), min(ends), splits, window)
 
 
 class _Pages:
@@ -237,14 +185,14 @@ class _Pages:
 
     def __init__(self, cache: Tensor, tables: Tensor) -> None:
         self.heads, self.page, self.dim = cache.shape[1:]
-        self.unit = gcd(self.page, SPLIT)  # tokens that lie together in the page and in the split
+        self.unit = gcd(self.page, SPLIT)  # tokens that are adjacent in both the page and the split
         self.units = cache.view(-1, self.unit * self.dim)  # [blocks * heads * units of a page, unit * dim]
         if cache.dtype == FLOAT8:
             self.units = self.units.float()
         self.tables = tables
 
     def split(self, index: int) -> Tensor:
-        """Keys index * SPLIT ... of every row, as float32: [heads, rows, SPLIT, dim].  Past the end: anything."""
+        """Keys index * SPLIT ... of every row, as float32: [heads, rows, SPLIT, dim], arbitrary past the end."""
         positions = torch.arange(index * SPLIT, (index + 1) * SPLIT, self.unit)
         blocks = (positions // self.page).clamp(max=self.tables.shape[1] - 1)
         head = torch.arange(self.heads)[:, None, None]
@@ -259,40 +207,40 @@ def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages) -> Tensor:
     kv_heads, group = keys.heads, heads // keys.heads
     by_head = q.view(count, kv_heads, group, dim).transpose(0, 1)  # [Hk,n,G,D]
     tiled = q.new_zeros(kv_heads, batch.num_tiles * TILE, group, dim)
-    tiled[:, batch.places] = by_head
-    top = q.new_full((kv_heads, count, group, 1), float("-inf"))
-    mass = torch.zeros_like(top)
-    result = torch.zeros_like(by_head, memory_format=torch.contiguous_format)
+    tiled[:, batch.tile_index] = by_head
+    row_max = q.new_full((kv_heads, count, group, 1), float("-inf"))
+    row_sum = torch.zeros_like(row_max)
+    acc = torch.zeros_like(by_head, memory_format=torch.contiguous_format)
     for split in batch.splits:
         position = torch.arange(split * SPLIT, (split + 1) * SPLIT)  # [SPLIT]
-        seen = position <= batch.positions[:, None]  # [n,SPLIT]
+        visible = position <= batch.positions[:, None]  # [n,SPLIT]
         if batch.window:
-            seen &= position > batch.positions[:, None] - batch.window
+            visible &= position > batch.positions[:, None] - batch.window
         scores = _products(tiled, keys.split(split).transpose(-1, -2), batch)  # [Hk,n,G,SPLIT]
-        scores = scores.masked_fill_(~seen[:, None], float("-inf"))
+        scores = scores.masked_fill_(~visible[:, None], float("-inf"))
         value = values.split(split)
         if (split + 1) * SPLIT > batch.first_end:
             value.masked_fill_((position >= batch.ends[:, None])[..., None], 0.0)
-        split_top = scores.amax(-1, keepdim=True)  # [Hk,n,G,1]
-        weights = torch.exp(scores - _finite(split_top))
-        spread = tiled.new_zeros(kv_heads, batch.num_tiles * TILE, group, SPLIT)
-        spread[:, batch.places] = weights
-        split_result = _products(spread, value, batch)  # [Hk,n,G,D]
-        new_top = torch.maximum(top, split_top)
-        old_share, share = torch.exp(top - _finite(new_top)), torch.exp(split_top - _finite(new_top))
-        mass = mass * old_share + weights.sum(-1, keepdim=True) * share
-        result = result * old_share + split_result * share
-        top = new_top
-    return (result / mass).transpose(0, 1).reshape(count, heads, dim)
+        split_max = scores.amax(-1, keepdim=True)  # [Hk,n,G,1]
+        probs = torch.exp(scores - _finite(split_max))
+        tiled_probs = tiled.new_zeros(kv_heads, batch.num_tiles * TILE, group, SPLIT)
+        tiled_probs[:, batch.tile_index] = probs
+        split_acc = _products(tiled_probs, value, batch)  # [Hk,n,G,D]
+        new_max = torch.maximum(row_max, split_max)
+        rescale, split_rescale = torch.exp(row_max - _finite(new_max)), torch.exp(split_max - _finite(new_max))
+        row_sum = row_sum * rescale + probs.sum(-1, keepdim=True) * split_rescale
+        acc = acc * rescale + split_acc * split_rescale
+        row_max = new_max
+    return (acc / row_sum).transpose(0, 1).reshape(count, heads, dim)
 
 
-def _finite(top: Tensor) -> Tensor:
-    """-inf (no key seen) becomes 0, so that exp(-inf - top) is 0 and not NaN."""
-    return top.masked_fill(top == float("-inf"), 0.0)
+def _finite(row_max: Tensor) -> Tensor:
+    """-inf (no visible key) becomes 0, so that exp(-inf - row_max) is 0 and not NaN."""
+    return row_max.masked_fill(row_max == float("-inf"), 0.0)
 
 
 def _products(tiled: Tensor, matrix: Tensor, batch: _Batch) -> Tensor:
-    """tiled [Hk,tiles*TILE,G,A] x matrix [Hk,rows,A,B], tile by tile; the tokens' places of it: [Hk,n,G,B]."""
+    """tiled [Hk,tiles*TILE,G,A] x matrix [Hk,rows,A,B], tile by tile; returns the tokens' rows [Hk,n,G,B]."""
     kv_heads, _, group, depth = tiled.shape
     width = matrix.shape[-1]
     shape = (batch.num_tiles, TILE * group, depth)
@@ -301,4 +249,4 @@ def _products(tiled: Tensor, matrix: Tensor, batch: _Batch) -> Tensor:
         for head in range(kv_heads):
             shared = matrix[head].expand(batch.num_tiles, depth, width)
             torch.bmm(tiled[head].view(shape), shared, out=product[head])
-    return product.view(kv_heads, -1, group, width).index_select(1, batch.places)
+    return product.view(kv_heads, -1, group, width).index_select(1, batch.tile_index)

@@ -1,26 +1,20 @@
-"""What is done with a packed weight: the product x W^T, the same with a gated activation, the lookup of its rows.
+"""References of the ops on packed weights: the product x W^T, with and without a gated activation, and row lookup.
 
-Products run as fixed row tiles on one thread, so that a row's bits depend neither on how many rows there are nor on
-the number of threads.
-
-A BLAS picks its order of summation by the shape of the call and by the number of threads: MKL cuts K between them on
-Intel processors.  So there is one shape per weight, on one thread: TILE rows (the last tile is filled up with zeros) by
-a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32, twice the memory of a 16-bit
-checkpoint: right for a reference, which has to return float32 sums from any dtype.
-This file must not know what a weight is for.
+A BLAS picks its order of summation by the shape of the call and by the number of threads: MKL divides K between threads
+on Intel processors.  For batch invariance, every product of a weight has one shape, on one thread: TILE rows (the last
+tile is padded with zeros) by a weight whose sides are padded to a multiple of ALIGN.  The weight is held as float32,
+twice the memory of a 16-bit checkpoint, since the reference returns float32 sums for any dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import PRODUCTS, no_samples, op
+from tokserve.ops.registry import op
 from tokserve.ops.serial import one_thread
 
 TILE = 16  # rows of one product
@@ -30,7 +24,7 @@ TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 8e-3), torch.fl
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [rows, columns] in the layout that the `linear` it was packed for wants."""
+    """A weight [rows, columns] in the layout of the `linear` that it was packed for."""
 
     rows: int  # N, outputs
     columns: int  # K, inputs
@@ -38,7 +32,7 @@ class PackedWeight:
     packed: Tensor
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear")
+@op(tolerance=TOLERANCE, follows="linear")
 def pack_linear(weight: Tensor) -> PackedWeight:
     """The weight [N,K] in the layout of `linear`: here its transpose in float32, padded with zeros."""
     rows, columns = weight.shape
@@ -51,19 +45,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked: the test packs them with the `pack_linear` of the implementation."""
-    for tokens, columns, rows in PRODUCTS:
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, columns, generator=generator).to(dtype)
-        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
-        bias = torch.randn(rows, generator=generator).to(dtype)
-        yield x, weight, None, None
-        yield x, weight, bias, None
-        yield x, weight, None, torch.float32
-
-
-@op(samples=_linear_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], summed in float32 and rounded once.
 
@@ -84,34 +66,22 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
     return result.to(out_dtype or x.dtype).contiguous()
 
 
-def _embedding_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked, as for `linear`."""
-    for tokens, rows, columns in ((1, 64, 64), (5, 130, 33), (70, 7, 192), (0, 3, 2), (4, 1, 1)):
-        generator = torch.Generator().manual_seed(tokens)
-        weight = torch.randn(rows, columns, generator=generator).to(dtype)
-        yield torch.randint(0, rows, (tokens,), generator=generator), weight
-
-
-@op(samples=_embedding_samples, tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
+@op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
     """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
 
-    So that an embedding tied to the output head is held once.
+    An embedding tied to the output head thus shares its memory.
     """
     return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="gated_linear")
+@op(tolerance=TOLERANCE, follows="gated_linear")
 def pack_gated(weight: Tensor) -> PackedWeight:
-    """The weight [2I,K] of a gate and, below it, what is gated, in the layout of `gated_linear`."""
+    """The weight [2I,K] of a gate and, below it, the up projection, in the layout of `gated_linear`."""
     return pack_linear.reference(weight)
 
 
-def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return elementwise.gated_samples(_linear_samples(dtype))
-
-
-@op(samples=_gated_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(gate) * up for x [T,K] times a gated weight's transpose plus bias [2I] (gate, then up): [T,I].
 

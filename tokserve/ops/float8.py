@@ -1,32 +1,30 @@
-"""Float8: rows scaled to the numbers of e4m3, and the matrix product of two such matrices.
+"""References of the float8 (e4m3) ops: rows quantized to float8, and the product of two such matrices.
 
-A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
-one float32 scale a row, its largest magnitude at float8's largest.  A weight may also come as float8 with scales of its
-own, a row's or finer.  This file must not know layers.
+A row of a weight (an output channel) is quantized once, a row of activations (a token) in every call: symmetric, with
+one float32 scale per row that maps its largest magnitude to float8's.  A weight may also be given as float8 with scales
+per row or finer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops import dense
-from tokserve.ops.registry import no_samples, op
+from tokserve.ops.registry import op
 
-MOST = 448.0  # the largest number of e4m3
-LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
-STEP = 64  # inputs whose products an implementation sums at once; a multiple of them can share a scale
-# the matrix unit keeps 14 bits of a sum of float8 products; an implementation adds up such sums of 64 in float32
+MAX = 448.0  # the largest number of e4m3
+MIN_MAGNITUDE = 1e-30  # lower bound of a row's largest magnitude: a row of zeros stays zero
+STEP = 64  # inputs that an implementation sums at once; groups that share a scale are multiples
+# the matrix unit keeps 14 bits of a sum of float8 products; implementations add sums of 64 products in float32
 TOLERANCE = {torch.float32: (5e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFloat8:
-    """A float8 weight [rows, columns] in the layout that the `linear_float8` it was packed for wants."""
+    """A float8 weight [rows, columns] in the layout of the `linear_float8` that it was packed for."""
 
     rows: int  # N, outputs
     columns: int  # K, inputs
@@ -43,41 +41,29 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
     finite = largest.isfinite()
-    largest = largest.clamp(min=LEAST)
-    values = (wide * (torch.full_like(largest, MOST) / largest)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
-    return values, torch.where(finite, largest / MOST, torch.nan).squeeze(-1)
+    largest = largest.clamp(min=MIN_MAGNITUDE)
+    values = (wide * (torch.full_like(largest, MAX) / largest)).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return values, torch.where(finite, largest / MAX, torch.nan).squeeze(-1)
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(tolerance=TOLERANCE, follows="linear_float8")
 def pack_linear_float8(weight: Tensor) -> PackedFloat8:
     """The floating weight [N,K] quantized by rows, in the layout of `linear_float8`: here that of `linear`."""
     (rows, columns), (values, scales) = weight.shape, quantize(weight)
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales[None], columns)
 
 
-@op(samples=no_samples, tolerance=TOLERANCE, follows="linear_float8")
+@op(tolerance=TOLERANCE, follows="linear_float8")
 def pack_scaled_float8(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
     """The float8 weight [N,K] with its scales [G,N] float32, each of `group` inputs, in the layout of `linear_float8`.
 
-    Nothing is rounded.  Where G > 1, `group` is a multiple of STEP.
+    The values are not rounded again.  Where G > 1, `group` is a multiple of STEP.
     """
     rows, columns = values.shape
     return PackedFloat8(rows, columns, dense.pack_linear.reference(values.float()).packed, scales.contiguous(), group)
 
 
-def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked: the test packs them with the `pack_linear_float8` of the implementation."""
-    for tokens, columns, rows in ((1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (5, 1000, 3)):
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, columns, generator=generator).to(dtype)
-        weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
-        bias = torch.randn(rows, generator=generator).to(dtype)
-        x[tokens // 2 :: 9] = 0.0
-        yield x, weight, None, None
-        yield x, weight, bias, torch.float32
-
-
-@op(samples=_linear_samples, tolerance=TOLERANCE)
+@op(tolerance=TOLERANCE)
 def linear_float8(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized by rows as the weight is.
 

@@ -1,31 +1,29 @@
-"""Int8: rows scaled to whole numbers of -127 to 127, and the matrix product of two such matrices.
+"""References of the int8 ops: rows quantized to integers of -127 to 127, and the product of two such matrices.
 
-A row of a weight (an output channel) is quantized once, a row of activations (a token) each time it comes: symmetric,
-one float32 scale a row.  Products are summed as integers, which is exact in any order; the rest is one fixed float
-expression per element.  So every implementation has the reference's bits.  This file must not know layers.
+A row of a weight (an output channel) is quantized once, a row of activations (a token) in every call: symmetric, with
+one float32 scale per row.  Products are summed as integers, which is exact in any order; the rest is one fixed float
+expression per element.  So every implementation has the reference's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops import elementwise
-from tokserve.ops.registry import PRODUCTS, no_samples, normal, op
+from tokserve.ops.registry import op
 
 LEVELS = 127.0
-LEAST = 1e-30  # a row of smaller magnitude is scaled as if this were its largest: zeros stay zeros
-STRETCH = 1024  # of K: 1024 products of at most 127 * 127 are below 2^24, so their float32 sum is exact
+MIN_MAGNITUDE = 1e-30  # lower bound of a row's largest magnitude: a row of zeros stays zero
+DEPTH_BLOCK = 1024  # of K: 1024 products of at most 127 * 127 are below 2^24, so their float32 sum is exact
 EXACT = {torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0), torch.float16: (0.0, 0.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """An int8 weight [rows, columns] in the layout that the `linear_int8` it was packed for wants."""
+    """An int8 weight [rows, columns] in the layout of the `linear_int8` that it was packed for."""
 
     rows: int  # N, outputs
     columns: int  # K, inputs
@@ -33,19 +31,7 @@ class PackedInt8:
     scales: Tensor  # [N] float32
 
 
-def _row_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width, scale in ((1, 64, 1.0), (5, 192, 30.0), (3, 257, 1e-3), (70, 33, 1.0), (2, 1, 1.0)):
-        yield (normal(dtype, width, rows, width) * scale,)
-    odd = normal(dtype, 9, 7, 40)
-    odd[0], odd[1], odd[1, 3] = 0.0, 0.0, 1e-38
-    odd[2, 5], odd[3, 39], odd[4, 0] = float("inf"), float("nan"), float("-inf")
-    odd[5] = torch.arange(40).to(dtype) + 0.5  # ties, to even
-    odd[5, 0] = 127.0
-    odd[6] = torch.finfo(dtype).max
-    yield (odd,)
-
-
-@op(samples=_row_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T,K] as (int8 values [T,K], float32 scales [T]) with x close to values * scales; ties go to even.
 
@@ -55,38 +41,21 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)  # [T,1]
     finite = largest.isfinite()
-    largest = largest.clamp(min=LEAST)
-    inverse = torch.full_like(largest, LEVELS) / largest  # rounded once; torch makes number / tensor of two roundings
+    largest = largest.clamp(min=MIN_MAGNITUDE)
+    inverse = torch.full_like(largest, LEVELS) / largest  # rounded once; torch rounds number / tensor twice
     values = torch.where(finite, (wide * inverse).round(), 0.0)
     scales = torch.where(finite, largest / LEVELS, torch.nan)
     return values.to(torch.int8), scales.squeeze(-1)
 
 
-@op(samples=no_samples, tolerance=EXACT, follows="linear_int8")
+@op(tolerance=EXACT, follows="linear_int8")
 def pack_linear_int8(weight: Tensor) -> PackedInt8:
     """The floating weight [N,K], K at most 131072, quantized by rows, in the layout of `linear_int8`."""
     values, scales = quantize_rows.reference(weight)
     return PackedInt8(weight.shape[0], weight.shape[1], values, scales)
 
 
-def _linear_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Weights come unpacked: the test packs them with the `pack_linear_int8` of the implementation."""
-    for tokens, columns, rows in PRODUCTS:
-        x, weight, bias = (
-            normal(dtype, tokens, tokens, columns) * 3,
-            normal(dtype, 1, rows, columns) / columns**0.5,
-            normal(dtype, 2, rows),
-        )
-        x[tokens // 2 :: 9] = 0.0
-        yield x, weight, None, None
-        yield x, weight, bias, None
-        yield x, weight, bias, torch.float32
-    x = torch.full((3, 2100), 5.0, dtype=dtype)  # the largest sums there are
-    x[1], x[2, 7] = -5.0, float("inf")
-    yield x, torch.full((65, 2100), 1.0, dtype=dtype), None, torch.float32
-
-
-@op(samples=_linear_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N], x quantized as `quantize_rows` does.
 
@@ -95,8 +64,8 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
     """
     values, scales = quantize_rows.reference(x)
     sums = torch.zeros(x.shape[0], packed.rows, dtype=torch.int32)
-    for start in range(0, packed.columns, STRETCH):
-        part = slice(start, start + STRETCH)
+    for start in range(0, packed.columns, DEPTH_BLOCK):
+        part = slice(start, start + DEPTH_BLOCK)
         sums += torch.mm(values[:, part].float(), packed.packed[:, part].float().t()).to(torch.int32)
     result = sums.float() * scales[:, None] * packed.scales
     if bias is not None:
@@ -104,17 +73,13 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
     return result.to(out_dtype or x.dtype)
 
 
-@op(samples=no_samples, tolerance=EXACT, follows="gated_linear_int8")
+@op(tolerance=EXACT, follows="gated_linear_int8")
 def pack_gated_int8(weight: Tensor) -> PackedInt8:
     """As `pack_linear_int8`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_int8`."""
     return pack_linear_int8.reference(weight)
 
 
-def _gated_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return elementwise.gated_samples(_linear_samples(dtype))
-
-
-@op(samples=_gated_samples, tolerance=elementwise.TOLERANCE)
+@op(tolerance=elementwise.TOLERANCE)
 def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activation: str | None) -> Tensor:
     """activation(gate) * up for the `linear_int8` of x [T,K] and a gated weight plus bias [2I] (gate, then up): [T,I].
 

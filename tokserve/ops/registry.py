@@ -1,8 +1,7 @@
-"""What an op is: a torch reference that says what is right, and named implementations of the same signature.
+"""The registry of ops: a torch reference defines an op, and implementations of the same signature have names.
 
-Declaring an op decorates its reference with the sample inputs and tolerances every implementation is
-tested with; `choose` picks one implementation per op, once, at start-up.  This file knows names and
-device kinds; it must not know any op's arithmetic, nor what a model is.
+`@op` declares a reference, with the tolerances that tests compare implementations with; `choose` picks one
+implementation per op, once, at start-up.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from tokserve.errors import StartError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Samples = Callable[[torch.dtype], Iterable[tuple[Any, ...]]]
 
 REFERENCE = "torch"
-REFERENCES_RUN = {"cpu"}  # device kinds whose tensors the references take
+REFERENCES_RUN = {"cpu"}  # device kinds that the references run on
 ORDER = {"cpu": ("cpp", REFERENCE), "cuda": ("triton", "cublas", REFERENCE)}  # by device kind, best first
-FAST = {"cuda": "cublas"}  # by device kind: the implementation where a row's bits may depend on the batch
-EXTENSIONS = {  # by device kind: what must be there, module that registers the implementations
-    "cpu": ("tokserve._C", "tokserve.ops.cpu"),
+FAST = {"cuda": "cublas"}  # by device kind: the implementation that is not batch invariant
+EXTENSIONS = {  # by device kind: the required module, and the module that registers the implementations
+    "cpu": ("tokserve._C", "tokserve.ops.cpu.kernels"),
     "cuda": ("triton", "tokserve.ops.triton"),
 }
 
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
-    """A function, and the device kind it is for (None: all)."""
+    """A function, and its device kind (None: all)."""
 
     call: Callable[P, R]
     device: str | None
@@ -46,22 +44,25 @@ class Implementation(Generic[P, R]):
 class Op(Generic[P, R]):
     """A named operation.
 
-    `samples(dtype)` yields argument tuples; `tolerance` maps each dtype the op takes to (absolute,
-    relative) distance that an implementation may have from the reference.  `follows`: the op whose choice of
+    `tolerance` maps each dtype that the op takes to the (absolute, relative) distance that an implementation may have
+    from the reference; tokserve/ops/samples has inputs to compare them with.  `follows`: the op whose choice of
     implementation this one shares.
     """
 
     name: str
     reference: Callable[P, R]
-    samples: Samples
     tolerance: Mapping[torch.dtype, tuple[float, float]]
     follows: str | None = None
     implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
-    def implement(self, name: str, *, device: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorator: register an implementation."""
+    def implement(self, name: str, *, device: str) -> Callable[[Callable[..., R]], Callable[P, R]]:
+        """Decorator: register an implementation.
 
-        def register(call: Callable[P, R]) -> Callable[P, R]:
+        It has the reference's signature: parameters that it only passes on may be `*rest`.  Ops are called with
+        positional arguments.
+        """
+
+        def register(call: Callable[..., R]) -> Callable[P, R]:
             if name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
             self.implementations[name] = Implementation(call, device)
@@ -79,23 +80,8 @@ class Op(Generic[P, R]):
 OPS: dict[str, Op[Any, Any]] = {}
 
 
-def no_samples(dtype: torch.dtype) -> Iterable[tuple[Any, ...]]:
-    """Of an op that only packs: what is done with the packed weight shows whether it is right."""
-    return ()
-
-
-PRODUCTS = (  # tokens, inputs and outputs of a product, for samples
-    (1, 64, 64), (3, 192, 576), (17, 512, 192), (70, 96, 40), (2, 33, 17), (1, 1, 1), (5, 1030, 3), (4, 7, 130),
-)  # fmt: skip
-
-
-def normal(dtype: torch.dtype, seed: int, *shape: int) -> torch.Tensor:
-    """Normally distributed numbers, for samples."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def op(
-    *, samples: Samples, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
+    *, tolerance: Mapping[torch.dtype, tuple[float, float]], follows: str | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorator: declare an op by its torch reference; the op is named after the function."""
 
@@ -103,7 +89,7 @@ def op(
         name = reference.__name__
         if name in OPS:
             raise ValueError(f"op {name} is declared twice")
-        declared = Op(name, reference, samples, tolerance, follows)
+        declared = Op(name, reference, tolerance, follows)
         declared.implementations[REFERENCE] = Implementation(reference, None)
         OPS[name] = declared
         return declared
@@ -123,8 +109,7 @@ def load_extension(device: str) -> str | None:
 
 
 def set_threads(device: str, count: int, cpus: Sequence[int] = ()) -> None:
-    """Tell the compiled implementations for `device`, if they are loaded and have threads, how many to use and which
-    CPUs to bind them to."""
+    """Set the number of threads of the compiled implementations for `device`, where they have any, and their CPUs."""
     registrations = sys.modules.get(EXTENSIONS[device][1])
     if registrations is None or not hasattr(registrations, "set_threads"):
         return
@@ -140,8 +125,8 @@ def choose(device: str, overrides: Mapping[str, str]) -> dict[str, str]:
     """
     if device not in ORDER:
         raise StartError(f"no ops for device {device!r}; there are: {_listed(ORDER)}")
-    wanted = set(overrides.values())
-    missing = "" if set(overrides) >= {"*"} and wanted == {REFERENCE} else load_extension(device)
+    implementations = set(overrides.values())
+    missing = "" if set(overrides) >= {"*"} and implementations == {REFERENCE} else load_extension(device)
     if missing and device not in REFERENCES_RUN:
         raise StartError(f"option device: {device} needs kernels that are not here: {missing}")
     if missing:

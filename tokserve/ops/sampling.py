@@ -1,14 +1,11 @@
-"""From logits to a token, as torch says it: penalties, filters, the seeded draw, and logprobs.
+"""References of the ops on logits: penalties, filters, seeded sampling, and logprobs.
 
-Each row depends on its own inputs only: randomness is a function of (seed, position, vocabulary index), sums run over
-fixed slices or strictly in order, and a tie always goes to the lower id.  Rows that a step leaves as they are cost
-nothing.  This file must not know requests; temperature is a division the caller makes.
+A row's result depends on that row's inputs only: randomness is a function of (seed, position, vocabulary index), sums
+run over fixed slices or strictly in order, and among equals the lower id wins.  Rows that an op leaves unchanged cost
+nothing.  The caller divides by the temperature.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +13,11 @@ from torch import Tensor
 from tokserve.ops.registry import op
 
 SLICE = 4096  # vocabulary entries of one partial sum
-CANDIDATES = 1024  # most probable entries that top-p looks at before it sorts a whole row
-DRAWS = 1 << 15  # Philox blocks made at a time: their integers stay in the cache
+CANDIDATES = 1024  # most probable entries that top-p examines before it sorts a whole row
+PHILOX_BLOCKS = 1 << 15  # generated at a time: their integers stay in the cache
 LOW = 0xFFFFFFFF
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 EXACT = {torch.float32: (0.0, 0.0)}
-
-
-def _logits(seed: int, rows: int, width: int, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -32,26 +25,15 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the 64 bits are right, as two's complement
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the 64 bits are those of the unsigned product
         c0, c1, c2, c3 = (second >> 32 & LOW) ^ c1 ^ k0, second & LOW, (first >> 32 & LOW) ^ c3 ^ k1, first & LOW
         k0, k1 = k0 + 0x9E3779B9 & LOW, k1 + 0xBB67AE85 & LOW
     return [c0, c1, c2, c3]
 
 
-def _sample_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width in ((1, 1), (5, 7), (64, 1000), (2, 5003)):
-        logits = _logits(width, rows, width)
-        logits[:, 1::3] = NEVER
-        generator = torch.Generator().manual_seed(rows)
-        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
-        positions = torch.randint(0, 1 << 40, (rows,), generator=generator)
-        yield logits, seeds, positions, torch.arange(rows) % 4 == 3
-    yield torch.zeros(3, 9), torch.arange(3), torch.arange(3), torch.ones(3, dtype=torch.bool)
-
-
-@op(samples=_sample_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-    """A token id [R] int64 for each row of logits [R,V] float32; -inf is never drawn.
+    """A token id [R] int64 for each row of logits [R,V] float32; -inf is never sampled.
 
     Greedy rows ([R] bool) take the largest logit, the lowest id of equals.  The others take the largest of logit +
     Gumbel noise made from Philox with key seeds [R] int64 and counter (id // 4, positions [R] int64, 0), lane id % 4.
@@ -66,10 +48,10 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> 
 
 def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     count, width = logits.shape
-    blocks = torch.nn.functional.pad(logits, (0, -width % 4), value=NEVER).view(count, -1, 4)
-    row, block = (blocks > NEVER).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be drawn
-    for at in range(0, len(row), DRAWS):
-        r, b = row[at : at + DRAWS], block[at : at + DRAWS]
+    blocks = torch.nn.functional.pad(logits, (0, -width % 4), value=NEG_INF).view(count, -1, 4)
+    row, block = (blocks > NEG_INF).any(-1).nonzero(as_tuple=True)  # blocks of four ids with one that can be sampled
+    for at in range(0, len(row), PHILOX_BLOCKS):
+        r, b = row[at : at + PHILOX_BLOCKS], block[at : at + PHILOX_BLOCKS]
         seed, position = seeds[r], positions[r]
         counter = (b, position & LOW, position >> 32 & LOW, torch.zeros_like(b))
         bits = torch.stack(philox(counter, (seed & LOW, seed >> 32 & LOW)), -1)  # [n,4]
@@ -78,21 +60,11 @@ def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return blocks.view(count, -1)[:, :width]
 
 
-def _filter_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for width in (1, 17, 1000, 5003):
-        logits = _logits(width, 8, width)
-        top_k = torch.tensor([0, 1, 5, 0, 0, 40, 0, 2000], dtype=torch.int32)
-        top_p = torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 0.5, 0.999, 0.8])
-        min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.01, 0.0, 0.2])
-        yield logits, top_k, top_p, min_p
-        yield logits.round(), top_k, torch.ones(8), min_p
-
-
-@op(samples=_filter_samples, tolerance=EXACT)
+@op(tolerance=EXACT)
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [R,V] with -inf where top_k [R] int32 (0: off), then top_p [R] (1: off), then min_p [R] (0: off) forbid.
 
-    top-p keeps the smallest set of the most probable ids that holds top_p of what top-k left; at least one.
+    top-p keeps the smallest set of most probable ids that has top_p of the mass that top-k keeps; at least one id.
     min-p drops ids less probable than min_p times the most probable one.
     """
     width = logits.shape[1]
@@ -102,12 +74,12 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     if len(rows):
         part = logits[rows]
         limit = torch.where(few, top_k, width)[rows].long()
-        out[rows] = part.masked_fill_(~_best(part, _num_kept(part, limit, top_p[rows])), NEVER)
+        out[rows] = part.masked_fill_(~_best(part, _num_kept(part, limit, top_p[rows])), NEG_INF)
     rows = (min_p > 0.0).nonzero()[:, 0]
     if len(rows):
         part = out[rows]
         ratio = torch.exp(part - part.amax(-1, keepdim=True))
-        out[rows] = part.masked_fill_(ratio < min_p[rows, None], NEVER)
+        out[rows] = part.masked_fill_(ratio < min_p[rows, None], NEG_INF)
     return out
 
 
@@ -115,11 +87,11 @@ def _num_kept(logits: Tensor, limit: Tensor, top_p: Tensor) -> Tensor:
     """How many of the most probable entries of each row [n,V] top-k (`limit` [n]) and top-p [n] keep: [n]."""
     width = logits.shape[1]
     count = limit.clone()
-    rows, most = (top_p < 1.0).nonzero()[:, 0], min(CANDIDATES, width)
+    rows, max_candidates = (top_p < 1.0).nonzero()[:, 0], min(CANDIDATES, width)
     while len(rows):
-        candidates = int(limit[rows].where(limit[rows] < width, most).max())
+        candidates = int(limit[rows].where(limit[rows] < width, max_candidates).max())
         count[rows] = _nucleus(logits[rows], limit[rows], top_p[rows], candidates)
-        rows, most = (count < 0).nonzero()[:, 0], width
+        rows, max_candidates = (count < 0).nonzero()[:, 0], width
     return count
 
 
@@ -130,21 +102,21 @@ def _nucleus(logits: Tensor, limit: Tensor, top_p: Tensor, candidates: int) -> T
     mass = torch.exp(values - values[:, :1]).double()
     up_to = mass.cumsum(-1)  # in order, hence the same for any C
     last = (limit.clamp(max=candidates) - 1)[:, None]
-    total = up_to.gather(1, last)[:, 0]  # what top-k left
+    total = up_to.gather(1, last)[:, 0]  # the mass that top-k keeps
     rows = (limit == width).nonzero()[:, 0]
     if len(rows):
         total[rows] = _row_sum(torch.exp(logits[rows] - values[rows, :1]).double())
-    wanted = (top_p.double() * total)[:, None]
+    target = (top_p.double() * total)[:, None]
     inside = torch.arange(candidates) < limit[:, None]
-    kept = (inside & (up_to - mass < wanted)).sum(-1).clamp(min=1)
+    kept = (inside & (up_to - mass < target)).sum(-1).clamp(min=1)
     return torch.where((limit > candidates) & (kept == candidates), -1, kept)
 
 
 def _best(logits: Tensor, count: Tensor) -> Tensor:
     """True at the `count` [n] largest entries of each row [n,V], lower ids first among equals: [n,V]."""
     values = logits.topk(int(count.max())).values
-    least = values.gather(1, (count - 1)[:, None])
-    above, equal = logits > least, logits == least
+    last = values.gather(1, (count - 1)[:, None])
+    above, equal = logits > last, logits == last
     room = count - above.sum(-1)
     for row in (equal.sum(-1) > room).nonzero()[:, 0].tolist():
         equal[row] &= equal[row].cumsum(0) <= room[row]
@@ -157,20 +129,7 @@ def _row_sum(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -width % SLICE)).view(count, -1, SLICE).sum(-1).sum(-1)
 
 
-def _penalize_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width, length in ((1, 5, 1), (6, 50, 30), (3, 5003, 200)):
-        generator = torch.Generator().manual_seed(width)
-        history = torch.randint(0, width, (rows, length), generator=generator, dtype=torch.int32)
-        lens = torch.randint(1, length + 1, (rows,), generator=generator, dtype=torch.int32)
-        history[torch.arange(length) >= lens[:, None]] = -1
-        presence = torch.arange(rows) % 3 * 0.7 - 0.3
-        frequency = torch.arange(rows) % 2 * 0.4
-        repetition = 1.0 + torch.arange(rows) % 4 * 0.2 - 0.2
-        yield _logits(width, rows, width), history, lens // 2, lens, presence, frequency, repetition
-    yield _logits(1, 2, 9), torch.full((2, 3), -1, dtype=torch.int32), lens[:2] * 0, lens[:2] * 0, *torch.ones(3, 2)
-
-
-@op(samples=_penalize_samples, tolerance={torch.float32: (1e-6, 1e-6)})
+@op(tolerance={torch.float32: (1e-6, 1e-6)})
 def penalize(
     logits: Tensor,
     history: Tensor,
@@ -184,16 +143,16 @@ def penalize(
 
     history [R,L] int32: prompt_lens [R] prompt tokens, output up to lens [R], then -1.  Repetition (1: off) divides
     positive and multiplies negative logits of tokens in prompt or output.  Frequency is subtracted once per occurrence
-    in the output, presence once if there is any.
+    in the output, presence once if it occurs there.
     """
     rows = ((presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)).nonzero()[:, 0]
     out = logits.clone()
     if len(rows) == 0 or history.shape[1] == 0:
         return out
     part, ids = logits[rows], history[rows].long()
-    place = torch.arange(ids.shape[1])
-    present = place < lens[rows, None]
-    generated = (present & (place >= prompt_lens[rows, None])).float()
+    column = torch.arange(ids.shape[1])
+    present = column < lens[rows, None]
+    generated = (present & (column >= prompt_lens[rows, None])).float()
     ids = ids.clamp(min=0)
     seen = torch.zeros_like(part).scatter_add_(1, ids, present.float()) > 0.0
     count = torch.zeros_like(part).scatter_add_(1, ids, generated)
@@ -204,21 +163,11 @@ def penalize(
     return out
 
 
-def _logprob_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for rows, width, k in ((1, 1, 1), (4, 50, 5), (3, 5003, 0), (2, 5003, 20), (2, 9000, 9000)):
-        logits = _logits(width, rows, width)
-        ids = torch.randint(0, width, (rows,), generator=torch.Generator().manual_seed(k))
-        named = torch.arange(rows * 3).view(rows, 3) % width
-        yield logits, ids, k, None, None
-        yield logits.round(), ids, k, named, torch.arange(rows) * 0.5
-    yield torch.tensor([[NEVER, 1.0, NEVER, 2.0, NEVER]]), torch.tensor([0]), 4, None, None
-
-
-@op(samples=_logprob_samples, tolerance={torch.float32: (4e-6, 4e-7)})
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
 def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log softmax of logits [R,V] (over temperature [R], where that is not 0) at some ids.
+    """Log softmax of logits [R,V] (divided by temperature [R], where it is not 0) at some ids.
 
     Returns the logprob float32 [R] and the rank int32 [R] (1 + how many logits are greater) of token_ids [R], then
     int32 ids and float32 logprobs [R,k+m]: the k most probable in descending order, lower ids first among equals, and
@@ -247,20 +196,8 @@ def largest_ids(logits: Tensor, k: int) -> Tensor:
     return distinct.topk(k).indices
 
 
-def _draw_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for number, (logits, seeds, positions, greedy) in enumerate(_sample_samples(dtype)):
-        rows, width = logits.shape
-        temperature = torch.arange(rows) % 5 * 0.4
-        yield logits, seeds, positions, greedy, None, False, -1
-        yield logits, seeds, positions, greedy, None, False, min(number, width)
-        yield logits, seeds, positions, greedy, temperature, False, min(number, width)
-        yield logits, seeds, positions, greedy, temperature, True, 0
-    broken = torch.tensor([[1.0, float("nan"), 2.0], [0.5, 1.0, -NEVER], [NEVER] * 3, [NEVER, 3.0, NEVER]])
-    yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, None, False, 1
-
-
-@op(samples=_draw_samples, tolerance={torch.float32: (4e-6, 4e-7)})
-def draw(
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
+def sample_fused(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -269,11 +206,11 @@ def draw(
     scaled: bool,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the ids drawn.
+    """`sample` from logits [R,V] / temperature [R] (None, or 0: 1) and, if k >= 0, `logprobs` of the sampled ids.
 
     Returns ids int64 [R]; whether the row's largest logit is finite, bool [R]; then what `logprobs` returns for the k
-    most probable, of the logits as they are or (`scaled`) over temperature, all of it empty if k < 0.  A row whose
-    largest logit is not finite (NaN if there is any) counts as zeros.  Bit for bit what the two ops give.
+    most probable, of the logits or (`scaled`) of logits / temperature, all of it empty if k < 0.  A row whose largest
+    logit is not finite (NaN if the row has any) counts as zeros.  Bit for bit the result of the two ops.
     """
     finite = logits.amax(-1).isfinite()
     logits = work = logits.where(finite[:, None], 0.0)

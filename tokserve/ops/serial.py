@@ -1,8 +1,7 @@
-"""Torch operations on one thread, for the references: a library may cut a sum by the number of threads.
+"""Torch operations on one thread, for the references: a library may divide a sum by the number of threads.
 
-MKL cuts the inner dimension of a product between threads on Intel processors, torch cuts one long row of a sum.  On one
-thread the order of a sum is that of the call's shape, whatever the library and the processor.  This file must not know
-what is computed.
+MKL divides the inner dimension of a product between threads on Intel processors, torch one long row of a sum.  On one
+thread the order of a sum depends on the call's shape only, on every library and processor.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch operations of the calling thread use no other thread inside.
+    """Torch operations of the calling thread use no other thread in this context.
 
     Costs about a microsecond.  OpenMP and MKL keep the number per calling thread, so threads that have computed before
     keep theirs; one that computes for the first time meanwhile may start with one, which changes its speed only.

@@ -1,67 +1,31 @@
-"""How a step's tokens are found in the tables of a device with its own memory, as torch says it.
+"""References of the ops that prepare a step from the slot tables of a device with its own memory.
 
-The host knows which rows run and how far they are; what the rows hold is in tables [slots, ...] on the device, so the
-newest token need never come back before the next step is prepared.  Where tables lie in the host's own memory these
-ops have no use.  This file must not know plans, requests or models.
+The host knows which rows run and their lengths; their tokens are in tables [slots, ...] on the device, so that the next
+step can be prepared before the newest tokens are back on the host.  A host with tables in its own memory does not need
+these ops.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve.ops.registry import op
 
-WHOLE = {torch.int32: (0.0, 0.0)}
+EXACT = {torch.int32: (0.0, 0.0)}
 
 
-def _table_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for slots, width, count in ((1, 1, 1), (5, 40, 3), (3, 3000, 2), (2, 9, 0)):
-        table = torch.arange(slots * width, dtype=dtype).view(slots, width)
-        lengths = [(7 * edit + width) % (width + 1) for edit in range(count)]
-        edits = [
-            (edit % slots, (width - length) // 2, sum(lengths[:edit]), length) for edit, length in enumerate(lengths)
-        ]
-        values = -torch.arange(sum(lengths) + 1, dtype=dtype)
-        yield table, torch.tensor(edits, dtype=torch.int32).view(count, 4), values
-
-
-@op(samples=_table_samples, tolerance=WHOLE)
+@op(tolerance=EXACT)
 def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
-    """For each edit (slot, column, start, count) of edits [E,4]: count values from start on go to table[slot, column:].
+    """Write values[start : start + count] to table[slot, column:], for each edit (slot, column, start, count) [E,4].
 
-    All are int32.  No place is named twice.
+    All are int32.  Edits do not overlap.
     """
     for slot, column, start, count in edits.tolist():
         table[slot, column : column + count] = values[start : start + count]
 
 
-def _step_samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for page, context, rows in ((4, 50, [(3, 0, 1)]), (16, 2500, [(1, 3, 2100), (0, 2499, 1), (2, 0, 17), (4, 8, 1)])):
-        width = -(-context // page)
-        tokens = torch.arange(5 * context, dtype=dtype).view(5, context)
-        blocks = torch.arange(5 * width, dtype=dtype).flip(0).view(5, width)
-        slots, computed, counts = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-        starts = torch.tensor([0, *counts.tolist()]).cumsum(0).int()
-        total = int(starts[-1])
-        longs = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
-        yield (
-            tokens,
-            blocks,
-            slots,
-            computed,
-            starts,
-            page,
-            *longs,
-            torch.zeros_like(slots),
-            torch.zeros(len(rows), width, dtype=dtype),
-        )
-
-
-@op(samples=_step_samples, tolerance=WHOLE)
+@op(tolerance=EXACT)
 def prepare_step(
     tokens: Tensor,
     blocks: Tensor,
@@ -81,10 +45,11 @@ def prepare_step(
     seq_lens [R] and block_tables [R,W], int32.
     """
     counts = query_start.diff()  # [R]
-    owner = torch.repeat_interleave(slots, counts)
-    place = torch.arange(len(owner), dtype=torch.int64) + torch.repeat_interleave(computed - query_start[:-1], counts)
-    positions.copy_(place)
-    input_ids.copy_(tokens[owner, place])
-    slot_mapping.copy_(blocks[owner, place // page].long() * page + place % page)
+    slot_of_token = torch.repeat_interleave(slots, counts)
+    offset = torch.repeat_interleave(computed - query_start[:-1], counts)
+    position = torch.arange(len(slot_of_token), dtype=torch.int64) + offset
+    positions.copy_(position)
+    input_ids.copy_(tokens[slot_of_token, position])
+    slot_mapping.copy_(blocks[slot_of_token, position // page].long() * page + position % page)
     seq_lens.copy_(computed + counts)
     block_tables.copy_(blocks[slots, : block_tables.shape[1]])

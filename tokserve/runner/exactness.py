@@ -41,8 +41,8 @@ def unequal_products(model: Decoder) -> list[str]:
 
 def is_batch_invariant(product: Product, inputs: int, dtype: torch.dtype) -> bool:
     """Whether a row has the same bits for all these numbers of rows, first or last among them."""
-    rows = _random(0, MOST, inputs).to(ops.home, dtype)
-    adapters = (torch.arange(1, MOST + 1, device=ops.home) % 3 - 1).int()
+    rows = _random(0, MOST, inputs).to(ops.torch_device, dtype)
+    adapters = (torch.arange(1, MOST + 1, device=ops.torch_device) % 3 - 1).int()
     whole = product(rows, adapters)
     same = [
         torch.equal(product(rows[part], adapters[part].clone()), whole[part])

@@ -34,21 +34,22 @@ Array slots_of(const Array& pages, int64_t page, int64_t length) {
 
 // Consecutive queries, as many as one task takes, of one head.
 std::vector<AttentionTile> tiles_of(const Shape& s, const Array& pages) {
-  const int64_t group = s.heads / s.kv_heads, most = kQueryRows / group > 1 ? kQueryRows / group : 1;
+  const int64_t group = s.heads / s.kv_heads, max_queries = kQueryRows / group > 1 ? kQueryRows / group : 1;
   std::vector<AttentionTile> tiles;
-  for (int64_t q = 0; q < s.queries; q += most) {
-    const int64_t count = s.queries - q < most ? s.queries - q : most, position = s.length - s.queries + q;
+  for (int64_t q = 0; q < s.queries; q += max_queries) {
+    const int64_t count = s.queries - q < max_queries ? s.queries - q : max_queries,
+                  position = s.length - s.queries + q;
     const int64_t first = s.window > 0 && position >= s.window ? position - s.window + 1 : 0;
     for (int64_t head = 0; head < s.kv_heads; head++) {
-      tiles.push_back({pages.as<int32_t>(), q, position, count, head, first / kSplit, (position + count - 1) / kSplit + 1,
-                       head + 1 < s.kv_heads});
+      tiles.push_back({pages.as<int32_t>(), q, position, count, head, first / kSplit,
+                       (position + count - 1) / kSplit + 1, head + 1 < s.kv_heads});
     }
   }
   return tiles;
 }
 
-void run_tiles(const Kernels& kernels, Results& results, const AttentionArgs& a, const std::vector<AttentionTile>& tiles,
-               const std::string& name, const Array& out) {
+void run_tiles(const Kernels& kernels, Results& results, const AttentionArgs& a,
+               const std::vector<AttentionTile>& tiles, const std::string& name, const Array& out) {
   const Array memory = scratch(kernels.attention_scratch(a));
   for (const AttentionTile& tile : tiles) kernels.attend(a, tile, memory.as<char>());
   results.add("attend" + name, out);
@@ -69,7 +70,8 @@ void run_tiles(const Kernels& kernels, Results& results, const AttentionArgs& a,
 // Keys and values of the request are stored, then its last queries attend.  What is not stored is not a number.
 void run_attend(const Kernels& kernels, Results& results, const Shape& s, DType dtype, Range range, int64_t specials) {
   Random from(static_cast<uint64_t>(s.length * 1000 + s.dim));
-  const int64_t count = (s.length + s.page - 1) / s.page, stride = s.kv_heads * s.dim + 4, q_stride = s.heads * s.dim + 2;
+  const int64_t count = (s.length + s.page - 1) / s.page, stride = s.kv_heads * s.dim + 4,
+                q_stride = s.heads * s.dim + 2;
   const Array pages = shuffled_pages(count, from), slots = slots_of(pages, s.page, s.length);
   Array k = random(dtype, s.length * stride, from, range), v = random(dtype, s.length * stride, from);
   Array q = random(dtype, s.queries * q_stride, from, range);
@@ -79,15 +81,26 @@ void run_attend(const Kernels& kernels, Results& results, const Shape& s, DType 
   }
   const Array k_cache(kind_of(dtype), count * s.kv_heads * s.page * s.dim), v_cache(k_cache.kind(), k_cache.count());
   const Array out(kind_of(dtype), s.queries * s.heads * s.dim);
-  kernels.store_kv({dtype, k.as<void>(), v.as<void>(), k_cache.as<void>(), v_cache.as<void>(), slots.as<int64_t>(), stride,
-                    stride, s.kv_heads, s.page, s.dim}, 0, s.length);
+  kernels.store_kv({dtype, k.as<void>(), v.as<void>(), k_cache.as<void>(), v_cache.as<void>(), slots.as<int64_t>(),
+                    stride, stride, s.kv_heads, s.page, s.dim},
+                   0, s.length);
   const std::string name = described(s, dtype) + text(" exponents=%d specials=%d", range.high, specials > 0);
   results.add("store_kv" + name + " k", k_cache);
   results.add("store_kv" + name + " v", v_cache);
   float scale = 1.0f;
   while (scale * scale * static_cast<float>(s.dim) > 1.0f) scale *= 0.7071f;
-  const AttentionArgs a{dtype, q.as<void>(), k_cache.as<void>(), v_cache.as<void>(), out.as<void>(), q_stride, s.heads,
-                        s.kv_heads, s.page, s.dim, scale, s.window};
+  const AttentionArgs a{dtype,
+                        q.as<void>(),
+                        k_cache.as<void>(),
+                        v_cache.as<void>(),
+                        out.as<void>(),
+                        q_stride,
+                        s.heads,
+                        s.kv_heads,
+                        s.page,
+                        s.dim,
+                        scale,
+                        s.window};
   run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
 }
 
@@ -102,11 +115,26 @@ void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dty
   const Array at = integers(Kind::i64, s.length, from, 0, positions - 1);
   const Array k_cache(kind_of(dtype), count * s.kv_heads * s.page * s.dim), v_cache(k_cache.kind(), k_cache.count());
   const Array q(kind_of(dtype), s.length * s.heads * s.dim), memory(kind_of(dtype), s.dim);
-  const QkvArgs a{dtype, weight_dtype, qkv.as<void>(), norm ? q_weight.as<void>() : nullptr,
-                  norm ? k_weight.as<void>() : nullptr, q.as<void>(), k_cache.as<void>(), v_cache.as<void>(),
-                  table.as<float>(), at.as<int64_t>(), slots.as<int64_t>(), s.heads, s.kv_heads, s.dim, rot, s.page, 1e-6f};
+  const QkvArgs a{dtype,
+                  weight_dtype,
+                  qkv.as<void>(),
+                  norm ? q_weight.as<void>() : nullptr,
+                  norm ? k_weight.as<void>() : nullptr,
+                  q.as<void>(),
+                  k_cache.as<void>(),
+                  v_cache.as<void>(),
+                  table.as<float>(),
+                  at.as<int64_t>(),
+                  slots.as<int64_t>(),
+                  s.heads,
+                  s.kv_heads,
+                  s.dim,
+                  rot,
+                  s.page,
+                  1e-6f};
   kernels.norm_rope_store(a, 0, s.length, memory.as<char>());
-  const std::string name = "norm_rope_store" + described(s, dtype) + text(" weight=%s norm=%d", name_of(weight_dtype), norm);
+  const std::string name =
+      "norm_rope_store" + described(s, dtype) + text(" weight=%s norm=%d", name_of(weight_dtype), norm);
   results.add(name + " q", q);
   results.add(name + " k", k_cache);
   results.add(name + " v", v_cache);
@@ -116,9 +144,9 @@ void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dty
 
 void run_attention(const Kernels& kernels, Results& results) {
   constexpr Shape shapes[] = {
-      {1, 1, 64, 16, 0, 1, 1},      {4, 2, 64, 16, 0, 37, 37},    {7, 1, 40, 32, 0, 70, 3},   {4, 2, 33, 16, 0, 50, 20},
-      {2, 2, 80, 5, 0, 66, 9},      {3, 1, 31, 1, 7, 40, 40},     {6, 2, 128, 16, 0, 130, 6}, {32, 1, 16, 16, 0, 20, 2},
-      {40, 1, 24, 16, 0, 65, 2},    {4, 1, 64, 16, 30, 200, 33},  {4, 2, 48, 64, 1, 90, 5},   {2, 1, 64, 16, 0, 1100, 1},
+      {1, 1, 64, 16, 0, 1, 1},      {4, 2, 64, 16, 0, 37, 37},   {7, 1, 40, 32, 0, 70, 3},   {4, 2, 33, 16, 0, 50, 20},
+      {2, 2, 80, 5, 0, 66, 9},      {3, 1, 31, 1, 7, 40, 40},    {6, 2, 128, 16, 0, 130, 6}, {32, 1, 16, 16, 0, 20, 2},
+      {40, 1, 24, 16, 0, 65, 2},    {4, 1, 64, 16, 30, 200, 33}, {4, 2, 48, 64, 1, 90, 5},   {2, 1, 64, 16, 0, 1100, 1},
       {4, 2, 96, 16, 600, 1300, 2}, {2, 1, 34, 7, 520, 1040, 3},
   };
   for (const DType dtype : kTypes) {
@@ -127,7 +155,8 @@ void run_attention(const Kernels& kernels, Results& results) {
       run_attend(kernels, results, s, dtype, {0, 4}, 0);
       run_attend(kernels, results, s, dtype, {-3, 1}, 20 * s.dim);
     }
-    for (const Shape& s : {Shape{4, 2, 64, 16, 0, 40, 0}, {3, 1, 33, 16, 0, 20, 0}, {2, 2, 128, 32, 0, 9, 0}, {5, 1, 80, 5, 0, 13, 0}}) {
+    for (const Shape& s :
+         {Shape{4, 2, 64, 16, 0, 40, 0}, {3, 1, 33, 16, 0, 20, 0}, {2, 2, 128, 32, 0, 9, 0}, {5, 1, 80, 5, 0, 13, 0}}) {
       run_qkv(kernels, results, s, dtype, dtype, true);
       run_qkv(kernels, results, s, dtype, DType::f32, true);
       run_qkv(kernels, results, s, dtype, dtype, false);

@@ -10,8 +10,14 @@ uint32_t special(const Format& format, Random& from, Specials which) {
   const uint32_t least_normal = uint32_t{1} << format.mantissa;
   const uint32_t quiet = format.infinity | least_normal >> 1;
   const uint32_t values[] = {
-      quiet, format.infinity | 1, format.infinity,  // the second is a signalling one
-      format.infinity - 1, least_normal, least_normal - 1, 1, 0,
+      quiet,
+      format.infinity | 1,
+      format.infinity,  // the second is a signalling one
+      format.infinity - 1,
+      least_normal,
+      least_normal - 1,
+      1,
+      0,
       static_cast<uint32_t>(from.below(least_normal)),  // subnormal
   };
   const int64_t first = which == Specials::all ? 0 : 3, count = sizeof values / sizeof *values;
@@ -67,7 +73,8 @@ void Results::add(const std::string& name, const Array& array) {
     for (int64_t i = 0; i < array.count(); i++) {
       uint32_t bits = 0;
       std::memcpy(&bits, array.at(i), size_of(array.kind()));
-      if ((bits & ~format.sign) > format.infinity) written.set(i, format.infinity | uint32_t{1} << (format.mantissa - 1));
+      if ((bits & ~format.sign) > format.infinity)
+        written.set(i, format.infinity | uint32_t{1} << (format.mantissa - 1));
     }
   }
   std::fprintf(file_, "%s %s %lld\n", name.c_str(), name_of(array.kind()), static_cast<long long>(array.count()));

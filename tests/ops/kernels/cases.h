@@ -62,14 +62,16 @@ struct Range {
   int low = -4, high = 1;
 };
 
-// Memory of exactly this many elements, aligned like a tensor.  Its bytes are 0xff: not a number, if it is read too early.
+// Memory of exactly this many elements, aligned like a tensor.  Its bytes are 0xff: not a number, if it is read too
+// early.
 class Array {
  public:
   Array(Kind kind, int64_t count)
       : kind_(kind), count_(count), data_(static_cast<char*>(std::aligned_alloc(64, (bytes() + 64) / 64 * 64))) {
     std::memset(data_, 0xff, bytes());
   }
-  Array(Array&& other) noexcept : kind_(other.kind_), count_(other.count_), data_(std::exchange(other.data_, nullptr)) {}
+  Array(Array&& other) noexcept
+      : kind_(other.kind_), count_(other.count_), data_(std::exchange(other.data_, nullptr)) {}
   Array& operator=(Array&& other) noexcept {
     std::swap(kind_, other.kind_), std::swap(count_, other.count_), std::swap(data_, other.data_);
     return *this;
@@ -107,8 +109,8 @@ enum class Specials { all, finite };
 Array with_specials(const Array& array, Random& from, int64_t every, Specials which = Specials::all);
 Array copy_of(const Array& array);
 
-// What the kernels gave: a line "name kind count" before the bytes of each array.  Anything that is not a number is
-// written as the same one: its sign and payload are the processor's own.
+// Results of the kernels: a line "name kind count" before the bytes of each array.  All NaN are written
+// as the same one: their sign and payload depend on the processor.
 class Results {
  public:
   explicit Results(std::FILE* file) : file_(file) {}

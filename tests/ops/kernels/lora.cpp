@@ -10,8 +10,8 @@ struct Shape {
   std::vector<int64_t> sizes;
 };
 
-void run_group(const Kernels& kernels, Results& results, const std::string& name, const LoraArgs& a, const LoraGroup& group,
-               const Array& out, int64_t pieces) {
+void run_group(const Kernels& kernels, Results& results, const std::string& name, const LoraArgs& a,
+               const LoraGroup& group, const Array& out, int64_t pieces) {
   const int64_t total = a.shards * a.r;
   Array inner(Kind::f32, kLoraRows * total);
   const Array memory = scratch(kernels.lora_scratch(a));
@@ -36,10 +36,23 @@ void run_shape(const Kernels& kernels, Results& results, const Shape& s, DType d
   const int64_t x_stride = s.k + 3, out_stride = n + 7;
   const Array x = with_specials(random(dtype, tokens * x_stride, from), from, 400);
   const Array down = random(dtype, slots * shards * s.r * s.k, from), up = random(dtype, slots * s.r * n, from);
-  const Array ranks = integers(Kind::i32, slots * shards, from, 0, s.r), scales = random(Kind::f32, slots * shards, from);
+  const Array ranks = integers(Kind::i32, slots * shards, from, 0, s.r),
+              scales = random(Kind::f32, slots * shards, from);
   const Array out = random(dtype, tokens * out_stride, from);
-  const LoraArgs a{dtype, x.as<void>(), down.as<void>(), up.as<void>(), ranks.as<int32_t>(), scales.as<float>(),
-                   s.sizes.data(), out.as<void>(), s.k, n, s.r, shards, x_stride, out_stride};
+  const LoraArgs a{dtype,
+                   x.as<void>(),
+                   down.as<void>(),
+                   up.as<void>(),
+                   ranks.as<int32_t>(),
+                   scales.as<float>(),
+                   s.sizes.data(),
+                   out.as<void>(),
+                   s.k,
+                   n,
+                   s.r,
+                   shards,
+                   x_stride,
+                   out_stride};
   const int32_t rows[] = {8, 0, 3, 5};
   for (int64_t count = 1; count <= kLoraRows; count++) {
     for (int64_t slot = 0; slot < slots; slot++) {

@@ -37,7 +37,8 @@ Array packed(DType dtype, int64_t n, int64_t k, Gate gate, Random& from, Range r
     Array row = random(dtype, k, from, range);
     if (specials > 0) row = with_specials(row, from, specials);
     for (int64_t i = 0; i < k; i++) {
-      std::memcpy(weight.at(panel * padded * kPanel + (i / depth * kPanel + column) * depth + i % depth), row.at(i), size);
+      std::memcpy(weight.at(panel * padded * kPanel + (i / depth * kPanel + column) * depth + i % depth), row.at(i),
+                  size);
     }
   });
   return weight;
@@ -49,7 +50,8 @@ Array packed_int8(int64_t n, int64_t k, Gate gate, Random& from) {
   std::memset(weight.as<char>(), 128, weight.bytes());
   each_column(n, gate, [&](int64_t panel, int64_t column) {
     for (int64_t i = 0; i < k; i++) {
-      const int64_t value = from.below(8) == 0 ? (from.below(2) ? 255 : 1) : 1 + from.below(255);  // the ends more often
+      const int64_t value =
+          from.below(8) == 0 ? (from.below(2) ? 255 : 1) : 1 + from.below(255);  // the ends more often
       weight.set(((panel * quads + i / 4) * kPanel + column) * 4 + i % 4, value);
     }
   });
@@ -71,17 +73,19 @@ void run_linear(const Kernels& kernels, Results& results, const Shape& s, DType 
   const Array weight = packed(dtype, s.n, s.k, gate, from, options.range, 4 * options.specials);
   const Array bias = random(dtype, sums_of(s.n, gate), from);
   Array out(kind_of(out_dtype), s.m * s.n * (gate == Gate::both ? 2 : 1));
-  const LinearArgs a{dtype, out_dtype, gate, x.as<void>(), weight.as<void>(), options.bias ? bias.as<void>() : nullptr,
-                     out.as<void>(), s.m, s.n, s.k, stride, seed % 2 == 0};
+  const LinearArgs a{
+      dtype, out_dtype, gate, x.as<void>(), weight.as<void>(), options.bias ? bias.as<void>() : nullptr, out.as<void>(),
+      s.m,   s.n,       s.k,  stride,       seed % 2 == 0};
   const Array memory = scratch(kernels.linear_scratch(a));
   for (int64_t row = 0; row < s.m; row += kRowBlock) kernels.linear(a, row, 0, panels_of(s.n, gate), memory.as<char>());
   results.add(text("linear %s out=%s gate=%d m=%lld n=%lld k=%lld bias=%d specials=%d exponents=%d", name_of(dtype),
                    name_of(out_dtype), static_cast<int>(gate), (long long)s.m, (long long)s.n, (long long)s.k,
-                   options.bias, options.specials > 0, options.range.low), out);
+                   options.bias, options.specials > 0, options.range.low),
+              out);
 }
 
 void run_linears(const Kernels& kernels, Results& results, DType dtype) {
-  constexpr Shape shapes[] = {{1, 1, 1},  {1, 65, 31},  {2, 100, 7}, {1, 64, 300},  {5, 130, 64},   {40, 63, 129},
+  constexpr Shape shapes[] = {{1, 1, 1},  {1, 65, 31},  {2, 100, 7}, {1, 64, 300},  {5, 130, 64},  {40, 63, 129},
                               {7, 33, 2}, {17, 16, 65}, {6, 1, 257}, {13, 64, 128}, {131, 70, 37}, {40, 64, 1027}};
   uint64_t seed = 100;
   for (const Shape& s : shapes) {
@@ -90,7 +94,8 @@ void run_linears(const Kernels& kernels, Results& results, DType dtype) {
       run_linear(kernels, results, s, dtype, dtype, gate, seed++, {{}, 8 * s.k, true});
     }
     run_linear(kernels, results, s, dtype, DType::f32, Gate::none, seed++, {});
-    if (dtype != DType::f16) run_linear(kernels, results, s, dtype, DType::f32, Gate::none, seed++, {{-72, -62}, 0, false});
+    if (dtype != DType::f16)
+      run_linear(kernels, results, s, dtype, DType::f32, Gate::none, seed++, {{-72, -62}, 0, false});
     else run_linear(kernels, results, s, dtype, dtype, Gate::none, seed++, {{-14, -9}, 0, false});
   }
   for (int64_t m = 1; m <= 40; m++) run_linear(kernels, results, {m, 70, 67}, dtype, DType::f32, Gate::none, 99, {});
@@ -113,25 +118,39 @@ Array uneven_rows(DType dtype, int64_t m, int64_t stride, Random& from) {
   return x;
 }
 
-void run_int8(const Kernels& kernels, Results& results, const Shape& s, DType dtype, DType out_dtype, Gate gate, uint64_t seed) {
+void run_int8(const Kernels& kernels, Results& results, const Shape& s, DType dtype, DType out_dtype, Gate gate,
+              uint64_t seed) {
   Random from(seed);
   const int64_t stride = s.k + 3;
   const Array x = uneven_rows(dtype, s.m, stride, from), weight = packed_int8(s.n, s.k, gate, from);
-  const Array scales = random(Kind::f32, sums_of(s.n, gate), from, {-9, -6}), bias = random(dtype, sums_of(s.n, gate), from);
+  const Array scales = random(Kind::f32, sums_of(s.n, gate), from, {-9, -6}),
+              bias = random(dtype, sums_of(s.n, gate), from);
   Array out(kind_of(out_dtype), s.m * s.n * (gate == Gate::both ? 2 : 1));
-  Int8Args a{dtype, out_dtype, gate, x.as<void>(), weight.as<uint8_t>(), scales.as<float>(),
-             seed % 2 ? bias.as<void>() : nullptr, out.as<void>(), s.m, s.n, s.k, stride, nullptr};
+  Int8Args a{dtype,
+             out_dtype,
+             gate,
+             x.as<void>(),
+             weight.as<uint8_t>(),
+             scales.as<float>(),
+             seed % 2 ? bias.as<void>() : nullptr,
+             out.as<void>(),
+             s.m,
+             s.n,
+             s.k,
+             stride,
+             nullptr};
   const Array rows = scratch(kernels.int8_rows_size(a));
   a.rows = rows.as<char>();
   kernels.int8_rows(a, 0, s.m);
   for (int64_t row = 0; row < s.m; row += kRowBlock) kernels.linear_int8(a, row, 0, panels_of(s.n, gate));
   results.add(text("linear_int8 %s out=%s gate=%d m=%lld n=%lld k=%lld", name_of(dtype), name_of(out_dtype),
-                   static_cast<int>(gate), (long long)s.m, (long long)s.n, (long long)s.k), out);
+                   static_cast<int>(gate), (long long)s.m, (long long)s.n, (long long)s.k),
+              out);
 }
 
 void run_int8s(const Kernels& kernels, Results& results, DType dtype) {
-  constexpr Shape shapes[] = {{1, 1, 1},   {1, 65, 31},  {2, 100, 7},   {40, 63, 129}, {7, 33, 3},
-                              {131, 70, 37}, {13, 64, 300}, {9, 64, 2050}};
+  constexpr Shape shapes[] = {{1, 1, 1},  {1, 65, 31},   {2, 100, 7},   {40, 63, 129},
+                              {7, 33, 3}, {131, 70, 37}, {13, 64, 300}, {9, 64, 2050}};
   uint64_t seed = 500;
   for (const Shape& s : shapes) {
     for (const Gate gate : kGates) run_int8(kernels, results, s, dtype, dtype, gate, seed++);

@@ -26,7 +26,8 @@ void run_norms(const Kernels& kernels, Results& results, DType dtype) {
       if (dtype == DType::f32 && width > 100) continue;
       const NormArgs shape{dtype, weight_dtype, nullptr, nullptr, nullptr, nullptr, nullptr, width, 1e-6f};
       const Array weight = random(weight_dtype, width, from);
-      const std::string name = text("rms_norm %s weight=%s width=%lld", name_of(dtype), name_of(weight_dtype), (long long)width);
+      const std::string name =
+          text("rms_norm %s weight=%s width=%lld", name_of(dtype), name_of(weight_dtype), (long long)width);
       run_norm(kernels, results, name, shape, x, nullptr, weight);
       run_norm(kernels, results, name + " residual", shape, x, &residual, weight);
       run_norm(kernels, results, name + " specials", shape, with_specials(x, from, 40), &residual, weight);
@@ -68,8 +69,11 @@ void run_rope(const Kernels& kernels, Results& results, DType dtype) {
     const Array table = random(Kind::f32, positions * s.rot, from, {-5, -1});
     const Array at = integers(Kind::i64, tokens, from, 0, positions - 1);
     Array q(kind_of(dtype), tokens * s.heads * s.dim), k(kind_of(dtype), tokens * s.kv_heads * s.dim);
-    const RopeArgs a{dtype, qk.as<void>(), qk.at(s.heads * s.dim), q.as<void>(), k.as<void>(), stride, stride, s.heads,
-                     s.kv_heads, s.dim, s.rot, table.as<float>(), at.as<int64_t>()};
+    const RopeArgs a{dtype,           qk.as<void>(), qk.at(s.heads * s.dim),
+                     q.as<void>(),    k.as<void>(),  stride,
+                     stride,          s.heads,       s.kv_heads,
+                     s.dim,           s.rot,         table.as<float>(),
+                     at.as<int64_t>()};
     kernels.rope(a, 0, tokens);
     const std::string rest = text(" %s dim=%lld rot=%lld", name_of(dtype), (long long)s.dim, (long long)s.rot);
     results.add("rope" + rest + " q", q);

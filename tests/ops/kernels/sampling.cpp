@@ -1,4 +1,4 @@
-// From logits to tokens: logprobs, draws, filters and penalties, with ties, masked and special logits.
+// From logits to tokens: logprobs, sampling, filters and penalties, with ties, masked and special logits.
 #include "cases.h"
 
 namespace tokserve::cases {
@@ -34,7 +34,10 @@ Array logits_of(int64_t vocab, Random& from) {
 struct Written {
   Array values, ranks, ids, logprobs;
   Written(int64_t columns)
-      : values(Kind::f32, kRows), ranks(Kind::i32, kRows), ids(Kind::i32, kRows * columns), logprobs(Kind::f32, kRows * columns) {}
+      : values(Kind::f32, kRows),
+        ranks(Kind::i32, kRows),
+        ids(Kind::i32, kRows * columns),
+        logprobs(Kind::f32, kRows * columns) {}
   void add(Results& results, const std::string& name) const {
     results.add(name + " values", values);
     results.add(name + " ranks", ranks);
@@ -43,40 +46,63 @@ struct Written {
   }
 };
 
-void run_logprobs(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, int64_t m, bool scaled, Random& from) {
+void run_logprobs(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, int64_t m, bool scaled,
+                  Random& from) {
   const Array logits = logits_of(vocab, from), tokens = integers(Kind::i64, kRows, from, 0, vocab - 1);
   const Array named = integers(Kind::i64, kRows * m, from, 0, vocab - 1);
-  const Array temperature = numbers({0.0f, 0.7f, 1.0f, 1.9f, 0.25f, 3.0f}), memory = scratch(kernels.sampling_scratch(0, k));
+  const Array temperature = numbers({0.0f, 0.7f, 1.0f, 1.9f, 0.25f, 3.0f}),
+              memory = scratch(kernels.sampling_scratch(0, k));
   const Written w(k + m);
-  const LogprobArgs a{logits.as<float>(), tokens.as<int64_t>(), scaled ? temperature.as<float>() : nullptr,
-                      m > 0 ? named.as<int64_t>() : nullptr, w.values.as<float>(), w.ranks.as<int32_t>(),
-                      w.ids.as<int32_t>(), w.logprobs.as<float>(), vocab, k, m};
+  const LogprobArgs a{logits.as<float>(),
+                      tokens.as<int64_t>(),
+                      scaled ? temperature.as<float>() : nullptr,
+                      m > 0 ? named.as<int64_t>() : nullptr,
+                      w.values.as<float>(),
+                      w.ranks.as<int32_t>(),
+                      w.ids.as<int32_t>(),
+                      w.logprobs.as<float>(),
+                      vocab,
+                      k,
+                      m};
   for (int64_t row = 0; row < kRows; row++) kernels.logprobs(a, row, memory.as<char>());
-  w.add(results, text("logprobs vocab=%lld k=%lld m=%lld scaled=%d", (long long)vocab, (long long)k, (long long)m, scaled));
+  w.add(results,
+        text("logprobs vocab=%lld k=%lld m=%lld scaled=%d", (long long)vocab, (long long)k, (long long)m, scaled));
 }
 
-void run_draws(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, bool scaled, Random& from) {
+void run_samples(const Kernels& kernels, Results& results, int64_t vocab, int64_t k, bool scaled, Random& from) {
   const Array logits = logits_of(vocab, from), temperature = numbers({0.7f, 1.0f, 1.3f, 0.5f, 0.9f, 0.0f});
   const Array memory = scratch(kernels.sampling_scratch(0, k > 0 ? k : 0));
   for (int64_t step = 0; step < 6; step++) {
-    const Array seeds = integers(Kind::i64, kRows, from, INT64_MIN / 4, INT64_MAX / 4), greedy = integers(Kind::u8, kRows, from, 0, 1);
+    const Array seeds = integers(Kind::i64, kRows, from, INT64_MIN / 4, INT64_MAX / 4),
+                greedy = integers(Kind::u8, kRows, from, 0, 1);
     const Array positions = integers(Kind::i64, kRows, from, 0, step % 2 ? int64_t{1} << 40 : 5000);
-    const Array ids(Kind::i64, kRows), drawn(Kind::i64, kRows), finite(Kind::u8, kRows);
-    const SampleArgs s{logits.as<float>(), seeds.as<int64_t>(), positions.as<int64_t>(), greedy.as<uint8_t>(), ids.as<int64_t>(), vocab};
+    const Array ids(Kind::i64, kRows), fused_ids(Kind::i64, kRows), finite(Kind::u8, kRows);
+    const SampleArgs s{logits.as<float>(),   seeds.as<int64_t>(), positions.as<int64_t>(),
+                       greedy.as<uint8_t>(), ids.as<int64_t>(),   vocab};
     for (int64_t row = 0; row < kRows; row++) kernels.sample(s, row);
-    const std::string rest = text(" vocab=%lld k=%lld scaled=%d step=%lld", (long long)vocab, (long long)k, scaled, (long long)step);
+    const std::string rest =
+        text(" vocab=%lld k=%lld scaled=%d step=%lld", (long long)vocab, (long long)k, scaled, (long long)step);
     results.add("sample" + rest, ids);
     const Written w(k > 0 ? k : 0);
-    const LogprobArgs l{s.logits, drawn.as<int64_t>(), temperature.as<float>(), nullptr, k < 0 ? nullptr : w.values.as<float>(),
-                        w.ranks.as<int32_t>(), w.ids.as<int32_t>(), w.logprobs.as<float>(), vocab, k > 0 ? k : 0, 0};
-    DrawArgs a{s, finite.as<uint8_t>(), scaled ? temperature.as<float>() : nullptr, scaled, l};
-    a.sample.ids = drawn.as<int64_t>();
+    const LogprobArgs l{s.logits,
+                        fused_ids.as<int64_t>(),
+                        temperature.as<float>(),
+                        nullptr,
+                        k < 0 ? nullptr : w.values.as<float>(),
+                        w.ranks.as<int32_t>(),
+                        w.ids.as<int32_t>(),
+                        w.logprobs.as<float>(),
+                        vocab,
+                        k > 0 ? k : 0,
+                        0};
+    SampleFusedArgs a{s, finite.as<uint8_t>(), scaled ? temperature.as<float>() : nullptr, scaled, l};
+    a.sample.ids = fused_ids.as<int64_t>();
     for (int64_t row = 0; row < kRows; row++) {
-      finite.as<uint8_t>()[row] = kernels.draw(a, row, s.logits + row * vocab, memory.as<char>());
+      finite.as<uint8_t>()[row] = kernels.sample_fused(a, row, s.logits + row * vocab, memory.as<char>());
     }
-    results.add("draw" + rest, drawn);
-    results.add("draw" + rest + " finite", finite);
-    w.add(results, "draw" + rest);
+    results.add("sample_fused" + rest, fused_ids);
+    results.add("sample_fused" + rest + " finite", finite);
+    w.add(results, "sample_fused" + rest);
   }
 }
 
@@ -89,7 +115,8 @@ void run_filters(const Kernels& kernels, Results& results, int64_t vocab, Random
         const Array m = numbers(std::vector<float>(kRows, min_p)), out(Kind::f32, kRows * vocab);
         const FilterArgs a{logits.as<float>(), k.as<int32_t>(), p.as<float>(), m.as<float>(), out.as<float>(), vocab};
         for (int64_t row = 0; row < kRows; row++) kernels.filter_logits(a, row, memory.as<char>());
-        results.add(text("filter_logits vocab=%lld top_k=%d top_p=%g min_p=%g", (long long)vocab, top_k, top_p, min_p), out);
+        results.add(text("filter_logits vocab=%lld top_k=%d top_p=%g min_p=%g", (long long)vocab, top_k, top_p, min_p),
+                    out);
       }
     }
   }
@@ -98,12 +125,22 @@ void run_filters(const Kernels& kernels, Results& results, int64_t vocab, Random
 void run_penalties(const Kernels& kernels, Results& results, int64_t vocab, Random& from) {
   constexpr int64_t length = 60;
   const Array logits = logits_of(vocab, from), history = integers(Kind::i32, kRows * length, from, 0, vocab - 1);
-  const Array lens = integers(Kind::i32, kRows, from, 0, length), prompt_lens = integers(Kind::i32, kRows, from, 0, length / 2);
-  const Array presence = numbers({0.0f, 0.5f, -1.0f, 2.0f, 0.3f, 0.0f}), frequency = numbers({0.0f, 0.1f, 0.7f, -2.0f, 1.0f, 0.2f});
+  const Array lens = integers(Kind::i32, kRows, from, 0, length),
+              prompt_lens = integers(Kind::i32, kRows, from, 0, length / 2);
+  const Array presence = numbers({0.0f, 0.5f, -1.0f, 2.0f, 0.3f, 0.0f}),
+              frequency = numbers({0.0f, 0.1f, 0.7f, -2.0f, 1.0f, 0.2f});
   const Array repetition = numbers({1.1f, 1.0f, 0.8f, 2.0f, 1.3f, 1.0f}), out(Kind::f32, kRows * vocab);
   const Array memory = scratch(kernels.sampling_scratch(vocab, 0));
-  const PenaltyArgs a{logits.as<float>(), history.as<int32_t>(), prompt_lens.as<int32_t>(), lens.as<int32_t>(), presence.as<float>(),
-                      frequency.as<float>(), repetition.as<float>(), out.as<float>(), vocab, length};
+  const PenaltyArgs a{logits.as<float>(),
+                      history.as<int32_t>(),
+                      prompt_lens.as<int32_t>(),
+                      lens.as<int32_t>(),
+                      presence.as<float>(),
+                      frequency.as<float>(),
+                      repetition.as<float>(),
+                      out.as<float>(),
+                      vocab,
+                      length};
   for (int64_t row = 0; row < kRows; row++) kernels.penalize(a, row, memory.as<char>());
   results.add(text("penalize vocab=%lld", (long long)vocab), out);
 }
@@ -113,13 +150,13 @@ void run_penalties(const Kernels& kernels, Results& results, int64_t vocab, Rand
 void run_sampling(const Kernels& kernels, Results& results) {
   Random from(9);
   for (const int64_t vocab : {1, 15, 17, 64, 101, 4096, 5003, 12345}) {
-    const int64_t most = vocab < 20 ? vocab : 20;
+    const int64_t max_k = vocab < 20 ? vocab : 20;
     run_logprobs(kernels, results, vocab, 0, 0, false, from);
-    run_logprobs(kernels, results, vocab, most, 3, true, from);
-    run_logprobs(kernels, results, vocab, most, 0, false, from);
-    run_draws(kernels, results, vocab, -1, false, from);
-    run_draws(kernels, results, vocab, most, true, from);
-    run_draws(kernels, results, vocab, 0, false, from);
+    run_logprobs(kernels, results, vocab, max_k, 3, true, from);
+    run_logprobs(kernels, results, vocab, max_k, 0, false, from);
+    run_samples(kernels, results, vocab, -1, false, from);
+    run_samples(kernels, results, vocab, max_k, true, from);
+    run_samples(kernels, results, vocab, 0, false, from);
     run_filters(kernels, results, vocab, from);
     run_penalties(kernels, results, vocab, from);
   }

@@ -1,7 +1,7 @@
 """The Triton implementations, named "triton", for NVIDIA GPUs from sm_80 on.
 
-Importing this package registers them; it fails with ImportError where Triton is not installed.  The launchers check
-no shapes: what reaches them was checked when the request came in.  This file must not know layers.
+Importing this package registers them; it fails with ImportError where Triton is not installed.  The launchers
+check no shapes: the callers' inputs are valid.
 """
 
 from __future__ import annotations

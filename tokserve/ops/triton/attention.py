@@ -1,16 +1,15 @@
-"""Paged attention on the GPU: one row arithmetic, two ways to spread it over programs, and the store into the cache.
+"""Paged attention on the GPU: decode and prefill kernels of one arithmetic, and the store into the cache.
 
 A query's keys come in splits by absolute position, a split in tiles of KEYS keys with an online softmax; splits merge
-in ascending order.  Both ways run the same `attend_split` and `merge` on tiles of one shape, so a token has the
-same bits in decode, in a chunk and in a whole prompt: where a tile reaches past what a query sees, keys weigh
-exactly zero and change nothing.
+in ascending order.  Both kernels run the same `attend_split` and `merge` on tiles of one shape, so a token has the same
+bits in decode, in a chunk and in a whole prompt: masked keys get a weight of exactly zero and change nothing.
 
-- decode (rows with one query): a program has a (row, KV head, split) at a time and writes what it found to scratch; a
-  second launch merges.  The query heads that share a KV head lie in one tile.
-- prefill (the others): a program has a tile of queries and walks its splits.
+- decode (rows with one query): a program computes one (row, KV head, split) at a time into scratch memory; a second
+  launch merges.  The query heads that share a KV head are in one tile.
+- prefill (all other rows): a program computes a tile of queries over all their splits.
 
-Lengths are read on the device, so that a captured graph serves any.  Flash-decoding: Dao et al., 2023.  This file
-must not know layers, requests or who owns a page.
+Lengths are read on the device, so that a captured graph serves any length.  Flash-decoding: Dao et al., 2023.  Names
+are FlashAttention's: row_max, row_sum, acc.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from tokserve.ops.triton.launch import EXACT, multiprocessors, tuned, warps
 
 SPLIT = 256  # keys of one partial softmax; part of the arithmetic
 KEYS = 64  # keys of one tile; part of the arithmetic
-TILE = 64  # query heads of one tile: the least that the matrix unit of sm_90 takes
-WARPS = 4  # part of the arithmetic: of how a sum over keys is made
-FETCHED = tl.constexpr(5)  # splits on their way while one is merged, and one
-ROWS_BLOCK = 128  # rows among which a program looks for its own, at least: one a thread costs what one costs
+TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit
+WARPS = 4  # part of the arithmetic: the order of a sum over keys
+MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
+ROWS_BLOCK = 128  # minimum of rows that a program searches for its own: one per thread costs no more than a single one
 LOG2_E = 1.4426950408889634
-NEVER = tl.constexpr(float("-inf"))
+NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def finite(top):
-    """-inf (no key seen) becomes 0, so that exp2(-inf - top) is 0 and not NaN."""
-    return tl.where(top == NEVER, 0.0, top)
+def finite(row_max):
+    """-inf (no key visible) becomes 0, so that exp2(-inf - row_max) is 0 and not NaN."""
+    return tl.where(row_max == NEG_INF, 0.0, row_max)
 
 
 @triton.jit
-def merge(result, top, mass, part, part_top, part_mass):
-    """Two partial softmaxes as one.  One that saw no key changes no bit of the other."""
-    new_top = tl.maximum(top, part_top)
-    share, part_share = tl.exp2(top - finite(new_top)), tl.exp2(part_top - finite(new_top))
+def merge(acc, row_max, row_sum, part, part_max, part_sum):
+    """Merge two partial softmaxes.  One without keys changes no bit of the other."""
+    new_max = tl.maximum(row_max, part_max)
+    rescale, part_rescale = tl.exp2(row_max - finite(new_max)), tl.exp2(part_max - finite(new_max))
     return (
-        result * tl.expand_dims(share, -1) + part * tl.expand_dims(part_share, -1),
-        new_top,
-        mass * share + part_mass * part_share,
+        acc * tl.expand_dims(rescale, -1) + part * tl.expand_dims(part_rescale, -1),
+        new_max,
+        row_sum * rescale + part_sum * part_rescale,
     )
 
 
@@ -61,50 +60,50 @@ def attend_split(
 ):  # fmt: skip
     """Queries q [M,D] at `position` [M] over the keys of a split that lie in first_key..end-1.
 
-    k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two.  Returns the weighted values [M,D], not divided,
-    the largest score [M] and the sum of the weights [M], all float32.
+    k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two.  Returns the undivided acc [M,D], row_max [M] and
+    row_sum [M], all float32.
     """
     column = tl.arange(0, DIM_BLOCK)[None, :]
-    top = tl.full([q.shape[0]], NEVER, tl.float32)
-    mass = tl.zeros([q.shape[0]], tl.float32)
-    result = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
+    row_max = tl.full([q.shape[0]], NEG_INF, tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], DIM_BLOCK], tl.float32)
     start = tl.maximum(split * SPLIT, first_key // KEYS * KEYS)
     for tile in range(start, tl.minimum((split + 1) * SPLIT, end), KEYS):
         key = tile + tl.arange(0, KEYS)
-        there = (key < end)[:, None] & (column < DIM)
+        valid = (key < end)[:, None] & (column < DIM)
         if PAGE % KEYS == 0:
             block = tl.load(table_ptr + tile // PAGE).to(tl.int64)
         else:
             block = tl.load(table_ptr + key // PAGE, mask=key < end, other=0).to(tl.int64)
-        place = (block * (KV_HEADS * PAGE) + key % PAGE)[:, None] * DIM + column
-        k = tl.load(k_ptr + place, mask=there, other=0.0).to(q.dtype)
+        offset = (block * (KV_HEADS * PAGE) + key % PAGE)[:, None] * DIM + column
+        k = tl.load(k_ptr + offset, mask=valid, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
-        seen = key[None, :] <= position[:, None]
+        visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, NEVER)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - finite(new_top)[:, None])
-        share = tl.exp2(top - finite(new_top))
-        mass = mass * share + tl.sum(weights, 1)
-        v = tl.load(v_ptr + place, mask=there, other=0.0).to(q.dtype)
-        result = tl.dot(weights.to(v.dtype), v, result * share[:, None], input_precision="ieee")
-        top = new_top
-    return result, top, mass
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, NEG_INF)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        probs = tl.exp2(scores - finite(new_max)[:, None])
+        rescale = tl.exp2(row_max - finite(new_max))
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        v = tl.load(v_ptr + offset, mask=valid, other=0.0).to(q.dtype)
+        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride", "max_splits"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, top_ptr, mass_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, max_ptr, sum_ptr,
     rows, scale, q_stride, table_stride, max_splits, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every (row with one query, split, KV head): partial results [R,splits,Hq,D], tops and masses [R,splits,Hq]."""
-    each = tl.arange(0, ROWS_BLOCK)
-    length = tl.load(len_ptr + each, mask=each < rows, other=0)
-    start = tl.load(start_ptr + each, mask=each < rows, other=0)
-    queries = tl.load(start_ptr + each + 1, mask=each < rows, other=0) - start
+    """Every (row with one query, split, KV head): partial acc [R,splits,Hq,D], row_max and row_sum [R,splits,Hq]."""
+    index = tl.arange(0, ROWS_BLOCK)
+    length = tl.load(len_ptr + index, mask=index < rows, other=0)
+    start = tl.load(start_ptr + index, mask=index < rows, other=0)
+    queries = tl.load(start_ptr + index + 1, mask=index < rows, other=0) - start
     first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else tl.zeros_like(length)
     count = tl.where(queries == 1, (length + SPLIT - 1) // SPLIT - first, 0)
     up_to = tl.cumsum(count, 0)
@@ -115,30 +114,30 @@ def decode_kernel(
         pair = item // KV_HEADS
         kv_head = item % KV_HEADS
         row = tl.sum((up_to <= pair).to(tl.int32), 0)
-        mine = each == row
-        split = pair - tl.sum(tl.where(each < row, count, 0), 0) + tl.sum(tl.where(mine, first, 0), 0)
-        end = tl.sum(tl.where(mine, length, 0), 0)
-        token = tl.sum(tl.where(mine, start, 0), 0).to(tl.int64)
+        is_row = index == row
+        split = pair - tl.sum(tl.where(index < row, count, 0), 0) + tl.sum(tl.where(is_row, first, 0), 0)
+        end = tl.sum(tl.where(is_row, length, 0), 0)
+        token = tl.sum(tl.where(is_row, start, 0), 0).to(tl.int64)
         head = kv_head * GROUP + slot
-        own = slot < GROUP
-        inside = own[:, None] & (column < DIM)
+        is_head = slot < GROUP
+        inside = is_head[:, None] & (column < DIM)
         q = tl.load(q_ptr + token * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
         first_key = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
         position = tl.full([TILE], 0, tl.int32) + (end - 1)
-        part, top, mass = attend_split(
+        part, row_max, row_sum = attend_split(
             q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
             table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
             KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
         )  # fmt: skip
-        place = (row.to(tl.int64) * max_splits + split) * (GROUP * KV_HEADS) + head
-        tl.store(part_ptr + place[:, None] * DIM + column, part, mask=inside)
-        tl.store(top_ptr + place, top, mask=own)
-        tl.store(mass_ptr + place, mass, mask=own)
+        offset = (row.to(tl.int64) * max_splits + split) * (GROUP * KV_HEADS) + head
+        tl.store(part_ptr + offset[:, None] * DIM + column, part, mask=inside)
+        tl.store(max_ptr + offset, row_max, mask=is_head)
+        tl.store(sum_ptr + offset, row_sum, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["max_splits"])
 def merge_kernel(
-    part_ptr, top_ptr, mass_ptr, start_ptr, len_ptr, out_ptr, max_splits, v_scale,
+    part_ptr, max_ptr, sum_ptr, start_ptr, len_ptr, out_ptr, max_splits, v_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row with one query: its splits in ascending order."""
@@ -147,17 +146,19 @@ def merge_kernel(
     length = tl.load(len_ptr + row)
     if tl.load(start_ptr + row + 1) - start == 1:
         column = tl.arange(0, DIM_BLOCK)
-        result = tl.zeros([1, DIM_BLOCK], tl.float32)
-        top = tl.full([1], NEVER, tl.float32)
-        mass = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, DIM_BLOCK], tl.float32)
+        row_max = tl.full([1], NEG_INF, tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
         first = tl.maximum(length - WINDOW, 0) // SPLIT if WINDOW > 0 else 0
-        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=FETCHED):
-            place = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
-            part = tl.load(part_ptr + place[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
-            result, top, mass = merge(result, top, mass, part, tl.load(top_ptr + place), tl.load(mass_ptr + place))
-        out = result / mass[:, None] * v_scale
-        place = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
+        for split in tl.range(first, (length + SPLIT - 1) // SPLIT, num_stages=MERGE_STAGES):
+            offset = (row * max_splits + split) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(part_ptr + offset[:, None] * DIM + column[None, :], mask=column[None, :] < DIM, other=0.0)
+            acc, row_max, row_sum = merge(
+                acc, row_max, row_sum, part, tl.load(max_ptr + offset), tl.load(sum_ptr + offset)
+            )
+        out = acc / row_sum[:, None] * v_scale
+        offset = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=column[None, :] < DIM)
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """A tile of queries (of a row with several) that share a KV head, over all their splits."""
     QUERIES: tl.constexpr = TILE // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long ones, which are late in their rows, first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # long ones, late in their rows, come first
     kv_head = tl.program_id(1)
     row = row_of_tile(start_ptr, rows, tile, QUERIES)
     start = tl.load(start_ptr + row)
@@ -192,28 +193,28 @@ def prefill_kernel(
     if (queries > 1) & (first_query < queries):
         slot = tl.arange(0, TILE)
         query = first_query + slot // GROUP
-        own = (slot < QUERIES * GROUP) & (query < queries)
+        is_query = (slot < QUERIES * GROUP) & (query < queries)
         column = tl.arange(0, DIM_BLOCK)[None, :]
-        inside = own[:, None] & (column < DIM)
+        inside = is_query[:, None] & (column < DIM)
         head = kv_head * GROUP + slot % GROUP
         token = (start + query).to(tl.int64)
         q = tl.load(q_ptr + token[:, None] * q_stride + head[:, None] * DIM + column, mask=inside, other=0.0)
         position = length - queries + query
         end = length - queries + tl.minimum(first_query + QUERIES, queries)  # no query of the tile sees further
         first_key = tl.maximum(length - queries + first_query + 1 - WINDOW, 0) if WINDOW > 0 else 0
-        result = tl.zeros([TILE, DIM_BLOCK], tl.float32)
-        top = tl.full([TILE], NEVER, tl.float32)
-        mass = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, DIM_BLOCK], tl.float32)
+        row_max = tl.full([TILE], NEG_INF, tl.float32)
+        row_sum = tl.zeros([TILE], tl.float32)
         for split in range(first_key // SPLIT, (end + SPLIT - 1) // SPLIT):
-            part, part_top, part_mass = attend_split(
+            part, part_max, part_sum = attend_split(
                 q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
                 table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
                 KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
             )  # fmt: skip
-            result, top, mass = merge(result, top, mass, part, part_top, part_mass)
-        out = result / tl.where(own, mass, 1.0)[:, None] * v_scale
-        place = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+            acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
+        out = acc / tl.where(is_query, row_sum, 1.0)[:, None] * v_scale
+        offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @attention.paged_attention.implement("triton", device="cuda")
@@ -228,7 +229,7 @@ def paged_attention(
     window: int,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """As the reference; q may be a slice of a tensor [T, ...]."""
+    """q may be a slice of a tensor [T, ...]."""
     tokens, heads, dim = q.shape
     rows, width = block_tables.shape
     kv_heads, page = k_cache.shape[1:3]
@@ -239,7 +240,7 @@ def paged_attention(
     tile = max(TILE, triton.next_power_of_2(group))
     dim_block = max(16, triton.next_power_of_2(dim))
     shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, tile)
-    how = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
+    config = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
     scale *= LOG2_E
     strides = (q.stride(0), block_tables.stride(0))
     if tokens > rows:
@@ -247,27 +248,27 @@ def paged_attention(
         prefill_kernel[(tokens // queries + rows, kv_heads)](
             q, k_cache, v_cache, block_tables, query_start, seq_lens, out,
             rows, scale, v_scale, *strides, page * dim, *shape,
-            num_warps=WARPS, num_stages=how["prefill_stages"], **EXACT,
+            num_warps=WARPS, num_stages=config["prefill_stages"], **EXACT,
         )  # fmt: skip
     max_splits = triton.cdiv(width * page, SPLIT)
     parts = q.new_empty((rows, max_splits, heads, dim), dtype=torch.float32)
-    tops, masses = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
-    programs = how["programs"] * multiprocessors(q.device.index)
+    maxima, row_sums = q.new_empty((2, rows, max_splits, heads), dtype=torch.float32).unbind()
+    programs = config["programs"] * multiprocessors(q.device.index)
     decode_kernel[(min(programs, rows * kv_heads * max_splits),)](
-        q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, tops, masses,
+        q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, maxima, row_sums,
         rows, scale, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
-        num_warps=WARPS, num_stages=how["decode_stages"], **EXACT,
+        num_warps=WARPS, num_stages=config["decode_stages"], **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](
-        parts, tops, masses, query_start, seq_lens, out, max_splits, v_scale, heads, dim, window, SPLIT, dim_block,
+        parts, maxima, row_sums, query_start, seq_lens, out, max_splits, v_scale, heads, dim, window, SPLIT, dim_block,
         num_warps=1, **EXACT,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def kept(x, cache, scale):
-    """x as the cache keeps it; only one of float8 is scaled."""
+def to_cache(x, cache, scale):
+    """x in the cache's dtype; scaled if that is float8."""
     if cache.dtype.element_ty == tl.float8e4nv:
         return nearest(tl.div_rn(x.to(tl.float32), scale))
     else:
@@ -285,11 +286,11 @@ def store_kernel(
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     column = tl.arange(0, DIM_BLOCK)[None, :]
     inside = (head < HEADS) & (column < DIM)
-    place = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    offset = ((slot // PAGE * HEADS + head) * PAGE + slot % PAGE) * DIM + column
     k = tl.load(k_ptr + token * k_stride + head * k_head_stride + column, mask=inside)
     v = tl.load(v_ptr + token * v_stride + head * v_head_stride + column, mask=inside)
-    tl.store(k_cache + place, kept(k, k_cache, k_scale), mask=inside)
-    tl.store(v_cache + place, kept(v, v_cache, v_scale), mask=inside)
+    tl.store(k_cache + offset, to_cache(k, k_cache, k_scale), mask=inside)
+    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
 
 
 @attention.store_kv.implement("triton", device="cuda")
@@ -302,7 +303,7 @@ def store_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """As the reference; k and v may be slices of one tensor [T, ...]."""
+    """k and v may be slices of one tensor [T, ...]."""
     tokens, heads, dim = k.shape
     if tokens:
         heads_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
@@ -355,10 +356,10 @@ def norm_rope_store_kernel(
     inside = (head < K_HEADS) & (column < DIM)
     k = prepared_heads(qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
     v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
-    place = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
+    offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     # rounded to the dtype of the projection first, as a key that is stored by itself
-    tl.store(k_cache + place, kept(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
-    tl.store(v_cache + place, kept(v, v_cache, v_scale), mask=inside)
+    tl.store(k_cache + offset, to_cache(k.to(qkv_ptr.dtype.element_ty), k_cache, k_scale), mask=inside)
+    tl.store(v_cache + offset, to_cache(v, v_cache, v_scale), mask=inside)
 
 
 @attention.norm_rope_store.implement("triton", device="cuda")

@@ -1,10 +1,9 @@
-"""Matrix products on the GPU: an invariant one for exact serving, cuBLAS for fast serving.
+"""Matrix products on the GPU: a batch-invariant one for exact serving, cuBLAS for fast serving.
 
-The invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never split
-over programs; tiles over M and N, and how much of K is fetched at once, are chosen by M and N, which changes no
-output's chain.  cuBLAS picks its order of summation by the shape of the call, so a row's bits follow the size of the
-batch there.  Weights stay as checkpoints have them, so an embedding tied to the head is the same memory.  This file
-must not know what a weight is for.
+The batch-invariant product accumulates each output over K in ascending order in one chain of the matrix unit, never
+split over programs; tiles over M and N, and the size of a step of K, are chosen by M and N, which changes no output's
+chain.  cuBLAS picks its order of summation by the shape of the call, so a row's bits depend on the size of
+the batch.  Weights keep the checkpoint's layout, so an embedding tied to the head shares its memory.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from tokserve.ops import dense
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP
 from tokserve.ops.triton import elementwise
-from tokserve.ops.triton.launch import EXACT, home, tuned
+from tokserve.ops.triton.launch import EXACT, torch_device, tuned
 
 BLOCK_K = STEP  # inputs of one step; part of the arithmetic where both are float8, else what the table says
-BAND = 8  # tiles of rows that are done before the next outputs: their inputs stay in the L2 cache
+BAND = 8  # tiles of rows computed before the next outputs: their inputs stay in the L2 cache
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,21 +41,21 @@ def linear_kernel(
     row = (band * BAND + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     output = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
     step = tl.arange(0, BLOCK_K)
-    x_place = x_ptr + row.to(tl.int64)[:, None] * x_stride + step[None, :]
-    weight_place = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
-    x_there, weight_there = (row < rows)[:, None], (output < outputs)[:, None]
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + step[None, :]
+    weight_ptrs = weight_ptr + output.to(tl.int64)[:, None] * inputs + step[None, :]
+    x_valid, weight_valid = (row < rows)[:, None], (output < outputs)[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, inputs, BLOCK_K):
         if EVEN:
-            x = tl.load(x_place + start, mask=x_there, other=0.0)
-            weight = tl.load(weight_place + start, mask=weight_there, other=0.0)
+            x = tl.load(x_ptrs + start, mask=x_valid, other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=weight_valid, other=0.0)
         else:
-            left = (step < inputs - start)[None, :]
-            x = tl.load(x_place + start, mask=x_there & left, other=0.0)
-            weight = tl.load(weight_place + start, mask=weight_there & left, other=0.0)
+            remaining = (step < inputs - start)[None, :]
+            x = tl.load(x_ptrs + start, mask=x_valid & remaining, other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=weight_valid & remaining, other=0.0)
         if GROUP > 0:
-            scale_place = weight_scale_ptr + start // GROUP * outputs + output
-            scale = tl.load(scale_place, mask=output < outputs, other=0.0)
+            scale_ptrs = weight_scale_ptr + start // GROUP * outputs + output
+            scale = tl.load(scale_ptrs, mask=output < outputs, other=0.0)
             sums += tl.dot(x, tl.trans(weight)) * scale[None, :]
         elif SCALED:
             sums = tl.dot(x, tl.trans(weight), sums, max_num_imprecise_acc=BLOCK_K)
@@ -68,9 +67,9 @@ def linear_kernel(
             sums = sums * tl.load(weight_scale_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
-    there = (row < rows)[:, None] & (output < outputs)[None, :]
-    tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=there)
+    offset = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    valid = (row < rows)[:, None] & (output < outputs)[None, :]
+    tl.store(out_ptr + offset, sums.to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @dense.pack_linear.implement("cublas", device="cuda")
@@ -78,22 +77,21 @@ def linear_kernel(
 @dense.pack_gated.implement("cublas", device="cuda")
 @dense.pack_gated.implement("triton", device="cuda")
 def pack(weight: Tensor) -> PackedWeight:
-    """A copy of the weight on the GPU, as it is."""
+    """A copy of the weight on the GPU."""
     rows, columns = weight.shape
-    there = weight.to(home(), copy=True, memory_format=torch.contiguous_format)
-    return PackedWeight(rows, columns, weight.dtype, there)
+    copy = weight.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
+    return PackedWeight(rows, columns, weight.dtype, copy)
 
 
 @dense.embedding.implement("cublas", device="cuda")
 @dense.embedding.implement("triton", device="cuda")
 def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    """As the reference."""
     return functional.embedding(ids, packed.packed)
 
 
 @dense.linear.implement("triton", device="cuda")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     return product(x, packed.packed, bias, out, None)
 
@@ -107,21 +105,20 @@ def product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows:
-        how = tuned("linear", x.device.index, rows=rows, outputs=outputs, bytes=x.element_size())
-        block_m, block_n = how["tile"]
-        block_k = how.get("step", BLOCK_K) if scales is None else BLOCK_K
+        config = tuned("linear", x.device.index, rows=rows, outputs=outputs, bytes=x.element_size())
+        block_m, block_n = config["tile"]
+        block_k = config.get("step", BLOCK_K) if scales is None else BLOCK_K
         grid = (triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)
         linear_kernel[grid](
             x, weight, out if bias is None else bias, out, *(scales or (out, out)), rows, outputs, inputs, x.stride(0),
             scales is not None, group, bias is not None, inputs % block_k == 0, BAND, block_m, block_n, block_k,
-            num_warps=how["warps"], num_stages=how["stages"], **EXACT,
+            num_warps=config["warps"], num_stages=config["stages"], **EXACT,
         )  # fmt: skip
     return out
 
 
 @dense.gated_linear.implement("triton", device="cuda")
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
-    """As the reference."""
     both = linear(x, packed, bias)
     return both if activation is None else elementwise.gated(both, activation == "gelu_tanh")
 
@@ -130,7 +127,7 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
 def linear_by_cublas(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As the reference, but a row's bits may depend on how many rows there are."""
+    """Not batch-invariant: a row's bits may depend on the number of rows."""
     if out_dtype is None or out_dtype == x.dtype:
         return functional.linear(x, packed.packed, bias)
     sums = torch.mm(x, packed.packed.t(), out_dtype=out_dtype)

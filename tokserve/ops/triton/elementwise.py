@@ -1,7 +1,7 @@
-"""Norms, rotary embedding and gated activations on the GPU: a program has a row, whose arithmetic is the reference's.
+"""Norms, rotary embedding and gated activations on the GPU: a program per row, with the reference's arithmetic.
 
-A sum over a row is one tree whose shape follows from the row's width, so a row's bits know nothing of other rows.
-Nothing is contracted into a fused multiply-add unless it says `tl.fma`.  This file must not know layers.
+A sum over a row is one tree whose shape depends on the row's width only, so a row's bits do not depend on other rows.
+Nothing is contracted into a fused multiply-add except `tl.fma`.
 """
 
 from __future__ import annotations
@@ -60,13 +60,11 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @elementwise.rms_norm.implement("triton", device="cuda")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference."""
     return _norm(x, None, weight, eps)[0]
 
 
 @elementwise.add_rms_norm.implement("triton", device="cuda")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As the reference."""
     return _norm(x, residual, weight, eps)
 
 
@@ -81,11 +79,11 @@ def rotated_heads(x_ptr, head, column, inside, cos, sin, head_stride, ROT: tl.co
     """Heads [H,1] x elements [1,D] at x_ptr after the rotation, in float32: [H,D]."""
     HALF: tl.constexpr = ROT // 2
     first = column < HALF
-    turning = column < ROT
-    partner_column = tl.where(first, column + HALF, tl.where(turning, column - HALF, column))
+    rotated = column < ROT
+    partner_column = tl.where(first, column + HALF, tl.where(rotated, column - HALF, column))
     x = tl.load(x_ptr + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + head * head_stride + partner_column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(turning, rotate(x, partner, cos, sin, first), x)
+    return tl.where(rotated, rotate(x, partner, cos, sin, first), x)
 
 
 @triton.jit
@@ -99,9 +97,9 @@ def rope_kernel(
     column = tl.arange(0, DIM_BLOCK)[None, :]
     angle = column % (ROT // 2)
     row = table_ptr + tl.load(position_ptr + token) * ROT
-    turning = column < ROT
-    cos = tl.load(row + angle, mask=turning, other=1.0)
-    sin = tl.load(row + ROT // 2 + angle, mask=turning, other=0.0)
+    rotated = column < ROT
+    cos = tl.load(row + angle, mask=rotated, other=1.0)
+    sin = tl.load(row + ROT // 2 + angle, mask=rotated, other=0.0)
     head = tl.arange(0, Q_BLOCK)[:, None]
     inside = (head < Q_HEADS) & (column < DIM)
     q = rotated_heads(q_ptr + token * q_stride, head, column, inside, cos, sin, q_head_stride, ROT)
@@ -114,7 +112,7 @@ def rope_kernel(
 
 @elementwise.rope.implement("triton", device="cuda")
 def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; q and k may be slices of one tensor [T, ...]."""
+    """q and k may be slices of one tensor [T, ...]."""
     tokens, q_heads, dim = q.shape
     k_heads = k.shape[1]
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -145,8 +143,8 @@ def gate_kernel(x_ptr, out_ptr, inner, x_stride, GELU: tl.constexpr, BLOCK: tl.c
     gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + inner + column, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        swollen = (gate + gate * gate * gate * 0.044715) * 0.7978845608028654  # sqrt(2 / pi)
-        active = gate * 0.5 * (1.0 + tanh(swollen))
+        cubic = (gate + gate * gate * gate * 0.044715) * 0.7978845608028654  # sqrt(2 / pi)
+        active = gate * 0.5 * (1.0 + tanh(cubic))
     else:
         active = gate / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + row * inner + column, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
@@ -165,11 +163,9 @@ def gated(x: Tensor, gelu: bool) -> Tensor:
 
 @elementwise.silu_mul.implement("triton", device="cuda")
 def silu_mul(x: Tensor) -> Tensor:
-    """As the reference."""
     return gated(x, False)
 
 
 @elementwise.gelu_mul.implement("triton", device="cuda")
 def gelu_mul(x: Tensor) -> Tensor:
-    """As the reference."""
     return gated(x, True)

@@ -1,7 +1,7 @@
-"""What is taken out of logits or off them on the GPU: top-k, top-p and min-p, and penalties.
+"""Filters and penalties of logits on the GPU: top-k, top-p and min-p.
 
-Thresholds are found digit by digit in the order of the floats, so nothing is sorted; counts and the masses of top-p are
-integers, whose sums have no order; a tie goes to the lower id.  This file must not know requests.
+Thresholds are determined digit by digit in the order of the floats, without a sort; counts and the masses of top-p are
+integers, whose sums do not depend on order; among equals the lower id wins.
 """
 
 from __future__ import annotations
@@ -16,102 +16,103 @@ from tokserve.ops.triton.launch import EXACT, warps
 from tokserve.ops.triton.sampling import ordered
 
 SLICE = 4096  # vocabulary entries of one program
-SWEEP = 1024  # entries that a threshold search looks at at a time
+SWEEP = 1024  # entries per step of a threshold search
 CHUNK = 1024  # tokens of a history that one program counts
-NEVER = tl.constexpr(float("-inf"))
+NEG_INF = tl.constexpr(float("-inf"))
 UNIT = tl.constexpr(float(1 << 40))  # masses are counted in 2^-40 of the most probable entry's
 DIGIT_BITS = tl.constexpr(4)
 DIGITS = tl.constexpr(16)
 
 
 @triton.jit
-def masses(x, top):
-    """Probability of x relative to that of `top`, in units: int64."""
-    return (tl.exp(x - top) * UNIT).to(tl.int64)
+def masses(x, row_max):
+    """Probability of x relative to that of `row_max`, in units: int64."""
+    return (tl.exp(x - row_max) * UNIT).to(tl.int64)
 
 
 @triton.jit
-def threshold(logits_ptr, row, width, top, wanted, MASS: tl.constexpr, SWEEP: tl.constexpr):
-    """The largest number t such that entries whose order is t or more are `wanted` in count, or in mass: uint32."""
-    found = tl.zeros([1], tl.uint32)
+def find_threshold(logits_ptr, row, width, row_max, target, MASS: tl.constexpr, SWEEP: tl.constexpr):
+    """The largest t such that entries of order t or more have at least `target` in count, or in mass: uint32."""
+    prefix = tl.zeros([1], tl.uint32)
     shift = tl.zeros([1], tl.uint32) + (32 - DIGIT_BITS)
     digit = tl.arange(0, DIGITS).to(tl.uint32)[None, :]
     for _ in range(32 // DIGIT_BITS):
-        pivot = found[:, None] + (digit << shift[:, None])
+        pivot = prefix[:, None] + (digit << shift[:, None])
         count = tl.zeros([SWEEP, DIGITS], tl.int64)
         for start in range(0, width, SWEEP):
             id = start + tl.arange(0, SWEEP)
-            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
-            one = masses(x, top) if MASS else (id < width).to(tl.int64)
+            x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
+            one = masses(x, row_max) if MASS else (id < width).to(tl.int64)
             count += tl.where(ordered(x)[:, None] >= pivot, one[:, None], 0)
-        enough = (tl.sum(count, 0) >= wanted).to(tl.int32)  # ones, then zeros; the first is one
-        found += (tl.sum(enough, 0) - 1).to(tl.uint32) << shift
+        enough = (tl.sum(count, 0) >= target).to(tl.int32)  # ones, then zeros; the first is one
+        prefix += (tl.sum(enough, 0) - 1).to(tl.uint32) << shift
         shift -= DIGIT_BITS
-    return found
+    return prefix
 
 
 @triton.jit
-def beyond(logits_ptr, row, width, top, limit, MASS: tl.constexpr, SWEEP: tl.constexpr):
+def above(logits_ptr, row, width, row_max, limit, MASS: tl.constexpr, SWEEP: tl.constexpr):
     """Count, or mass, of the entries whose order is above `limit`: int64."""
     count = tl.zeros([SWEEP], tl.int64)
     for start in range(0, width, SWEEP):
         id = start + tl.arange(0, SWEEP)
-        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
-        one = masses(x, top) if MASS else (id < width).to(tl.int64)
+        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
+        one = masses(x, row_max) if MASS else (id < width).to(tl.int64)
         count += tl.where((ordered(x) > limit) & (id < width), one, 0)
     return tl.sum(count, 0)
 
 
 @triton.jit
 def value_of(order):
-    """The float whose order this is."""
+    """The float of this order."""
     bits = order.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize_on_alignment=["top_k_ptr", "top_p_ptr", "min_p_ptr"])
 def filter_kernel(logits_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, width, SWEEP: tl.constexpr):
-    """One row: entries above a limit stay, and the first `room` of those at it."""
+    """One row: keep entries above a limit, and the first `num_ties` of those equal to it."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
-    tops = tl.full([SWEEP], NEVER, tl.float32)
+    maxima = tl.full([SWEEP], NEG_INF, tl.float32)
     for start in range(0, width, SWEEP):
         id = start + tl.arange(0, SWEEP)
-        tops = tl.maximum(tops, tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER))
-    top = tl.max(tops, 0)
+        maxima = tl.maximum(maxima, tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF))
+    row_max = tl.max(maxima, 0)
     limit = tl.zeros([1], tl.uint32)
-    room = tl.zeros([1], tl.int64) + width
+    num_ties = tl.zeros([1], tl.int64) + width
     if (top_k > 0) & (top_k < width):
-        limit = threshold(logits_ptr, row, width, top, top_k, False, SWEEP)
-        room = top_k - beyond(logits_ptr, row, width, top, limit, False, SWEEP) + tl.zeros([1], tl.int64)
+        limit = find_threshold(logits_ptr, row, width, row_max, top_k, False, SWEEP)
+        num_ties = top_k - above(logits_ptr, row, width, row_max, limit, False, SWEEP) + tl.zeros([1], tl.int64)
     if top_p < 1.0:
         if (top_k > 0) & (top_k < width):
-            total = beyond(logits_ptr, row, width, top, limit, True, SWEEP) + room * masses(value_of(limit), top)
+            total = above(logits_ptr, row, width, row_max, limit, True, SWEEP) + num_ties * masses(
+                value_of(limit), row_max
+            )
         else:
-            total = beyond(logits_ptr, row, width, top, limit, True, SWEEP) + tl.zeros([1], tl.int64)
-        wanted = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-        wanted = tl.maximum(tl.minimum(wanted, total), 1)
-        limit = threshold(logits_ptr, row, width, top, wanted, True, SWEEP)
-        one = tl.maximum(masses(value_of(limit), top), 1)
-        room = (wanted - beyond(logits_ptr, row, width, top, limit, True, SWEEP) + one - 1) // one
+            total = above(logits_ptr, row, width, row_max, limit, True, SWEEP) + tl.zeros([1], tl.int64)
+        target = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        target = tl.maximum(tl.minimum(target, total), 1)
+        limit = find_threshold(logits_ptr, row, width, row_max, target, True, SWEEP)
+        one = tl.maximum(masses(value_of(limit), row_max), 1)
+        num_ties = (target - above(logits_ptr, row, width, row_max, limit, True, SWEEP) + one - 1) // one
     passed = tl.zeros([1], tl.int64)
     for start in range(0, width, SWEEP):
         id = start + tl.arange(0, SWEEP)
-        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEVER)
+        x = tl.load(logits_ptr + row * width + id, mask=id < width, other=NEG_INF)
         order = ordered(x)
         at = (order == limit).to(tl.int64)
-        stays = (order > limit) | ((at > 0) & (passed + tl.cumsum(at, 0) <= room))
+        keep = (order > limit) | ((at > 0) & (passed + tl.cumsum(at, 0) <= num_ties))
         if min_p > 0.0:
-            stays = stays & (tl.exp(x - top) >= min_p)
-        tl.store(out_ptr + row * width + id, tl.where(stays, x, NEVER), mask=id < width)
+            keep = keep & (tl.exp(x - row_max) >= min_p)
+        tl.store(out_ptr + row * width + id, tl.where(keep, x, NEG_INF), mask=id < width)
         passed += tl.sum(at, 0)
 
 
 @sampling.filter_logits.implement("triton", device="cuda")
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """As the reference."""
     logits = logits.contiguous()
     rows, width = logits.shape
     out = torch.empty_like(logits)
@@ -121,33 +122,33 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
 
 
 @triton.jit(do_not_specialize=["length"])
-def count_kernel(history_ptr, prompt_len_ptr, len_ptr, seen_ptr, length, width, CHUNK: tl.constexpr):
-    """A chunk of one row's history: 2 is added to a token's number for each output, 1 says it was in the prompt."""
+def count_kernel(history_ptr, prompt_len_ptr, len_ptr, count_ptr, length, width, CHUNK: tl.constexpr):
+    """A chunk of one row's history: adds 2 to a token's count per output, and sets bit 0 if the prompt has it."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     present = (at < length) & (at < tl.load(len_ptr + row))
     token = tl.load(history_ptr + row * length + at, mask=present, other=0)
     output = at >= tl.load(prompt_len_ptr + row)
-    tl.atomic_add(seen_ptr + row * width + token, 2, mask=present & output, sem="relaxed")
-    tl.atomic_or(seen_ptr + row * width + token, 1, mask=present & (at < tl.load(prompt_len_ptr + row)), sem="relaxed")
+    tl.atomic_add(count_ptr + row * width + token, 2, mask=present & output, sem="relaxed")
+    tl.atomic_or(count_ptr + row * width + token, 1, mask=present & (at < tl.load(prompt_len_ptr + row)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["presence_ptr", "frequency_ptr", "repetition_ptr"])
 def penalize_kernel(
-    logits_ptr, seen_ptr, presence_ptr, frequency_ptr, repetition_ptr, out_ptr, width, SLICE: tl.constexpr
+    logits_ptr, count_ptr, presence_ptr, frequency_ptr, repetition_ptr, out_ptr, width, SLICE: tl.constexpr
 ):
     """A slice of one row: repetition, then frequency, then presence."""
     row = tl.program_id(0).to(tl.int64)
     id = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    there = id < width
-    x = tl.load(logits_ptr + row * width + id, mask=there, other=0.0)
-    seen = tl.load(seen_ptr + row * width + id, mask=there, other=0)
+    valid = id < width
+    x = tl.load(logits_ptr + row * width + id, mask=valid, other=0.0)
+    seen = tl.load(count_ptr + row * width + id, mask=valid, other=0)
     factor = tl.load(repetition_ptr + row) + tl.zeros_like(x)
     count = (seen >> 1).to(tl.float32)
     x = tl.where(seen > 0, tl.where(x > 0.0, tl.div_rn(x, factor), x * factor), x)
     x = x - count * tl.load(frequency_ptr + row)
     x = x - tl.where(count > 0.0, tl.load(presence_ptr + row), 0.0)
-    tl.store(out_ptr + row * width + id, x, mask=there)
+    tl.store(out_ptr + row * width + id, x, mask=valid)
 
 
 @sampling.penalize.implement("triton", device="cuda")
@@ -160,7 +161,6 @@ def penalize(
     frequency: Tensor,
     repetition: Tensor,
 ) -> Tensor:
-    """As the reference."""
     logits = logits.contiguous()
     rows, width = logits.shape
     length = history.shape[1]

@@ -1,8 +1,7 @@
-"""Float8 on the GPU: rounding to it, rows scaled to it, and products of such rows, invariant or by cuBLAS.
+"""Float8 on the GPU: rounding, quantized rows, and products of such rows, batch-invariant or by cuBLAS.
 
-Rounding is done in float32 first, so what converts is exact already and no machine's conversion has a say.  The matrix
-unit adds products of float8 with 14 bits; so it does within one step of K only, and the steps add up in float32.  This
-file must not know what a weight is for.
+Values are rounded in float32 first, so that the conversion is exact on every GPU.  The matrix unit adds float8 products
+with 14 bits; so it adds within one step of K only, and steps add up in float32.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 from tokserve.ops import float8
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.triton.dense import product
-from tokserve.ops.triton.launch import EXACT, home, warps
+from tokserve.ops.triton.launch import EXACT, torch_device, warps
 
-MOST = tl.constexpr(float8.MOST)
-LEAST = tl.constexpr(float8.LEAST)
-BY_16 = 16  # cuBLAS takes sides that this divides
+MAX = tl.constexpr(float8.MAX)
+MIN_MAGNITUDE = tl.constexpr(float8.MIN_MAGNITUDE)
+CUBLAS_ALIGN = 16  # cuBLAS takes sides that are multiples of this
 
 
 @triton.jit
 def nearest(x):
     """The number of e4m3 nearest to the float32 x, ties to even, as float8; past the largest, that.  NaN stays NaN."""
-    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    x = tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))
     bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF  # three bits after the first stay
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF  # keeps three bits after the first
     small = (x + 24576.0) - 24576.0  # 1.5 * 2^14, whose last bit is 2^-9, as that of the smallest numbers
     rounded = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return tl.where(x == x, rounded, x).to(tl.float8e4nv)
@@ -41,15 +40,15 @@ def float8_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, WIDTH: tl.constexpr,
     inside = column < WIDTH
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 0)
-    broken = tl.sum((x != x).to(tl.int32), 0) > 0
-    finite = (largest < float("inf")) & (broken == 0)
-    largest = tl.maximum(largest, LEAST)
-    tl.store(out_ptr + row * WIDTH + column, nearest(x * tl.div_rn(MOST, largest)), mask=inside)
-    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(largest, MOST), float("nan")))
+    has_nan = tl.sum((x != x).to(tl.int32), 0) > 0
+    finite = (largest < float("inf")) & (has_nan == 0)
+    largest = tl.maximum(largest, MIN_MAGNITUDE)
+    tl.store(out_ptr + row * WIDTH + column, nearest(x * tl.div_rn(MAX, largest)), mask=inside)
+    tl.store(scale_ptr + row, tl.where(finite, tl.div_rn(largest, MAX), float("nan")))
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     rows, width = x.shape
     values = x.new_empty((rows, width), dtype=torch.float8_e4m3fn)
     scales = x.new_empty(rows, dtype=torch.float32)
@@ -64,22 +63,22 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack(weight: Tensor) -> PackedFloat8:
     """Values and scales on the GPU."""
     rows, columns = weight.shape
-    values, scales = quantize(weight.to(home()).contiguous())
+    values, scales = quantize(weight.to(torch_device()).contiguous())
     return PackedFloat8(rows, columns, values, scales[None], columns)
 
 
 @float8.pack_scaled_float8.implement("cublas", device="cuda")
 @float8.pack_scaled_float8.implement("triton", device="cuda")
 def pack_scaled(values: Tensor, scales: Tensor, group: int) -> PackedFloat8:
-    """Copies on the GPU, as they are."""
+    """Copies on the GPU."""
     rows, columns = values.shape
-    there = values.to(home(), copy=True, memory_format=torch.contiguous_format)
-    return PackedFloat8(rows, columns, there, scales.to(home(), copy=True).contiguous(), group)
+    copy = values.to(torch_device(), copy=True, memory_format=torch.contiguous_format)
+    return PackedFloat8(rows, columns, copy, scales.to(torch_device(), copy=True).contiguous(), group)
 
 
 @float8.linear_float8.implement("triton", device="cuda")
 def linear(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference, with the matrix unit's sums."""
+    """Sums are those of the matrix unit."""
     values, scales = quantize(x)
     out = x.new_empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
     group = packed.group if len(packed.scales) > 1 else 0
@@ -90,8 +89,8 @@ def linear(x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torc
 def linear_by_cublas(
     x: Tensor, packed: PackedFloat8, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As the reference, but a row's bits may depend on how many rows there are; what cuBLAS does not take, as above."""
-    fits = len(packed.scales) == 1 and packed.rows % BY_16 == 0 and packed.columns % BY_16 == 0
+    """Not batch-invariant; falls back to `linear` for shapes and dtypes that cuBLAS does not take."""
+    fits = len(packed.scales) == 1 and packed.rows % CUBLAS_ALIGN == 0 and packed.columns % CUBLAS_ALIGN == 0
     if (out_dtype or x.dtype) != torch.bfloat16 or not fits or len(x) == 0:
         return linear(x, packed, bias, out_dtype)
     values, scales = quantize(x)

@@ -1,8 +1,7 @@
-"""How every kernel here is launched: floating point fusion off, warps by the size of a block, programs by the card.
+"""Launch options of the kernels: floating point fusion off, warps by the size of a block, programs by the GPU.
 
-Whether a product and a sum become one rounding is part of a kernel's arithmetic, so it is never left to a compiler's
-default.  What may be chosen freely because it changes no bit is in a table, by card and size.  This file must not know
-what a kernel computes.
+Whether a product and a sum are rounded once is part of a kernel's arithmetic, so it is not left to the compiler's
+default.  Options that change no bit are in a table, tuning.json, by GPU architecture and size.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def warps(block: int) -> int:
 
 @cache
 def table() -> dict[str, list[dict[str, Any]]]:
-    """Entries by kernel, in the order in which they are tried."""
-    read: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return read
+    """Entries by kernel; the first that fits is used."""
+    entries: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return entries
 
 
 @cache
@@ -50,12 +49,12 @@ def _architecture(device: int | None) -> str:
 
 @cache
 def multiprocessors(device: int | None) -> int:
-    """Of that GPU; on a CPU the interpreter has programs one by one."""
+    """The number that the GPU has; 1 on a CPU, where the interpreter runs programs one by one."""
     return 1 if device is None else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def home() -> torch.device:
-    """Where the kernels' tensors lie: the current GPU, or the CPU under the interpreter."""
+def torch_device() -> torch.device:
+    """The device of the kernels' tensors: the current GPU, or the CPU under the interpreter."""
     if triton.knobs.runtime.interpret:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,7 @@
-"""What low-rank adapters add, on the GPU: two products for tiles of rows, adapter by adapter of those in the tile.
+"""LoRA on the GPU: two products for tiles of rows, for each adapter in the tile.
 
-The inner product is taken over fixed stretches of K, which are summed in ascending order by the outer one; both have
-one tile shape for all numbers of rows, so what else is in the tile changes no row's chain.  This file must not know
-what a projection is for.
+The inner product is taken over fixed blocks of K, whose sums the outer one adds in ascending order.  Both have one tile
+shape for all numbers of rows, so the other rows of a tile do not change a row's chain.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tokserve.ops.lora import add_lora as add_lora_op
 from tokserve.ops.triton.launch import EXACT
 
 BLOCK_T, BLOCK_N, BLOCK_K = 16, 64, 64  # rows and outputs of a tile, inputs of a step
-MOST_R = 64  # of the rank at once
+MAX_BLOCK_R = 64  # ranks at a time
 SPLIT = 512  # inputs of one partial sum; part of the arithmetic, like BLOCK_K
 
 
@@ -24,16 +23,16 @@ def lora_down_kernel(
     x_ptr, adapters_ptr, down_ptr, ranks_ptr, partial_ptr, rows, inputs, rank, slots, shards, x_stride,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """x down^T over one stretch of K, for a tile of rows and a part of the rank."""
+    """x down^T over one block of K, for a tile of rows and a part of the rank."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin = tl.program_id(1) * SPLIT
     first = tl.program_id(2) * BLOCK_R
     r = first + tl.arange(0, BLOCK_R)
     step = tl.arange(0, BLOCK_K)
-    mine = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
+    adapter = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
     for slot in range(slots):
-        here = mine == slot
-        if tl.sum(here.to(tl.int32), 0) > 0:
+        selected = adapter == slot
+        if tl.sum(selected.to(tl.int32), 0) > 0:
             used = tl.load(ranks_ptr + slot * shards)
             if first < used:
                 sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
@@ -41,15 +40,15 @@ def lora_down_kernel(
                     k = start + step
                     x = tl.load(
                         x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :],
-                        mask=here[:, None] & (k < inputs)[None, :], other=0.0,
+                        mask=selected[:, None] & (k < inputs)[None, :], other=0.0,
                     )  # fmt: skip
                     weight = tl.load(
                         down_ptr + (slot * shards * rank + r).to(tl.int64)[:, None] * inputs + k[None, :],
                         mask=(r < used)[:, None] & (k < inputs)[None, :], other=0.0,
                     )  # fmt: skip
                     sums = tl.dot(x, tl.trans(weight), sums, input_precision="ieee")
-                place = (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
-                tl.store(partial_ptr + place, sums, mask=here[:, None] & (r < used)[None, :])
+                offset = (tl.program_id(1) * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
+                tl.store(partial_ptr + offset, sums, mask=selected[:, None] & (r < used)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "slots", "shards"], do_not_specialize_on_alignment=["ranks_ptr", "scales_ptr"])
@@ -58,13 +57,13 @@ def lora_up_kernel(
     up_stride, out_stride,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out += scale * (the stretches' sum) up, for a tile of rows and outputs."""
+    """out += scale * (sum of the blocks) up, for a tile of rows and outputs."""
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mine = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
+    adapter = tl.load(adapters_ptr + row, mask=row < rows, other=-1)
     for slot in range(slots):
-        here = mine == slot
-        if tl.sum(here.to(tl.int32), 0) > 0:
+        selected = adapter == slot
+        if tl.sum(selected.to(tl.int32), 0) > 0:
             used = tl.load(ranks_ptr + slot * shards)
             scale = tl.load(scales_ptr + slot * shards)
             sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
@@ -72,8 +71,8 @@ def lora_up_kernel(
                 r = first + tl.arange(0, BLOCK_R)
                 inner = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
                 for split in range(splits):
-                    place = (split * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
-                    inner += tl.load(partial_ptr + place, mask=here[:, None] & (r < used)[None, :], other=0.0)
+                    offset = (split * rows + row).to(tl.int64)[:, None] * rank + r[None, :]
+                    inner += tl.load(partial_ptr + offset, mask=selected[:, None] & (r < used)[None, :], other=0.0)
                 weight = tl.load(
                     up_ptr + (slot * rank + r).to(tl.int64)[:, None] * up_stride + output[None, :],
                     mask=(r < used)[:, None] & (output < outputs)[None, :], other=0.0,
@@ -81,9 +80,9 @@ def lora_up_kernel(
                 sums = tl.dot(inner * scale, weight.to(tl.float32), sums, input_precision="ieee")
             if used > 0:
                 target = out_ptr + row.to(tl.int64)[:, None] * out_stride + output[None, :]
-                there = here[:, None] & (output < outputs)[None, :]
-                before = tl.load(target, mask=there, other=0.0).to(tl.float32)
-                tl.store(target, (before + sums).to(out_ptr.dtype.element_ty), mask=there)
+                valid = selected[:, None] & (output < outputs)[None, :]
+                before = tl.load(target, mask=valid, other=0.0).to(tl.float32)
+                tl.store(target, (before + sums).to(out_ptr.dtype.element_ty), mask=valid)
 
 
 @add_lora_op.implement("triton", device="cuda")
@@ -97,13 +96,12 @@ def add_lora(
     scales: Tensor,
     sizes: tuple[int, ...],
 ) -> None:
-    """As the reference."""
     rows, inputs = x.shape
     slots, shards, rank, _ = down.shape
     if rows == 0:
         return
     tiles, splits = triton.cdiv(rows, BLOCK_T), triton.cdiv(inputs, SPLIT)
-    block_r = max(16, min(MOST_R, triton.next_power_of_2(rank)))
+    block_r = max(16, min(MAX_BLOCK_R, triton.next_power_of_2(rank)))
     partial = x.new_empty((splits, rows, rank), dtype=scales.dtype)
     first = 0
     for shard, size in enumerate(sizes):

@@ -1,7 +1,7 @@
-"""From logits to a token on the GPU: the vocabulary is cut into slices that programs share, then merged per row.
+"""From logits to a token on the GPU: the vocabulary is divided into slices, one per program, that are merged per row.
 
-Slices are fixed and merge in order; a tie goes to the lower id.  Log softmax is never written out: a logprob is made
-from a row's maximum and sum.  This file must not know requests.
+Slices are fixed and merge in order; among equals the lower id wins.  Log softmax is never written out: a logprob is
+computed from a row's maximum and sum.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tokserve.ops import sampling
 from tokserve.ops.triton.launch import EXACT, warps
 
 SLICE = 4096  # vocabulary entries of one program
-TOPS = (0, 8, 64)  # numbers of most probable ids that kernels are compiled for; more than the last: by torch
-NEVER = tl.constexpr(float("-inf"))
-LEAST = tl.constexpr(-(1 << 63))
+TOP_SIZES = (0, 8, 64)  # limits of k that kernels are compiled for; beyond the last, torch selects the ids
+NEG_INF = tl.constexpr(float("-inf"))
+MIN_KEY = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def gumbel(seed, position, block, COUNT: tl.constexpr):
-    """Noise for the ids of `block` [COUNT / 4], four of a Philox block each: [COUNT] float32."""
+    """Noise for the ids of `block` [COUNT / 4], four per Philox block: [COUNT] float32."""
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     none = tl.zeros_like(block)
     a, b, c, d = tl.philox(
@@ -40,27 +40,27 @@ def gumbel(seed, position, block, COUNT: tl.constexpr):
 
 @triton.jit
 def ordered(x):
-    """uint32 numbers in the order of the floats x; both zeros are one."""
+    """uint32 numbers in the order of the floats x; the two zeros are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def read(logits_ptr, place, there, finite):
+def read(logits_ptr, offset, valid, finite):
     """Logits; zeros in a row that is not finite, -inf outside."""
-    x = tl.load(logits_ptr + place, mask=there, other=NEVER)
-    return tl.where(finite, x, tl.where(there, 0.0, NEVER))
+    x = tl.load(logits_ptr + offset, mask=valid, other=NEG_INF)
+    return tl.where(finite, x, tl.where(valid, 0.0, NEG_INF))
 
 
 @triton.jit
 def scaled(x, temperature):
-    """Logits over the temperature, rounded as a division is."""
+    """Logits over the temperature, correctly rounded."""
     return tl.div_rn(x, temperature + tl.zeros_like(x))
 
 
 @triton.jit
 def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr):
-    """The row's divisor (1 for a temperature of 0), and whether its logits are to be believed."""
+    """The row's divisor (1 for a temperature of 0), and whether its logits are finite."""
     temperature = 1.0
     finite = True
     if TEMPERATURE:
@@ -72,63 +72,63 @@ def row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE: tl.constexpr, FINIT
 
 
 @triton.jit
-def draw_slice_kernel(
-    logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr,
-    width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
+def sample_slice_kernel(
+    logits_ptr, seed_ptr, position_ptr, greedy_ptr, temperature_ptr, best_ptr, id_ptr, max_ptr,
+    zero_best_ptr, zero_id_ptr, width, slices, TEMPERATURE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Of one slice of a row: largest perturbed logit and its id, the same for logits of zero, largest logit."""
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
-    there = id < width
+    valid = id < width
     temperature, finite = row_terms(temperature_ptr, temperature_ptr, row, TEMPERATURE, False)
-    raw = read(logits_ptr, row * width + id, there, finite)
+    raw = read(logits_ptr, row * width + id, valid, finite)
     x = scaled(raw, temperature)
-    place = row * slices + slice
+    offset = row * slices + slice
     noise = tl.zeros([SLICE], tl.float32)
     if tl.load(greedy_ptr + row) == 0:
         block = slice * (SLICE // 4) + tl.arange(0, SLICE // 4)
         noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + row), block, SLICE)
     best, at = tl.max(x + noise, 0, return_indices=True)
-    tl.store(best_ptr + place, best)
-    tl.store(id_ptr + place, slice * SLICE + at)
-    best, at = tl.max(tl.where(there, noise, NEVER), 0, return_indices=True)
-    tl.store(blank_ptr + place, best)
-    tl.store(blank_id_ptr + place, slice * SLICE + at)
-    broken = tl.sum((raw != raw).to(tl.int32), 0) > 0
-    tl.store(top_ptr + place, tl.where(broken, float("nan"), tl.max(raw, 0)))
+    tl.store(best_ptr + offset, best)
+    tl.store(id_ptr + offset, slice * SLICE + at)
+    best, at = tl.max(tl.where(valid, noise, NEG_INF), 0, return_indices=True)
+    tl.store(zero_best_ptr + offset, best)
+    tl.store(zero_id_ptr + offset, slice * SLICE + at)
+    has_nan = tl.sum((raw != raw).to(tl.int32), 0) > 0
+    tl.store(max_ptr + offset, tl.where(has_nan, float("nan"), tl.max(raw, 0)))
 
 
 @triton.jit
-def draw_merge_kernel(
-    best_ptr, id_ptr, top_ptr, blank_ptr, blank_id_ptr, out_ptr, finite_ptr, slices, SLICES: tl.constexpr
+def sample_merge_kernel(
+    best_ptr, id_ptr, max_ptr, zero_best_ptr, zero_id_ptr, out_ptr, finite_ptr, slices, SLICES: tl.constexpr
 ):
     """One row: its id, and whether its largest logit is finite.  Where it is not, logits count as zeros."""
     row = tl.program_id(0).to(tl.int64)
     slice = tl.arange(0, SLICES)
-    there = slice < slices
-    place = row * slices + slice
-    top = tl.load(top_ptr + place, mask=there, other=NEVER)
-    broken = tl.sum((top != top).to(tl.int32), 0) > 0
-    top = tl.max(top, 0)
-    finite = (top > NEVER) & (top < float("inf")) & (broken == 0)
-    best = tl.load(best_ptr + place, mask=there, other=NEVER)
-    blank = tl.load(blank_ptr + place, mask=there, other=NEVER)
-    id = tl.load(id_ptr + place, mask=there, other=0)
-    blank_id = tl.load(blank_id_ptr + place, mask=there, other=0)
-    value = tl.where(finite, best, blank)
-    id = tl.where(finite, id, blank_id)
-    id = tl.min(tl.where(there & (value == tl.max(value, 0)), id, 0x7FFFFFFF), 0)
+    valid = slice < slices
+    offset = row * slices + slice
+    row_max = tl.load(max_ptr + offset, mask=valid, other=NEG_INF)
+    has_nan = tl.sum((row_max != row_max).to(tl.int32), 0) > 0
+    row_max = tl.max(row_max, 0)
+    finite = (row_max > NEG_INF) & (row_max < float("inf")) & (has_nan == 0)
+    best = tl.load(best_ptr + offset, mask=valid, other=NEG_INF)
+    zero_best = tl.load(zero_best_ptr + offset, mask=valid, other=NEG_INF)
+    id = tl.load(id_ptr + offset, mask=valid, other=0)
+    zero_id = tl.load(zero_id_ptr + offset, mask=valid, other=0)
+    value = tl.where(finite, best, zero_best)
+    id = tl.where(finite, id, zero_id)
+    id = tl.min(tl.where(valid & (value == tl.max(value, 0)), id, 0x7FFFFFFF), 0)
     tl.store(out_ptr + row, id.to(tl.int64))
     tl.store(finite_ptr + row, finite.to(tl.int8))
 
 
 def _planes(logits: Tensor, count: int, slices: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """That many scratch tensors [R,slices], each aligned as a tensor of its own."""
+    """`count` scratch tensors [R,slices], aligned like separate tensors."""
     rows = -(-logits.shape[0] // 4) * 4
     return list(logits.new_empty((count, rows, slices), dtype=dtype).unbind())
 
 
-def _draw(
+def _sample(
     logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Ids int64 [R], and whether each row's largest logit is finite, bool [R]."""
@@ -138,12 +138,12 @@ def _draw(
     floats, whole = _planes(logits, 3, slices), _planes(logits, 2, slices, torch.int32)
     if rows:
         size = min(SLICE, max(4, triton.next_power_of_2(width)))
-        draw_slice_kernel[(rows, slices)](
+        sample_slice_kernel[(rows, slices)](
             logits, seeds, positions, greedy.view(torch.int8), logits if temperature is None else temperature,
             floats[0], whole[0], floats[1], floats[2], whole[1], width, slices, temperature is not None, size,
             num_warps=warps(size), **EXACT,
         )  # fmt: skip
-        draw_merge_kernel[(rows,)](
+        sample_merge_kernel[(rows,)](
             floats[0], whole[0], floats[1], floats[2], whole[1], ids, finite, slices,
             triton.next_power_of_2(slices), num_warps=1, **EXACT,
         )  # fmt: skip
@@ -152,81 +152,80 @@ def _draw(
 
 @sampling.sample.implement("triton", device="cuda")
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
-    """As the reference."""
-    return _draw(logits.contiguous(), seeds, positions, greedy, None)[0]
+    return _sample(logits.contiguous(), seeds, positions, greedy, None)[0]
 
 
 @triton.jit(do_not_specialize=["k"])
 def logprobs_slice_kernel(
-    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices, k,
+    logits_ptr, token_ptr, temperature_ptr, finite_ptr, max_ptr, sum_ptr, greater_ptr, candidate_ptr, width, slices, k,
     TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Of one slice of a row: maximum, sum of exp(x - maximum), entries above the token's, the k largest as keys.
 
-    TOP: k at most.
+    TOP: upper limit of k.
     """
     row, slice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     id = slice * SLICE + tl.arange(0, SLICE)
-    there = id < width
+    valid = id < width
     temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
-    raw = read(logits_ptr, row * width + id, there, finite)
+    raw = read(logits_ptr, row * width + id, valid, finite)
     x = scaled(raw, temperature)
     token = read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite)
-    place = row * slices + slice
-    top = tl.max(x, 0)
-    tl.store(top_ptr + place, top)
-    tl.store(sum_ptr + place, tl.sum(tl.where(x == NEVER, 0.0, tl.exp(x - top)), 0))
-    tl.store(greater_ptr + place, tl.sum((there & (raw > token)).to(tl.int32), 0))
+    offset = row * slices + slice
+    row_max = tl.max(x, 0)
+    tl.store(max_ptr + offset, row_max)
+    tl.store(sum_ptr + offset, tl.sum(tl.where(x == NEG_INF, 0.0, tl.exp(x - row_max)), 0))
+    tl.store(greater_ptr + offset, tl.sum((valid & (raw > token)).to(tl.int32), 0))
     if TOP > 0:
         key = (ordered(raw).to(tl.int64) - 2147483648) * 4294967296 + (4294967295 - id.to(tl.int64))
-        key = tl.where(there, key, LEAST)
+        key = tl.where(valid, key, MIN_KEY)
         for i in range(k):
             best = tl.max(key, 0)
-            tl.store(candidate_ptr + place * k + i, best)
-            key = tl.where(key == best, LEAST, key)
+            tl.store(candidate_ptr + offset * k + i, best)
+            key = tl.where(key == best, MIN_KEY, key)
 
 
 @triton.jit(do_not_specialize=["k", "num_named"])
 def logprobs_merge_kernel(
-    logits_ptr, token_ptr, temperature_ptr, finite_ptr, top_ptr, sum_ptr, greater_ptr, candidate_ptr, named_ptr,
+    logits_ptr, token_ptr, temperature_ptr, finite_ptr, max_ptr, sum_ptr, greater_ptr, candidate_ptr, named_ptr,
     logprob_ptr, rank_ptr, id_ptr, value_ptr, width, slices, num_named, k,
     TOP: tl.constexpr, TEMPERATURE: tl.constexpr, FINITE: tl.constexpr, SLICES: tl.constexpr, CANDIDATES: tl.constexpr,
     NAMED: tl.constexpr,
 ):  # fmt: skip
     """One row: logprob and rank of its token, then ids and logprobs of its k most probable and of the named ids.
 
-    TOP: k at most.
+    TOP: upper limit of k.
     """
     row = tl.program_id(0).to(tl.int64)
     slice = tl.arange(0, SLICES)
-    place = row * slices + slice
-    tops = tl.load(top_ptr + place, mask=slice < slices, other=NEVER)
-    top = tl.max(tops, 0)
-    sums = tl.load(sum_ptr + place, mask=slice < slices, other=0.0)
-    mass = tl.log(tl.sum(tl.where(tops == NEVER, 0.0, sums * tl.exp(tops - top)), 0))
-    greater = tl.sum(tl.load(greater_ptr + place, mask=slice < slices, other=0), 0)
+    offset = row * slices + slice
+    maxima = tl.load(max_ptr + offset, mask=slice < slices, other=NEG_INF)
+    row_max = tl.max(maxima, 0)
+    sums = tl.load(sum_ptr + offset, mask=slice < slices, other=0.0)
+    log_sum = tl.log(tl.sum(tl.where(maxima == NEG_INF, 0.0, sums * tl.exp(maxima - row_max)), 0))
+    greater = tl.sum(tl.load(greater_ptr + offset, mask=slice < slices, other=0), 0)
     temperature, finite = row_terms(temperature_ptr, finite_ptr, row, TEMPERATURE, FINITE)
     token = scaled(read(logits_ptr, row * width + tl.load(token_ptr + row), True, finite), temperature)
-    tl.store(logprob_ptr + row, (token - top) - mass)
+    tl.store(logprob_ptr + row, (token - row_max) - log_sum)
     tl.store(rank_ptr + row, greater + 1)
     out = row * (k + num_named)
     if TOP > 0:
         candidate = tl.arange(0, CANDIDATES)
-        key = tl.load(candidate_ptr + row * slices * k + candidate, mask=candidate < slices * k, other=LEAST)
+        key = tl.load(candidate_ptr + row * slices * k + candidate, mask=candidate < slices * k, other=MIN_KEY)
         for i in range(k):
             best = tl.max(key, 0)
             largest = 4294967295 - (best & 4294967295)
             x = scaled(read(logits_ptr, row * width + largest, True, finite), temperature)
             tl.store(id_ptr + out + i, largest.to(tl.int32))
-            tl.store(value_ptr + out + i, (x - top) - mass)
-            key = tl.where(key == best, LEAST, key)
+            tl.store(value_ptr + out + i, (x - row_max) - log_sum)
+            key = tl.where(key == best, MIN_KEY, key)
     for start in range(0, num_named, NAMED):
         column = start + tl.arange(0, NAMED)
-        there = column < num_named
-        id = tl.load(named_ptr + row * num_named + column, mask=there, other=0)
-        named = scaled(read(logits_ptr, row * width + id, there, finite), temperature)
-        tl.store(id_ptr + out + k + column, id.to(tl.int32), mask=there)
-        tl.store(value_ptr + out + k + column, (named - top) - mass, mask=there)
+        valid = column < num_named
+        id = tl.load(named_ptr + row * num_named + column, mask=valid, other=0)
+        named = scaled(read(logits_ptr, row * width + id, valid, finite), temperature)
+        tl.store(id_ptr + out + k + column, id.to(tl.int32), mask=valid)
+        tl.store(value_ptr + out + k + column, (named - row_max) - log_sum, mask=valid)
 
 
 def _logprobs(
@@ -234,7 +233,7 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference; rows that are not `finite` count as zeros."""
     rows, width = logits.shape
-    if k > TOPS[-1]:
+    if k > TOP_SIZES[-1]:
         largest = sampling.largest_ids(logits if finite is None else logits.where(finite[:, None], 0.0), k)
         named, k = largest if named is None else torch.cat((largest, named), -1), 0
     num_named = 0 if named is None else named.shape[1]
@@ -244,22 +243,22 @@ def _logprobs(
         return token_logprobs, ranks, ids, values
     size = min(SLICE, max(16, triton.next_power_of_2(width)))
     slices = triton.cdiv(width, size)
-    tops, sums = _planes(logits, 2, slices)
+    maxima, sums = _planes(logits, 2, slices)
     greater = ranks.new_empty((rows, slices))
     candidates = logits.new_empty((rows, slices, k), dtype=torch.int64)
     columns = logits if temperature is None else temperature
     flags = greater if finite is None else finite.view(torch.int8)
-    top = next(most for most in TOPS if k <= most)
-    switches = (k, top, temperature is not None, finite is not None)
+    top_size = next(size for size in TOP_SIZES if k <= size)
+    switches = (k, top_size, temperature is not None, finite is not None)
     logprobs_slice_kernel[(rows, slices)](
-        logits, token_ids, columns, flags, tops, sums, greater, candidates, width, slices, *switches, size,
+        logits, token_ids, columns, flags, maxima, sums, greater, candidates, width, slices, *switches, size,
         num_warps=warps(size), **EXACT,
     )  # fmt: skip
     logprobs_merge_kernel[(rows,)](
-        logits, token_ids, columns, flags, tops, sums, greater, candidates,
+        logits, token_ids, columns, flags, maxima, sums, greater, candidates,
         token_ids if named is None else named.contiguous(), token_logprobs, ranks, ids, values,
         width, slices, num_named, *switches, triton.next_power_of_2(slices),
-        triton.next_power_of_2(max(1, slices * top)), 256, num_warps=4, **EXACT,
+        triton.next_power_of_2(max(1, slices * top_size)), 256, num_warps=4, **EXACT,
     )  # fmt: skip
     return token_logprobs, ranks, ids, values
 
@@ -268,12 +267,11 @@ def _logprobs(
 def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference."""
     return _logprobs(logits.contiguous(), token_ids, k, named, temperature, None)
 
 
-@sampling.draw.implement("triton", device="cuda")
-def draw(
+@sampling.sample_fused.implement("triton", device="cuda")
+def sample_fused(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -282,9 +280,8 @@ def draw(
     scaled: bool,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As the reference."""
     logits = logits.contiguous()
-    ids, finite = _draw(logits, seeds, positions, greedy, temperature)
+    ids, finite = _sample(logits, seeds, positions, greedy, temperature)
     if k < 0:
         floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
         return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)

@@ -1,7 +1,4 @@
-"""The tables of slots on the GPU: edits go in, a step's batch comes out, with one small launch each.
-
-This file must not know plans or models.
-"""
+"""The slot tables on the GPU: edits of rows, and the batch of a step, in one small launch each."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 from tokserve.ops import step
 from tokserve.ops.triton.launch import EXACT
 
-CHUNK = 1024  # entries that a program moves at a time
+CHUNK = 1024  # entries per step of a program
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -29,7 +26,6 @@ def edit_kernel(table_ptr, edit_ptr, value_ptr, table_stride, CHUNK: tl.constexp
 
 @step.edit_rows.implement("triton", device="cuda")
 def edit_rows(table: Tensor, edits: Tensor, values: Tensor) -> None:
-    """As the reference."""
     if len(edits):
         edit_kernel[(len(edits),)](table, edits, values, table.stride(0), CHUNK, num_warps=4, **EXACT)
 
@@ -74,7 +70,6 @@ def prepare_step(
     seq_lens: Tensor,
     block_tables: Tensor,
 ) -> None:
-    """As the reference."""
     prepare_kernel[(len(slots),)](
         tokens, blocks, slots, computed, query_start, input_ids, positions, slot_mapping, seq_lens, block_tables,
         tokens.stride(0), blocks.stride(0), block_tables.shape[1], block_tables.stride(0), page, CHUNK,

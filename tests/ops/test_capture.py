@@ -1,4 +1,4 @@
-"""Recorded functions of ops: repeated, they do to new contents what the function itself does; or they are refused."""
+"""Captured functions of ops: a replay computes what the function computes from the same inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests import needs
 from tokserve import ops
-from tokserve.ops.record import Memory, Unrecordable, record
+from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.ops.registry import load_extension
 
 load_extension("cpu")
@@ -28,7 +28,7 @@ def bound(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Layer:
-    """All that a model does with a row, on tensors that stay where they are; `fill` gives them other contents."""
+    """The ops of one layer of a model, on tensors at fixed addresses, whose contents `fill` sets."""
 
     def __init__(self, rows: int, dtype: torch.dtype, *, int8: bool) -> None:
         def weight(*shape: int) -> Tensor:
@@ -44,7 +44,7 @@ class Layer:
         self.norm, self.head_norm, self.bias = weight(HIDDEN), weight(DIM), weight(HIDDEN)
         self.table = torch.randn(PAGE * BLOCKS, DIM)
         self.keys, self.values = (torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM, dtype=dtype) for _ in range(2))
-        self.ids, self.positions, self.places = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        self.ids, self.positions, self.slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
         self.starts, self.lens = torch.arange(rows + 1, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
         self.adapters = torch.zeros(rows, dtype=torch.int32)
         self.tables = torch.arange(rows * 4, dtype=torch.int32).view(rows, 4) % BLOCKS
@@ -57,7 +57,7 @@ class Layer:
         self.adapters.random_(-1, 2)
         self.tables.random_(BLOCKS)
         pages = self.tables.gather(1, self.positions[:, None] // PAGE)[:, 0]
-        self.places.copy_(pages * PAGE + self.positions % PAGE)
+        self.slots.copy_(pages * PAGE + self.positions % PAGE)
         self.keys.normal_()
         self.values.normal_()
 
@@ -69,7 +69,7 @@ class Layer:
         x = ops.rms_norm(residual, self.norm, 1e-5)
         q = ops.norm_rope_store(
             self.linear(x, self.qkv), self.head_norm, self.head_norm, 1e-5, self.table, self.positions,
-            self.keys, self.values, self.places,
+            self.keys, self.values, self.slots,
         )  # fmt: skip
         mixed = ops.paged_attention(q, self.keys, self.values, self.tables, self.starts, self.lens, 0.2, 0)
         x = self.linear(mixed.view(self.rows, HEADS * DIM), self.out, self.bias)
@@ -83,37 +83,37 @@ class Layer:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_a_repetition_is_the_function(rows: int, dtype: torch.dtype, int8: bool) -> None:
+def test_a_replay_is_the_function(rows: int, dtype: torch.dtype, int8: bool) -> None:
     layer = Layer(rows, dtype, int8=int8)
     layer.fill(0)
-    found, repeat = record(layer, Memory(1 << 20))
-    assert torch.equal(found, layer())
+    captured, replay = capture(layer, CaptureMemory(1 << 20))
+    assert torch.equal(captured, layer())
     for seed in (1, 2):
         layer.fill(seed)
-        repeat()
-        kept = found.clone(), layer.keys.clone(), layer.values.clone()
+        replay()
+        replayed = captured.clone(), layer.keys.clone(), layer.values.clone()
         layer.fill(seed)
-        assert torch.equal(kept[0], layer())
-        assert torch.equal(kept[1], layer.keys) and torch.equal(kept[2], layer.values)
+        assert torch.equal(replayed[0], layer())
+        assert torch.equal(replayed[1], layer.keys) and torch.equal(replayed[2], layer.values)
 
 
-def test_records_of_several_functions_share_memory_one_after_the_other() -> None:
-    memory = Memory(1 << 20)
+def test_captured_functions_share_one_memory() -> None:
+    memory = CaptureMemory(1 << 20)
     layers = [Layer(rows, torch.float32, int8=False) for rows in (3, 1, 8)]
-    recorded = []
+    graphs = []
     for layer in layers:
         layer.fill(0)
-        recorded.append(record(layer, memory))
+        graphs.append(capture(layer, memory))
     for seed in (1, 2):
-        for layer, (found, repeat) in zip(layers, recorded, strict=True):
+        for layer, (captured, replay) in zip(layers, graphs, strict=True):
             layer.fill(seed)
-            repeat()
-            kept = found.clone()
+            replay()
+            replayed = captured.clone()
             layer.fill(seed)
-            assert torch.equal(kept, layer())
+            assert torch.equal(replayed, layer())
 
 
-def test_what_a_layer_made_is_made_again_in_the_same_place() -> None:
+def test_freed_tensors_leave_their_memory_to_later_ones() -> None:
     x, weight = torch.randn(4, 64), torch.randn(64)
 
     def deep(layers: int) -> Callable[[], Tensor]:
@@ -125,15 +125,15 @@ def test_what_a_layer_made_is_made_again_in_the_same_place() -> None:
 
         return function
 
-    memory = Memory(3 * x.nbytes)  # a layer's input, its output, and one to spare
-    found, repeat = record(deep(50), memory)
+    memory = CaptureMemory(3 * x.nbytes)  # a layer's input, its output, and one more
+    captured, replay = capture(deep(50), memory)
     x.normal_()
-    repeat()
-    assert torch.equal(found, deep(50)())
+    replay()
+    assert torch.equal(captured, deep(50)())
 
 
 @pytest.mark.parametrize("what", ["torch", "op", "memory"])
-def test_what_cannot_be_recorded_is_refused_and_leaves_nothing_behind(what: str) -> None:
+def test_what_cannot_be_captured_raises_and_leaves_nothing_behind(what: str) -> None:
     layer = Layer(2, torch.float32, int8=False)
     layer.fill(0)
     rows, greedy = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
@@ -142,27 +142,27 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_nothing_behind(what: str)
         "op": lambda: ops.sample(layer(), rows, rows, greedy),
         "memory": layer,
     }
-    reason = {"torch": "torch's mul", "op": "an op that cannot be recorded", "memory": "more than 1000 bytes"}
-    with pytest.raises(Unrecordable, match=reason[what]):
-        record(functions[what], Memory(1000 if what == "memory" else 1 << 20))
+    reason = {"torch": "torch's mul", "op": "an op that cannot be captured", "memory": "more than 1000 bytes"}
+    with pytest.raises(NotCapturable, match=reason[what]):
+        capture(functions[what], CaptureMemory(1000 if what == "memory" else 1 << 20))
     expected = functions[what]()
     assert torch.equal(functions[what](), expected)
-    found, _ = record(layer, Memory(1 << 20))
-    assert torch.equal(found, layer())
+    captured, _ = capture(layer, CaptureMemory(1 << 20))
+    assert torch.equal(captured, layer())
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ids", VOCAB), ("positions", -1), ("places", BLOCKS * PAGE), ("lens", 65), ("adapters", 2)]
+    ("name", "value"), [("ids", VOCAB), ("positions", -1), ("slots", BLOCKS * PAGE), ("lens", 65), ("adapters", 2)]
 )
-def test_contents_are_checked_at_each_repetition(name: str, value: int) -> None:
+def test_contents_are_checked_at_each_replay(name: str, value: int) -> None:
     layer = Layer(3, torch.float32, int8=False)
     layer.fill(0)
-    found, repeat = record(layer, Memory(1 << 20))
+    captured, replay = capture(layer, CaptureMemory(1 << 20))
     getattr(layer, name)[1] = value
     with pytest.raises(ValueError, match=r"outside|longer|no slot"):
-        repeat()
+        replay()
     layer.fill(3)
-    repeat()
-    kept = found.clone()
+    replay()
+    replayed = captured.clone()
     layer.fill(3)
-    assert torch.equal(kept, layer())
+    assert torch.equal(replayed, layer())

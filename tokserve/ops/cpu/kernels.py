@@ -1,22 +1,23 @@
-"""The C++ implementations, named "cpp": each makes its outputs and hands tensors to the extension, which checks them.
+"""The C++ implementations, named "cpp": they allocate outputs and pass tensors to the extension, which checks them.
 
-Sizes are given one by one and a dtype only where it differs: that halves what torch takes to make a tensor.
-Importing this file registers them; it fails with ImportError where the extension was not built.  A bad shape or dtype
-raises ValueError, anything but a CPU tensor TypeError.  Pages of 16, 32, ... tokens hold keys and values as the
-products want them (csrc/pages.h).  This file holds no arithmetic and must not know layers.
+`new_empty` gets sizes as separate arguments and a dtype only where it differs, which halves torch's time for it.
+Importing this module registers the implementations; it raises ImportError where the extension was not built.  A wrong
+shape or dtype raises ValueError, anything but a CPU tensor TypeError.  Pages of 16, 32, ... tokens hold keys and values
+in the layout of csrc/pages.h.
 """
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import attention, dense, elementwise, lora, quant, sampling
-from tokserve.ops.arena import Arena
+from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
 
@@ -30,9 +31,9 @@ _weights = Arena()
 
 
 def set_threads(count: int, cpus: Sequence[int] = ()) -> bool:
-    """Compute with `count` threads, the calling one included; results do not depend on it.
+    """Compute with `count` threads, the calling one included; results do not depend on the number.
 
-    `cpus`: one for each thread, which all but the calling one are bound to; False if the system refused that.
+    `cpus`: one per thread; all but the calling thread are bound to theirs.  Returns False if the system refused that.
     """
     return bool(_C.set_threads(count, list(cpus)))
 
@@ -67,10 +68,10 @@ def gelu_mul(x: Tensor) -> Tensor:
 
 @elementwise.rope.implement("cpp", device="cpu")
 def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; q and k may be slices of one tensor [T, ...]."""
-    turned_q, turned_k = torch.empty_like(q), torch.empty_like(k)
-    _C.rope(q, k, table, positions, turned_q, turned_k)
-    return turned_q, turned_k
+    """q and k may be slices of one tensor [T, ...]."""
+    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+    _C.rope(q, k, table, positions, out_q, out_k)
+    return out_q, out_k
 
 
 @dense.pack_linear.implement("cpp", device="cpu")
@@ -96,7 +97,7 @@ def _packed(weight: Tensor, gated: bool) -> PackedWeight:
 
 @dense.linear.implement("cpp", device="cpu")
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
     rows, columns = x.shape[0], packed.rows
@@ -107,7 +108,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 @dense.gated_linear.implement("cpp", device="cpu")
 def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"gated_linear: x has {x.shape[-1]} columns, the weight {packed.columns}")
     out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
@@ -116,17 +117,8 @@ def gated_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, activatio
 
 
 @lora.add_lora.implement("cpp", device="cpu")
-def add_lora(
-    out: Tensor,
-    x: Tensor,
-    adapters: Tensor,
-    down: Tensor,
-    up: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
-    sizes: tuple[int, ...],
-) -> None:
-    _C.add_lora(out, x, adapters, down, up, ranks, scales, sizes)
+def add_lora(out: Tensor, *rest: object) -> None:
+    _C.add_lora(out, *rest)
 
 
 @dense.embedding.implement("cpp", device="cpu")
@@ -150,7 +142,7 @@ def norm_rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """As the reference; a cache is never float8, so there are no scales."""
+    """A cache is never float8, so the scales are 1."""
     _, kv_heads, _, dim = k_cache.shape
     q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
     _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
@@ -159,7 +151,7 @@ def norm_rope_store(
 
 @quant.quantize_rows.implement("cpp", device="cpu")
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     values, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
     _C.quantize_rows(x, values, scales)
     return values, scales
@@ -187,7 +179,7 @@ def _packed_int8(weight: Tensor, gated: bool) -> PackedInt8:
 
 @quant.linear_int8.implement("cpp", device="cpu")
 def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
     out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
@@ -197,7 +189,7 @@ def linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, out_dtype: t
 
 @quant.gated_linear_int8.implement("cpp", device="cpu")
 def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activation: str | None) -> Tensor:
-    """As the reference; rows of x may lie apart."""
+    """Rows of x need not be adjacent."""
     if x.shape[-1] != packed.columns:
         raise ValueError(f"gated_linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
     out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
@@ -206,63 +198,42 @@ def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activa
 
 
 @attention.store_kv.implement("cpp", device="cpu")
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """As the reference; k and v may be slices of one tensor [T, ...].  A cache is never float8: no scales."""
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *scales: float) -> None:
+    """k and v may be slices of one tensor [T, ...].  A cache is never float8, so the scales are 1."""
     _C.store_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 @attention.paged_attention.implement("cpp", device="cpu")
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    v_scale: float = 1.0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, *rest: Any
 ) -> Tensor:
-    """As the reference; q may be a slice of a tensor [T, ...].  A cache is never float8: no scales."""
+    """q may be a slice of a tensor [T, ...].  A cache is never float8, so v_scale is 1."""
+    scale, window, *_ = rest
     out = torch.empty_like(q)
     _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
     return out
 
 
 @sampling.sample.implement("cpp", device="cpu")
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor) -> Tensor:
+def sample(logits: Tensor, *rest: Tensor) -> Tensor:
     ids = torch.empty(logits.shape[0], dtype=torch.int64)
-    _C.sample(logits, seeds, positions, greedy, ids)
+    _C.sample(logits, *rest, ids)
     return ids
 
 
-@sampling.draw.implement("cpp", device="cpu")
-def draw(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    greedy: Tensor,
-    temperature: Tensor | None,
-    scaled: bool,
-    k: int,
+@sampling.sample_fused.implement("cpp", device="cpu")
+def sample_fused(
+    logits: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, temperature: Tensor | None, scaled: bool, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = logits.shape[0]
     ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     columns = _NO_LOGPROBS if k < 0 else _logprob_columns(rows, k)
-    _C.draw(logits, seeds, positions, greedy, temperature, scaled, k, ids, finite, *columns)
+    _C.sample_fused(logits, seeds, positions, greedy, temperature, scaled, k, ids, finite, *columns)
     return ids, finite, *columns
 
 
 def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For the tokens' logprobs and ranks, the alternatives' ids and logprobs."""
+    """Outputs: the tokens' logprobs and ranks, the alternatives' ids and logprobs."""
     return (
         torch.empty(rows), torch.empty(rows, dtype=torch.int32),
         torch.empty(rows, columns, dtype=torch.int32), torch.empty(rows, columns),
@@ -273,24 +244,16 @@ _NO_LOGPROBS = _logprob_columns(0, 0)
 
 
 @sampling.filter_logits.implement("cpp", device="cpu")
-def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, *limits: Tensor) -> Tensor:
     out = torch.empty_like(logits)
-    _C.filter_logits(logits, top_k, top_p, min_p, out)
+    _C.filter_logits(logits, *limits, out)
     return out
 
 
 @sampling.penalize.implement("cpp", device="cpu")
-def penalize(
-    logits: Tensor,
-    history: Tensor,
-    prompt_lens: Tensor,
-    lens: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> Tensor:
+def penalize(logits: Tensor, *rest: Tensor) -> Tensor:
     out = torch.empty_like(logits)
-    _C.penalize(logits, history, prompt_lens, lens, presence, frequency, repetition, out)
+    _C.penalize(logits, *rest, out)
     return out
 
 
@@ -299,6 +262,6 @@ def logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: Tensor | None, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, columns = logits.shape[0], k + (0 if named is None else named.shape[1])
-    found = _logprob_columns(rows, columns)
-    _C.logprobs(logits, token_ids, k, named, temperature, *found)
-    return found
+    outputs = _logprob_columns(rows, columns)
+    _C.logprobs(logits, token_ids, k, named, temperature, *outputs)
+    return outputs

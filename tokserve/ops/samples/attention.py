@@ -1,0 +1,57 @@
+"""Sample inputs of attention and of the stores into the KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from tokserve.ops.samples.common import Samples
+
+
+def store_kv(dtype: torch.dtype) -> Samples:
+    for tokens, heads, dim, page in ((1, 2, 64, 16), (9, 1, 32, 5), (0, 2, 8, 4)):
+        generator = torch.Generator().manual_seed(tokens)
+        k, v = torch.randn(2, tokens, heads, dim, generator=generator).to(dtype).unbind()
+        caches = torch.randn(2, 6, heads, page, dim, generator=generator).to(dtype)
+        slots = torch.randperm(6 * page, generator=generator)[:tokens]
+        yield k, v, caches[0], caches[1], slots
+
+
+def norm_rope_store(dtype: torch.dtype) -> Samples:
+    cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms
+        (1, 4, 2, 64, 64, 16, True),
+        (9, 3, 1, 32, 16, 5, True),
+        (33, 8, 8, 80, 32, 16, False),
+        (5, 2, 1, 128, 128, 1, True),
+        (2, 1, 1, 6, 2, 4, True),
+        (0, 2, 1, 8, 8, 4, False),
+    )
+    for tokens, heads, kv_heads, dim, rot, page, norms in cases:
+        generator = torch.Generator().manual_seed(tokens)
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
+        q_weight, k_weight = torch.randn(2, dim, generator=generator).to(dtype).unbind() if norms else (None, None)
+        blocks = tokens // page + 2
+        caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
+        slots = torch.randperm(blocks * page, generator=generator)[:tokens]
+        table = torch.randn(97, rot, generator=generator)
+        positions = torch.randint(0, 97, (tokens,), generator=generator)
+        yield qkv, q_weight, k_weight, 1e-6, table, positions, caches[0], caches[1], slots
+
+
+def paged_attention(dtype: torch.dtype) -> Samples:
+    cases = (  # rows as (new tokens, total length); query heads, KV heads, head dim, page, window
+        (((1, 1),), 1, 1, 32, 16, 0),
+        (((5, 5), (1, 40), (3, 130)), 4, 2, 64, 16, 0),
+        (((1, 300), (1, 7), (1, 257)), 8, 1, 128, 16, 0),
+        (((40, 300), (1, 299), (20, 20)), 6, 3, 80, 48, 37),
+        (((150, 150), (1, 129)), 2, 2, 256, 7, 0),
+    )
+    for rows, heads, kv_heads, dim, page, window in cases:
+        generator = torch.Generator().manual_seed(dim)
+        new = torch.tensor([count for count, _ in rows], dtype=torch.int32)
+        seq_lens = torch.tensor([length for _, length in rows], dtype=torch.int32)
+        blocks = -(-int(seq_lens.max()) // page)
+        caches = torch.randn(2, len(rows) * blocks, kv_heads, page, dim, generator=generator).to(dtype)
+        tables = torch.randperm(len(rows) * blocks, generator=generator).view(len(rows), blocks).int()
+        query_start = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
+        q = torch.randn(int(new.sum()), heads, dim, generator=generator).to(dtype)
+        yield q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
