@@ -55,7 +55,7 @@ class Linear:
         self.outputs = sum(self.shards.values())
         self.dtype = options.dtype
         self.quant = options.quant
-        self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.home) if bias else None  # [outputs]
+        self.bias = torch.zeros(self.outputs, dtype=self.dtype, device=ops.torch_device) if bias else None  # [outputs]
         self.lora: LoraSlots | None = None  # where adapters are served
         self._weight: Tensor | None = None  # [outputs, inputs], while loading
         self._awaited: set[str] = set()

@@ -31,7 +31,7 @@ class LoraSlots:
 
     def __init__(self, inputs: int, shards: Mapping[str, int], slots: int, rank: int, dtype: torch.dtype) -> None:
         self.inputs, self.shards, self.rank, self.dtype = inputs, dict(shards), rank, dtype
-        self._sizes, device = tuple(shards.values()), ops.home
+        self._sizes, device = tuple(shards.values()), ops.torch_device
         self._down = torch.zeros(slots, len(shards), rank, inputs, dtype=dtype, device=device)
         self._up = torch.zeros(slots, rank, sum(self._sizes), dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, len(shards), dtype=torch.int32, device=device)

@@ -58,7 +58,7 @@ class Block:
 
 def rope_tables(spec: DecoderSpec, positions: int) -> list[Tensor]:  # [positions, rope.dim] each
     """A table for each of the spec's ropes, for so many positions."""
-    return [rope_table(rope, positions).to(ops.home) for rope in spec.ropes]
+    return [rope_table(rope, positions).to(ops.torch_device) for rope in spec.ropes]
 
 
 class Decoder:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokserve.layers.batch import Pages
-from tokserve.ops.record import Memory, Unrecordable, record
+from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.plan import StepPlan
 from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
@@ -39,7 +39,7 @@ class CpuGraphs:
         self._slots = slots
         self._kv = kv
         self._step = step
-        self._memory = Memory(MAX_ROWS * row_bytes)
+        self._memory = CaptureMemory(MAX_ROWS * row_bytes)
         self._captured: dict[tuple[int, bool], CpuGraph] = {}  # by number of rows, and whether one has an adapter
         self._can_capture = True
 
@@ -69,8 +69,8 @@ class CpuGraphs:
         batch = self._slots.decode_batch(rows, self._kv, adapters=adapted)
         self._slots.fill(plan, batch)
         try:
-            logits, run = record(lambda: self._step(batch.batch), self._memory)
-        except Unrecordable as error:
+            logits, run = capture(lambda: self._step(batch.batch), self._memory)
+        except NotCapturable as error:
             logger.info("decode steps run op by op: %s", error)
             self._can_capture = False
             return self._step(batch.batch)

@@ -146,7 +146,7 @@ class Sampler:
     def _sample_fused(self, logits: Tensor, columns: SamplingColumns, form: int, *, scaling: bool) -> PendingSample:
         """For rows that need a temperature at most, and logprobs of one form."""
         k, kind = (-1, 0) if form == _NONE else divmod(form, _KINDS)
-        sampled = ops.draw(
+        sampled = ops.sample_fused(
             logits, columns.seeds, columns.lengths, columns.greedy, columns.temperature if scaling else None,
             LOGPROBS_MODES[kind] == "temperature", k,
         )  # fmt: skip

@@ -21,8 +21,7 @@ from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.generation import Generation
-from tokserve.server.holes import Holes
-from tokserve.server.items import Conversation, Item, Output
+from tokserve.server.items import Conversation, Item
 from tokserve.server.replies import StopDetail, WeightVersion, versions
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import FieldPaths, Serving

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.server import compat, declared, errors, logprobs, reply_size, sse, structured
+from tokserve.server import compat, declared, errors, logprobs, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.replies import StopDetail, WeightVersion, versions
