@@ -1,8 +1,8 @@
 """Closed-loop load on POST /inference/v1/generate that costs next to nothing: raw sockets, tokens counted, not parsed.
 
-A server is measured with the client on the same cores, so what the client takes is missing there, and missing most to
-the faster server.  A connection sends its next request as soon as the one before is answered.  Knows neither servers
-nor what is asked: requests come as bytes.
+A server is measured with the client on the same cores, so the client takes time from the server, and most from
+the faster one.  A connection sends its next request as soon as the previous reply is complete.  Requests are given
+as bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IDS_IN_REPLY = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 FAILED = re.compile(rb'"finish_reason": ?"(error|abort|deadline)"|"error": ?\{')
 
-Count = Callable[[int, int], None]  # is told of tokens and the events they came in
+Count = Callable[[int, int], None]  # receives numbers of tokens and of events
 Check = Callable[[bytes], None]  # is given whole replies, head included
 
 
@@ -134,9 +134,9 @@ class Connection(asyncio.Protocol):
             self._begun = True
             if not seen.startswith(b"HTTP/1.1 200"):
                 return load.fail(seen)
-        found = IDS_IN_REPLY.findall(seen)
-        if found:
-            load.seen(sum(ids.count(b",") + 1 for ids in found if ids), len(found))
+        id_lists = IDS_IN_REPLY.findall(seen)
+        if id_lists:
+            load.seen(sum(ids.count(b",") + 1 for ids in id_lists if ids), len(id_lists))
         if seen.endswith(b"\r\n0\r\n\r\n"):
             if FAILED.search(seen):
                 return load.fail(seen)
@@ -154,10 +154,10 @@ class Connection(asyncio.Protocol):
             end = head.find(b"\r\n\r\n")
             if end < 0:
                 return
-            found = LENGTH.search(head, 0, end)
-            if found is None or not head.startswith(b"HTTP/1.1 200"):
+            length = LENGTH.search(head, 0, end)
+            if length is None or not head.startswith(b"HTTP/1.1 200"):
                 return self._load.fail(head)
-            self._size = end + 4 + int(found[1])
+            self._size = end + 4 + int(length[1])
         if sum(map(len, self._reply)) >= self._size:
             reply = b"".join(self._reply)
             if FAILED.search(reply):
@@ -176,9 +176,9 @@ def output_rate(port: int, bodies: list[bytes], concurrency: int, output_len: in
         await warm.run(port, concurrency)
         load = Load(iter(requests[concurrency:]), stream=stream)
         seconds = await load.run(port, concurrency)
-        wanted = output_len * (len(requests) - concurrency)
-        if load.tokens != wanted:
-            raise SystemExit(f"{load.tokens} tokens came, {wanted} were asked for")
+        expected = output_len * (len(requests) - concurrency)
+        if load.tokens != expected:
+            raise SystemExit(f"{load.tokens} tokens came, {expected} were requested")
         return load.tokens / seconds
 
     return uvloop.run(measure())

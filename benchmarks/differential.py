@@ -1,10 +1,9 @@
-"""The same random bodies to two servers, and where their replies differ, by kind.
+"""Sends the same random bodies to two servers, and counts the differences of their replies by kind.
 
     python benchmarks/differential.py http://127.0.0.1:8000 http://127.0.0.1:8001 --count 500 --ignore stop_detail
 
-Finds what a client of the first server must know before it is pointed at the second.  Greedy, so both must write the
-same: serve a checkpoint whose output varies with its prompt, in float32.  Knows the wire and nothing of either server;
-what a difference means is for a reader to say (results/conformance-vllm.md).
+Shows what changes for a client of the first server when it uses the second.  Greedy, so both must write the same: serve
+a checkpoint whose output varies with its prompt, in float32.  Differences are explained in results/conformance-vllm.md.
 """
 
 from __future__ import annotations
@@ -248,7 +247,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     ignored = PER_SERVER.union(args.ignore.split(","))
-    found: Counter[str] = Counter()
+    differences_by_kind: Counter[str] = Counter()
     shortest: dict[str, str] = {}
     same = 0
     routes = args.routes.split(",")
@@ -260,11 +259,11 @@ def main() -> int:
             path, body = bodies.body(routes[number % len(routes)], args.wrong)
             differs = kinds(path, ask(one, path, body), ask(two, path, body), ignored)
             same += not differs
-            found.update(differs)
+            differences_by_kind.update(differs)
             sent = json.dumps(body, ensure_ascii=False)
             shortest |= {kind: min(shortest.get(kind, sent), sent, key=len) for kind in differs}
     print(f"{same} of {args.count} alike")
-    for kind, times in sorted(found.items()):
+    for kind, times in sorted(differences_by_kind.items()):
         print(f"{times:5} {kind}\n      {shortest[kind][:300]}")
     return 0
 

@@ -2,7 +2,7 @@
 
     python benchmarks/frontend.py [--cases stream full ...] [--concurrency 64 256] [--json FILE]
 
-Three processes: the server as `tokserve serve` runs it; a scripted engine behind the real ZeroMQ link, which draws one
+Three processes: the server as `tokserve serve` runs it; a scripted engine behind the real ZeroMQ link, which makes one
 token per step for every stream and answers other requests at once and whole; and a load client on raw sockets,
 which counts tokens with a regular expression.  The engine runs at most `--window` steps ahead of what the client has
 read (the client tells it through a pipe), so a front end that is too slow is waited for; what it has not sent when the
@@ -62,7 +62,7 @@ ACK = struct.Struct("<q")
 
 
 class Case(NamedTuple):
-    """What is asked for."""
+    """The options of a case's requests."""
 
     stream: bool
     logprobs: int | None = None
@@ -80,7 +80,7 @@ CASES = {
     "full-objects": Case(False, 0),
 }
 
-# --- the script: what the token at a position is, for everybody ---
+# --- the script: the token at each position, for engine and client ---
 
 NUMBERS = np.arange(PERIOD)
 IDS = array("i", (NUMBERS * 37_199 % VOCAB).astype("<i4").tobytes())
@@ -159,7 +159,7 @@ class Engine:
             self._identity, packed = self._socket.recv_multipart()
             message = decode_to_engine(packed)
             if isinstance(message, Submit):
-                self._say(SubmitReply(message.call_id))
+                self._send_message(SubmitReply(message.call_id))
                 for row in map(Row, message.requests):
                     if row.stream:
                         self._rows[row.request_id] = row
@@ -175,9 +175,9 @@ class Engine:
 
     def _answer(self, call: Call) -> None:
         if call.method == "hello":
-            self._say(Ready(1 << 20, VOCAB, 1 << 16, 64, [2], "0", {"scripted": True}))
+            self._send_message(Ready(1 << 20, VOCAB, 1 << 16, 64, [2], "0", {"scripted": True}))
         else:
-            self._say(Reply(call.call_id, {}))
+            self._send_message(Reply(call.call_id, {}))
 
     def _send(self, rows: list[Row], count: int | None) -> None:
         """A step with so many tokens of each row, or all."""
@@ -187,9 +187,9 @@ class Engine:
             row.take(count or row.limit, step)
             if row.sent == row.limit:
                 self._rows.pop(row.request_id, None)
-        self._say(step.step(StepStats(running=len(self._rows))))
+        self._send_message(step.step(StepStats(running=len(self._rows))))
 
-    def _say(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         self._socket.send_multipart((self._identity, encode(message)))
 
 
@@ -197,7 +197,7 @@ class Engine:
 
 
 class Script:
-    """A case as requests and as what must come back; tells the engine what was read."""
+    """The requests of a case and their expected replies; reports to the engine what was read."""
 
     def __init__(self, case: Case, args: argparse.Namespace, acks: int) -> None:
         self.case = case
@@ -207,8 +207,8 @@ class Script:
         params: dict[str, Any] = {"max_tokens": args.output_len, "ignore_eos": True, "temperature": 1.0}
         if case.logprobs is not None:
             params["logprobs"] = case.logprobs
-        asked = {"token_ids": IDS[: args.input_len].tolist(), "stream": case.stream, "sampling_params": params}
-        self._request = closed_loop.request(json.dumps(asked | {"logprobs_format": case.format}).encode())
+        body = {"token_ids": IDS[: args.input_len].tolist(), "stream": case.stream, "sampling_params": params}
+        self._request = closed_loop.request(json.dumps(body | {"logprobs_format": case.format}).encode())
 
     async def run(self, port: int, concurrency: int, total: int, check: bool) -> tuple[closed_loop.Load, float]:
         """The load, and how many seconds it took."""
@@ -218,7 +218,7 @@ class Script:
         )  # fmt: skip
         seconds = await load.run(port, concurrency)
         if load.tokens != total * self.output_len:
-            raise SystemExit(f"{load.tokens} tokens came, {total * self.output_len} were asked for")
+            raise SystemExit(f"{load.tokens} tokens came, {total * self.output_len} were requested")
         return load, seconds
 
     def _count(self, tokens: int, events: int) -> None:
@@ -237,12 +237,12 @@ class Script:
         case = self.case
         deltas = [json.loads(body)["choices"][0]] if not case.stream else _deltas(body)
         ids = [token for delta in deltas for token in delta["token_ids"]]
-        wanted = IDS[: self.output_len].tolist()
-        if ids != wanted or deltas[-1]["finish_reason"] != "length":
+        expected = IDS[: self.output_len].tolist()
+        if ids != expected or deltas[-1]["finish_reason"] != "length":
             raise SystemExit("the tokens are not the engine's")
         if case.logprobs is not None:
-            own = [value for delta in deltas for value in _logprobs(delta["logprobs"], case.format)]
-            if own != OWN[: len(wanted)].tolist():
+            logprobs = [value for delta in deltas for value in _logprobs(delta["logprobs"], case.format)]
+            if logprobs != OWN[: len(expected)].tolist():
                 raise SystemExit("the logprobs are not the engine's")
 
 
@@ -263,8 +263,8 @@ def _deltas(chunked: bytes) -> list[Any]:
 def _logprobs(shown: Any, kind: str) -> Sequence[float]:
     if kind == "objects":
         return [entry["logprob"] for entry in shown["content"]]
-    own = shown["token_logprobs"]
-    return own if kind == "arrays" else array("f", base64.b64decode(own))
+    logprobs = shown["token_logprobs"]
+    return logprobs if kind == "arrays" else array("f", base64.b64decode(logprobs))
 
 
 async def load(port: int, args: argparse.Namespace, acks: int) -> list[dict[str, Any]]:

@@ -147,7 +147,7 @@ def lora_case(label: str, tokens: int, adapters: int) -> Case:
             rows = slots == slot
             inner = (F.linear(x[rows], first[slot, shard]) for shard in range(shards))
             parts = zip(inner, second[slot].split(sizes, 1), strict=True)
-            out[rows] += torch.cat([each @ part for each, part in parts], 1)
+            out[rows] += torch.cat([adapter @ part for adapter, part in parts], 1)
 
     moved = 2 * (used + tokens * (columns + 2 * outputs))
     work = 2 * tokens * RANK * (shards * columns + outputs)
@@ -257,19 +257,19 @@ def sampling_cases(rows: int) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def cases(quick: bool, wanted: set[str]) -> Iterator[Case]:
+def cases(quick: bool, selected: set[str]) -> Iterator[Case]:
     """Decode alone, decode in a batch, prefill; some of ops that are not wanted are left out."""
     for tokens in (1, 512) if quick else (1, 16, 512):
         yield from elementwise_cases(tokens)
-        if "embedding" in wanted:
+        if "embedding" in selected:
             yield embedding_case(tokens)
-    products = [op for op in PACKING if op in wanted]
+    products = [op for op in PACKING if op in selected]
     for op, tokens in itertools.product(products, (1, 16, 512) if quick else (1, 4, 16, 64, 512)):
         for label in ("gate_up",) if quick or op.startswith("gated_") else WEIGHTS:
             yield linear_case(op, label, tokens)
         if tokens <= 16 and not quick and not op.startswith("gated_"):
             yield linear_case(op, "lm_head", tokens, torch.float32)
-    for tokens, adapters in ((1, 1), (16, 4), (512, 1)) if "add_lora" in wanted else ():
+    for tokens, adapters in ((1, 1), (16, 4), (512, 1)) if "add_lora" in selected else ():
         for label in ("gate_up",) if quick else SHARDS:
             yield lora_case(label, tokens, adapters)
     for rows, queries, length in ((1, 1, 1024), (16, 1, 1024), (1, 512, 512), (1, 512, 4096)):
@@ -344,9 +344,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
     reason = registry.load_extension("cpu")
-    wanted = set(options.ops.split(",")) if options.ops else set(OPS)
-    if reason or wanted - set(OPS):
-        parser.error(reason or f"unknown ops: {', '.join(sorted(wanted - set(OPS)))}; there are: {', '.join(OPS)}")
+    selected = set(options.ops.split(",")) if options.ops else set(OPS)
+    if reason or selected - set(OPS):
+        parser.error(reason or f"unknown ops: {', '.join(sorted(selected - set(OPS)))}; there are: {', '.join(OPS)}")
     read = {n: read_ceiling(n) for n in (1, options.threads)}
     compute = compute_ceiling(options.threads)
     print(f"{device.name()}, {options.threads} threads, torch {torch.__version__}")
@@ -357,8 +357,8 @@ def main() -> None:
     rows: list[Row] = []
     print(HEADER, flush=True)
     with torch.inference_mode():
-        for case in cases(options.quick, wanted):
-            if case.op not in wanted:
+        for case in cases(options.quick, selected):
+            if case.op not in selected:
                 continue
             for row in measure(case, sets, options.threads, budget, max(read.values()), compute):
                 rows.append(row)

@@ -1,6 +1,6 @@
 """The processes that `peers.py` compares: a server over HTTP, and llama.cpp behind a pipe.
 
-Knows how each is started, when it is ready and what memory it holds; not what is asked of it.
+Starts each peer, waits until it is ready, and measures its memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """tokserve beside its peers on this machine, in one run and in turns: `python benchmarks/peers.py --help`.
 
-Figures of a shared machine mean little alone, so every case is asked of all peers one after the other (A B C, A B C)
-and the ratio is what counts.  No two cases or rounds have a prompt in common, so no prefix cache helps.  The times
+Figures of a shared machine mean little alone, so every case runs on all peers one after the other (A B C, A B C)
+and the ratios are compared.  No two cases or rounds have a prompt in common, so no prefix cache helps.  The times
 between tokens of the large model come from `tokserve bench serve`'s own code; the tiny model's rates, where the client
 would be a large part of what is measured, from raw sockets (`closed_loop.py`).  llama.cpp is driven through its
 bindings, without HTTP.
@@ -32,8 +32,8 @@ import peer_servers as servers
 
 from tokserve import __version__
 from tokserve.bench import serve
+from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
-from tokserve.bench.wire import RequestShape
 
 ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 OURS = "tokserve"
@@ -144,8 +144,8 @@ class Table:
         """Markdown: each peer's figures by round and, in brackets, how many times better tokserve's median is."""
         yield f"| {self.title} | unit | " + " | ".join(self.peers) + " |"
         yield "|---" * (len(self.peers) + 2) + "|"
-        for (case, unit), found in self.figures.items():
-            cells = [self._cell(unit, found[OURS], found.get(peer, []), peer) for peer in self.peers]
+        for (case, unit), by_peer in self.figures.items():
+            cells = [self._cell(unit, by_peer[OURS], by_peer.get(peer, []), peer) for peer in self.peers]
             yield f"| {case} | {unit} | " + " | ".join(cells) + " |"
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Write a Qwen3 checkpoint of random bf16 weights: `python benchmarks/random_checkpoint.py OUT --size 0.6b`.
 
-Speed does not depend on what the weights say, so no download is needed to compare servers.  The tokenizer is the demo
+Speed does not depend on the values of weights, so no download is needed to compare servers.  The tokenizer is the demo
 model's: far smaller than the vocabulary, which does not matter to prompts of token ids.
 """
 

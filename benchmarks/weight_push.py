@@ -40,8 +40,8 @@ CONFIG = {
 def tensors(layers: int) -> dict[str, torch.Tensor]:
     """A full set, small random numbers."""
     spec = decoder_spec(CONFIG | {"num_hidden_layers": layers})
-    wanted = Decoder(spec, torch.bfloat16, torch.bfloat16, torch.empty(0)).parameters_by_name()
-    return {name: torch.full(parameter.shape, 0.01, dtype=torch.bfloat16) for name, parameter in wanted.items()}
+    parameters = Decoder(spec, torch.bfloat16, torch.bfloat16, torch.empty(0)).parameters_by_name()
+    return {name: torch.full(parameter.shape, 0.01, dtype=torch.bfloat16) for name, parameter in parameters.items()}
 
 
 class Watch:

@@ -50,10 +50,10 @@ def gguf_name(name: str) -> str:
     outer = name.removesuffix(".weight")
     if outer in OUTER:
         return OUTER[outer] + ".weight"
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", outer)
-    if not found or found[2] not in NAMES:
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", outer)
+    if not match or match[2] not in NAMES:
         raise SystemExit(f"unknown tensor {name}")
-    return f"blk.{found[1]}.{NAMES[found[2]]}.weight"
+    return f"blk.{match[1]}.{NAMES[match[2]]}.weight"
 
 
 def write(folder: Path, out: str, kind: gguf.GGMLQuantizationType) -> None:

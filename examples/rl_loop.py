@@ -32,12 +32,12 @@ def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Ten
     rows = [torch.tensor(np.concatenate([r.prompt_ids, r.token_ids]), dtype=torch.long) for r in rollouts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     all_logprobs = torch.log_softmax(model(ids).logits[:, :-1] / TEMPERATURE, -1)
-    own = all_logprobs.gather(-1, ids[:, 1:, None])[..., 0]
-    theirs, mask = torch.zeros_like(own), torch.zeros_like(own)
+    trainer = all_logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+    server, mask = torch.zeros_like(trainer), torch.zeros_like(trainer)
     for i, r in enumerate(rollouts):
         span = slice(len(r.prompt_ids) - 1, len(r.prompt_ids) - 1 + len(r.token_ids))
-        theirs[i, span], mask[i, span] = torch.tensor(r.logprobs), 1.0
-    return own, theirs, mask
+        server[i, span], mask[i, span] = torch.tensor(r.logprobs), 1.0
+    return trainer, server, mask
 
 
 async def main(url: str) -> None:
@@ -58,10 +58,10 @@ async def main(url: str) -> None:
             got = [reward(a, words[r.prompt_index][::-1]) for a, r in zip(answers, rollouts, strict=True)]
             scores = torch.tensor(got).view(PROMPTS, SAMPLES)
             advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 0.05)).view(-1, 1)
-            own, theirs, mask = logprobs(model, rollouts)
-            mismatches.append(float(((own.detach() - theirs).abs() * mask).sum() / mask.sum()))
+            trainer, server, mask = logprobs(model, rollouts)
+            mismatches.append(float(((trainer.detach() - server).abs() * mask).sum() / mask.sum()))
             rewards.append(float(scores.mean()))
-            loss = -((own - theirs).exp() * advantages * mask).sum() / mask.sum()
+            loss = -((trainer - server).exp() * advantages * mask).sum() / mask.sum()
             model.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""`python -m tokserve` and the `tokserve` script.  Until there is anything to clean up, a signal simply ends it."""
+"""`python -m tokserve` and the `tokserve` script.  Until there is something to clean up, a signal ends the process."""
 
 import signal
 

@@ -1,8 +1,7 @@
-"""Where a model lives on disk, and its JSON files as plain dictionaries.
+"""Locates a model on disk or on the Hugging Face hub, and reads its JSON files as dictionaries.
 
-`demo` is the model inside the package; a directory is itself; anything else is a Hugging Face hub
-name.  This file opens and parses; what the values mean is decided in `resolve` (limits, dtype,
-end-of-sequence ids) and in `models/spec` (architecture).
+`demo` is the model inside the package.  `resolve` interprets limits, dtype and end-of-sequence ids, `models/spec` the
+architecture.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tokserve.errors import StartError
 DEMO_DIR = Path(__file__).parent / "demo_model"
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-# what the hub's errors mean, the first of an error's classes that is here
+# reasons by class of the hub's errors; the first class of an error that is here counts
 REASONS = {
     "GatedRepoError": "access to it must be granted first (HF_TOKEN)",
     "RepositoryNotFoundError": "there is no such repository, or it is private (HF_TOKEN)",
@@ -27,11 +26,11 @@ REASONS = {
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
-    """The local directory of `model`; downloads from the hub when it is none.  `what`: how errors call it."""
+    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors."""
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
-    if os.path.isdir(path):  # what may not be looked into is none
+    if os.path.isdir(path):  # False for a directory without access
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(f"{what} {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
@@ -66,7 +65,6 @@ def read_json(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def hf_config(directory: Path) -> dict[str, Any]:
-    """config.json of the checkpoint."""
     value = read_json(directory, "config.json")
     if value is None:
         raise StartError(f"{directory} holds no config.json; is it a Hugging Face checkpoint?")

@@ -1,8 +1,8 @@
 """All options: a field is a name, a type, a default, a range and a sentence; the command line follows from it.
 
 Field names are the command line flags (`max_model_len` is `--max-model-len`) and the keyword arguments of
-`LLM` and `AsyncLLM`; they are unique over all groups, so nobody needs to know the groups.  A component is
-given its own group, never the whole.  `resolve` replaces "auto" and None by values.
+`LLM` and `AsyncLLM`; they are unique over all groups, so the groups need not be named.  A component receives
+its group only.  `resolve` replaces "auto" and None by values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
-PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # what both ends of a broadcast must agree on
+PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # must be equal at both ends of a broadcast
 GIB = 1 << 30
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_BLOCK_SIZE = 16
-SECRET = ("api_key", "admin_api_key")  # options that nobody shows
-FOR_EVER = 1e9  # seconds, thirty years: the longest timeout that every clock accepts
+SECRET = ("api_key", "admin_api_key")  # options that are never shown
+FOR_EVER = 1e9  # seconds, thirty years: the longest timeout that all clocks accept
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -36,7 +36,7 @@ def about(text: str, **limits: Any) -> Meta:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is served."""
+    """The model and how it is loaded."""
 
     model: Annotated[str, about("Directory of a Hugging Face checkpoint, a hub name `owner/name`, or `demo`.")] = "demo"
     tokenizer: Annotated[str | None, about("Directory or hub name of the tokenizer, if not the model's.")] = None
@@ -121,7 +121,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who runs in a step."""
+    """Limits and policy of the scheduler."""
 
     max_num_seqs: Annotated[int, about("Most requests (each choice is one) that run at once.", ge=1, le=4096)] = 128
     max_num_batched_tokens: Annotated[
@@ -211,7 +211,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights change while it serves."""
+    """Weight updates while serving."""
 
     weight_transfer_config: Annotated[
         dict[str, str | int | bool] | None,
@@ -247,7 +247,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters beside the model."""
+    """LoRA adapters."""
 
     enable_lora: Annotated[
         bool, about("Serve LoRA adapters: requests name one as their model, control routes load and unload them.")
@@ -333,8 +333,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     client_header: Annotated[
         str | None,
         about("Header that a reverse proxy sets to its client's address (such as X-Forwarded-For, of which the last "
-              "address counts), to tell clients without API keys apart; without a proxy anybody can set it. Default: "
-              "the address of the connection."),
+              "address counts), to tell clients without API keys apart; without a proxy any client can set it. "
+              "Default: the address of the connection."),
     ] = None  # fmt: skip
     max_body_mb: Annotated[int, about("Largest request body in MiB.", ge=1)] = 64
     keep_alive: Annotated[
@@ -355,9 +355,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ssl_keyfile: Annotated[str | None, about("TLS key file.")] = None
     ssl_certfile: Annotated[str | None, about("TLS certificate file.")] = None
     ssl_ca_certs: Annotated[str | None, about("CA file that client certificates must be signed by.")] = None
-    ui: Annotated[
-        bool | None, about("Serve the status page at /; default: only if nobody but this machine can connect.")
-    ] = None
+    ui: Annotated[bool | None, about("Serve the status page at /; default: if only this machine can connect.")] = None
     vllm_metric_names: Annotated[
         bool, about("Also export the metrics that vLLM has under its names (vllm:...), for its dashboards and routers.")
     ] = False
@@ -370,16 +368,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         about("URL to send OpenTelemetry traces of requests to, as OTLP over HTTP (http://HOST:4318/v1/traces); needs "
               "the extra `otel`. Default: none are sent."),
     ] = None  # fmt: skip
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], about("Least level of the lines that are logged.")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Lowest level of log lines.")] = "info"
     log_stats_interval: Annotated[
         float, about("Seconds between the one-line statistics while requests run.", gt=0, le=FOR_EVER)
     ] = 10.0
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one request may cost others (docs/security.md).  Further bounds follow from the model."""
+    """Limits of the cost of a request (docs/security.md).  Further limits follow from the model."""
 
     max_stop_strings: Annotated[
         int, about("Most stop strings of a request, and most of its stop_token_sequences.", ge=0)
@@ -434,7 +430,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name, value in values.items():
             if name not in homes:
                 raise StartError(f"unknown option {name!r}{_nearest(name, homes)}")
-            if name == "model" and value is None:  # a variable that was never set shall not serve the demo
+            if name == "model" and value is None:  # an unset variable must not select the demo model
                 raise StartError("option model: must be str, got None")
             if value is not None:
                 groups.setdefault(homes[name], {})[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -458,7 +454,7 @@ def _nearest(name: str, known: dict[str, str]) -> str:
 
 
 def _readable(message: str, values: dict[str, Any]) -> str:
-    """msgspec's words, which end with a path, as a sentence about the option, with the value that was given."""
+    """msgspec's message, which ends with a path, as a sentence about the option and its value."""
     what, _, path = message.partition(" - at `$.")
     if not path:
         return message
@@ -476,5 +472,5 @@ def _readable(message: str, values: dict[str, Any]) -> str:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """Of an annotated field: the values of its Literal."""
+    """The values of an annotated field's Literal."""
     return get_args(hint) if get_origin(hint) is Literal else next(filter(None, map(_choices, get_args(hint))), ())

@@ -1,8 +1,7 @@
-"""Every error that a client or an operator can meet, with the HTTP status it becomes.
+"""All errors that clients and operators can get, with their HTTP status.
 
-Two families: a `RequestError` belongs to one request and is the answer to it; a `StartError` stops a process from
-starting and is printed without a traceback.  This file knows no HTTP library: `server/errors` turns the attributes
-into a response, for all routes.
+A `RequestError` belongs to one request and becomes its response (in `server/errors`).  A `StartError` stops a process
+from starting and is printed without a traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +24,11 @@ class RequestError(Exception):
         super().__init__(self.message)
         self.field = field
         self.code = code
+
+
+def invalid(field: str, rule: str, *, code: str | None = None) -> RequestError:
+    """The error of a value: the path of its field, and the rule that it breaks ("must be ...")."""
+    return RequestError(f"{field} {rule}", field=field, code=code)
 
 
 class Unauthorized(RequestError):
@@ -79,20 +83,20 @@ class Overloaded(RequestError):
 
 
 class QueueFull(Overloaded):
-    """429: the queue, or the client itself, has more requests than its limit allows; nothing of this one was kept."""
+    """429: the queue, or the client, has reached its limit of requests; nothing of this request is kept."""
 
     status = 429
 
 
 class Unavailable(RequestError):
-    """503: there is nothing to serve with until an operator or a trainer acts."""
+    """503: the weights cannot serve until an operator or a trainer updates them."""
 
     status = 503
     type = "unavailable_error"
 
 
 class TransferFailed(RequestError):
-    """502: tensors did not arrive as announced, or their sender has gone."""
+    """502: tensors did not arrive as announced, or their sender has disconnected."""
 
     status = 502
     type = "transfer_error"
@@ -123,16 +127,18 @@ class EngineDead(RequestError):
         self.retry_after = retry_after
 
     def again(self) -> EngineDead:
-        """A copy for another waiter: one exception object is raised once."""
+        """A copy for another waiter: an exception object is raised only once."""
         return EngineDead(
             self.message, private=self.private, code=self.code or "engine_dead", retry_after=self.retry_after
         )
 
 
 _KINDS = (RequestError, Forbidden, NotFound, Conflict, TransferFailed, Unavailable, RequestFailed)
-BY_STATUS: dict[int, type[RequestError]] = {kind.status: kind for kind in _KINDS}  # that cross processes
+BY_STATUS: dict[int, type[RequestError]] = {
+    kind.status: kind for kind in _KINDS
+}  # errors that the engine sends to front ends
 
-REFUSALS = (  # what a `Verdict` may say
+REFUSALS = (  # codes of a `SubmitReply` that refuses a submission
     "duplicate_id", "queue_full", "draining", "paused", "quarantined", "model_not_found", "invalid", "internal",
     "client_limit",
 )  # fmt: skip

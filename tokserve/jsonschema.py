@@ -1,7 +1,7 @@
-"""JSON schemas as structured outputs use them: walking, closing objects, and the classes in their patterns.
+"""JSON schemas of structured outputs: walks them, closes objects, and replaces character classes in patterns.
 
-Only keywords whose values are schemas are followed, so a property that is called "pattern" is not taken for one.  Loops
-instead of recursion: a schema may be nested as deeply as it is large.
+Only keywords whose values are schemas are followed, so a property called "pattern" is not taken for a pattern.  Loops
+instead of recursion: a schema may be nested deeply.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def walk(root: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def close(root: Schema) -> None:
-    """Set additionalProperties to false in every object's schema that says nothing about it.
+    """Set additionalProperties to false in the schema of every object that does not define it.
 
-    Open stay objects that several schemas describe together (properties beside anyOf, an allOf of two): each would
-    forbid what the others name.
+    Objects that several schemas describe together (properties beside anyOf, an allOf of two) stay open: each schema
+    would forbid the properties of the others.
     """
     schemas = dict(walk(root))
     pending = [part for pointer, schema in schemas.items() for part in _parts(pointer, schema)]
@@ -62,7 +62,7 @@ def spell_classes(root: Schema, *, unicode: bool) -> None:
             schema["pattern"] = explicit_classes(schema["pattern"], unicode=unicode)
         by_pattern = schema.get("patternProperties")
         if isinstance(by_pattern, dict):
-            spelled = {explicit_classes(name, unicode=unicode): each for name, each in by_pattern.items()}
+            spelled = {explicit_classes(name, unicode=unicode): inner for name, inner in by_pattern.items()}
             schema["patternProperties"] = spelled
 
 
@@ -72,10 +72,10 @@ def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
             yield f"{pointer}/{name}", schema[name]
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            yield from ((f"{pointer}/{name}/{i}", each) for i, each in enumerate(schema[name]))
+            yield from ((f"{pointer}/{name}/{i}", inner) for i, inner in enumerate(schema[name]))
     for name in _BY_NAME:
         if isinstance(schema.get(name), dict):
-            yield from ((f"{pointer}/{name}/{_escaped(key)}", each) for key, each in schema[name].items())
+            yield from ((f"{pointer}/{name}/{_escaped(key)}", inner) for key, inner in schema[name].items())
 
 
 def _is_object(schema: Schema) -> bool:
@@ -87,18 +87,18 @@ def _is_object(schema: Schema) -> bool:
 def _members(pointer: str, schema: Schema) -> list[str]:
     """Pointers to the schemas that describe the same object as this one."""
     names = [name for name in ("allOf", *_ALTERNATIVES, *_CONDITIONS) if name in schema]
-    pointers = [place for place, _ in _inner(pointer, {name: schema[name] for name in names})]
+    pointers = [inner for inner, _ in _inner(pointer, {name: schema[name] for name in names})]
     target = schema.get("$ref")
     return pointers + ([unquote(target[1:])] if isinstance(target, str) and target.startswith("#") else [])
 
 
 def _parts(pointer: str, schema: Schema) -> list[str]:
-    """Those of the members that describe only a part of the object."""
+    """The members that describe only a part of the object."""
     conditions = {name: schema[name] for name in _CONDITIONS if name in schema}
     whole = [schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
-    count = sum(len(each) for each in whole) + sum(name in schema for name in ("$ref", *_ALTERNATIVES))
-    own = "properties" in schema or "patternProperties" in schema
-    if conditions or count + own > 1:
+    count = sum(len(inner) for inner in whole) + sum(name in schema for name in ("$ref", *_ALTERNATIVES))
+    has_properties = "properties" in schema or "patternProperties" in schema
+    if conditions or count + has_properties > 1:
         return _members(pointer, schema)
     return []
 

@@ -2,7 +2,7 @@
 
 `setup` sets the process name once; library code uses `logging.getLogger(__name__)` with lazy arguments.  A line
 about a request carries its id: from `extra={"request_id": ...}`, or else that of the running task (`request_id`).
-`extra={"fields": {...}}` adds members to the JSON object, which the text should say as well.
+`extra={"fields": {...}}` adds members to the JSON object; the text should have the same values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 Format = Literal["text", "json"]
 
 
-class _Lines(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     """`time level process logger: text`; control characters are escaped and tracebacks indented, so that no client can
     forge a line."""
 
@@ -31,13 +31,13 @@ class _Lines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         about = _request_of(record)
         record.about = f"[{about}] " if about else ""
-        return _escaped(super().formatMessage(record))
+        return _escape(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).splitlines())
+        return "\n".join(f"  {_escape(line)}" for line in super().formatException(ei).splitlines())
 
 
-class _Objects(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """A JSON object per line."""
 
     def __init__(self, process: str) -> None:
@@ -61,31 +61,30 @@ class _Objects(logging.Formatter):
         try:
             return msgspec.json.encode(line).decode()
         except UnicodeEncodeError:  # a lone surrogate from a client's JSON
-            return msgspec.json.encode(_whole(line)).decode()
+            return msgspec.json.encode(_without_surrogates(line)).decode()
 
 
 def _request_of(record: logging.LogRecord) -> str | None:
-    said: str | None = vars(record).get("request_id")
-    return said or request_id.get()
+    request: str | None = vars(record).get("request_id")
+    return request or request_id.get()
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _whole(value: Any) -> Any:
-    """With lone surrogates escaped."""
+def _without_surrogates(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _whole(each) for name, each in value.items()}
+        return {name: _without_surrogates(item) for name, item in value.items()}
     return sendable(value) if isinstance(value, str) else value
 
 
 def setup(process: str, level: str = "info", form: Format = "text") -> None:
     """Log to stderr in this form; call once per process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines(process) if form == "text" else _Objects(process))
+    handler.setFormatter(_TextFormatter(process) if form == "text" else _JsonFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
 """Character classes of regular expressions: what `\\d`, `\\w` and `\\s` stand for.
 
-The engine's regular expressions read them as Unicode does, its JSON schemas read the first two as ASCII.  Here they
-are replaced by what they stand for, so that they mean the same everywhere.  No other syntax is known here.
+llguidance interprets them as Unicode classes in regular expressions, and the first two as ASCII in JSON schemas.  They
+are replaced by their members, so that they mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNICODE = {"d": r"\p{Nd}", "w": r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Contro
 def explicit_classes(pattern: str, *, unicode: bool) -> str:
     """The pattern with the members of its classes in brackets: ASCII's, or with `unicode` those of all scripts.
 
-    Brackets may stand within brackets, so the place of a class does not matter.
+    Brackets may stand within brackets, so the position of a class does not matter.
     """
     members = _UNICODE if unicode else _ASCII
 

@@ -1,6 +1,6 @@
-"""Resolves the options: "auto" and None become values, and combinations that cannot be served are refused.
+"""Resolves the options: replaces "auto" and None by values, and refuses combinations that cannot be served.
 
-The only place where that happens; no option changes afterwards.  Must not know how an option is used.
+No option changes afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokserve.errors import StartError
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
-LONGEST_CONTEXT = 1 << 25  # tokens: beyond all models; there are tables with a row per position
+LONGEST_CONTEXT = 1 << 25  # tokens: limits the size of tables with a row per position
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 GPU_FILE = Path("/dev/nvidiactl")
 
@@ -68,7 +68,7 @@ def resolve(config: Config) -> Config:
 
 
 def _tokenizer(config: Config) -> str | None:
-    """The directory of a tokenizer that is not the model's own, where one is needed."""
+    """The directory of a tokenizer other than the model's, if it is needed."""
     name = config.model.tokenizer
     if name is None or config.server.tokens_only:
         return name
@@ -76,7 +76,7 @@ def _tokenizer(config: Config) -> str | None:
 
 
 def _cpu_threads(runtime: RuntimeConfig) -> int:
-    """The number of threads: as given, or one for each CPU they are bound to, or that this process may use."""
+    """The number of threads: as given, or one for each CPU that they are bound to or that this process may use."""
     allowed = os.sched_getaffinity(0)
     if runtime.cpu_bind in ("auto", "none"):
         return runtime.cpu_threads or len(allowed)
@@ -91,15 +91,15 @@ def _cpu_threads(runtime: RuntimeConfig) -> int:
 
 
 def _ui(server: ServerConfig) -> bool:
-    """Whether to serve the page: where only this machine can see it, if nothing else is said."""
+    """Whether to serve the status page; by default if only this machine can connect."""
     if server.ui is not None:
         return server.ui
     return server.uds is not None or server.host == "localhost" or _is_loopback(server.host)
 
 
 def _allowed_hosts(server: ServerConfig) -> list[str]:
-    """The names that the Host header may have.  A web page in a browser of this machine can reach an address that only
-    this machine can, under the page's own name (DNS rebinding)."""
+    """The allowed Host headers.  A web page in a browser of this machine can reach an address that only this machine
+    can reach, under the page's name (DNS rebinding)."""
     if server.allowed_hosts is not None:
         if not all(server.allowed_hosts):
             raise StartError("option allowed_hosts: must not be empty")
@@ -154,14 +154,14 @@ def _check(config: Config) -> None:
     if server.otlp_traces_endpoint and not server.otlp_traces_endpoint.startswith(("http://", "https://")):
         raise StartError(f"option otlp_traces_endpoint: expected an http URL, got {server.otlp_traces_endpoint!r}")
     text = ("chat_template", server.chat_template), ("reasoning_parser", server.reasoning_parser)
-    for name, asked in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
-        if server.tokens_only and asked:
+    for name, given in (*text, ("enable_auto_tool_choice", server.enable_auto_tool_choice)):
+        if server.tokens_only and given:
             raise StartError(f"{name} has no use with tokens_only")
 
 
-def _device(asked: str) -> Any:
-    if asked != "auto":
-        return asked
+def _device(device: str) -> Any:
+    if device != "auto":
+        return device
     return "cuda" if GPU_FILE.exists() and importlib.util.find_spec("triton") else "cpu"
 
 
@@ -169,42 +169,43 @@ def _block_size(device: str) -> int:
     return GPU_BLOCK_SIZE if device == "cuda" else DEFAULT_BLOCK_SIZE
 
 
-def _dtype(asked: str, hf: dict[str, Any]) -> Any:
-    own = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-    name = own if asked == "auto" else asked
+def _dtype(dtype: str, hf: dict[str, Any]) -> Any:
+    checkpoint_dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = checkpoint_dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise StartError(f"the checkpoint's dtype is {name!r}; choose one with --dtype: {', '.join(DTYPES)}")
     return name
 
 
-def _max_model_len(asked: int | None, hf: dict[str, Any]) -> int:
+def _max_model_len(max_model_len: int | None, hf: dict[str, Any]) -> int:
     limit = hf.get("max_position_embeddings")
-    if asked is not None and asked > LONGEST_CONTEXT:
-        raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {asked}")
-    if asked is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
+    if max_model_len is not None and max_model_len > LONGEST_CONTEXT:
+        raise StartError(f"option max_model_len: must be at most {LONGEST_CONTEXT}, got {max_model_len}")
+    if max_model_len is None and isinstance(limit, int) and limit > LONGEST_CONTEXT:
         raise StartError(
             f"config.json's max_position_embeddings is {limit}, and at most {LONGEST_CONTEXT} can be served; give "
             "--max-model-len"
         )
     if not isinstance(limit, int):
-        if asked is None:
+        if max_model_len is None:
             raise StartError("config.json has no max_position_embeddings; give --max-model-len")
-        return asked
-    if asked is not None and asked > limit:
+        return max_model_len
+    if max_model_len is not None and max_model_len > limit:
         raise StartError(
-            f"max_model_len {asked} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
-            f"give --hf-overrides '{{\"max_position_embeddings\": {asked}}}' (and a rope_scaling, if it needs one)"
+            f"max_model_len {max_model_len} is above the checkpoint's max_position_embeddings {limit}; to go beyond it "
+            f"give --hf-overrides '{{\"max_position_embeddings\": {max_model_len}}}' "
+            "(and a rope_scaling, if it needs one)"
         )
-    return asked or limit
+    return max_model_len or limit
 
 
-def _eos(asked: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
-    if asked is not None:
-        return asked
-    found: list[int] = []
+def _eos(eos_token_ids: list[int] | None, hf: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    if eos_token_ids is not None:
+        return eos_token_ids
+    eos_ids: list[int] = []
     for source in (generation.get("eos_token_id"), hf.get("eos_token_id")):
         ids = source if isinstance(source, list) else [] if source is None else [source]
         if not all(type(token) is int for token in ids):
             raise StartError(f"the checkpoint's eos_token_id must be an id or a list of ids, found {source!r}")
-        found += [token for token in ids if token not in found]
-    return found
+        eos_ids += [token for token in ids if token not in eos_ids]
+    return eos_ids

@@ -1,7 +1,4 @@
-"""Files of Unix sockets outlive their process: this removes one that nobody listens on any more.
-
-Knows neither the listener nor who cleans up after it.
-"""
+"""Removes the files of Unix sockets whose process has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from contextlib import suppress
 
 
 def remove_stale(path: str) -> None:
-    """Unlink a socket's file that nobody listens on; a socket in use is left alone, and so is any other file."""
+    """Unlink the file of a socket without a listener; a socket in use and other files are left alone."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if stat.S_ISSOCK(os.stat(path).st_mode):
             try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tokserve.bench.clients import EventLines, ReceivedReply, RequestShape
 from tokserve.bench.datasets import DatasetSpec, make
-from tokserve.bench.report import Outcome, is_good, parse_goodput, result, table
-from tokserve.bench.wire import EventLines, Reply, RequestShape
+from tokserve.bench.report import Outcome, meets_goodput, parse_goodput, result, table
 from tokserve.errors import StartError
 
 
@@ -25,9 +25,9 @@ def test_statistics_of_known_times() -> None:
 
 def test_goodput_needs_every_limit() -> None:
     limits = parse_goodput(["ttft:100", "tpot:10"])
-    assert is_good(Outcome(start=0.0, ttft=0.1, tpot=0.01), limits)
-    assert not is_good(Outcome(start=0.0, ttft=0.1, tpot=0.011), limits)
-    assert is_good(Outcome(start=0.0, ttft=0.05), limits)
+    assert meets_goodput(Outcome(start=0.0, ttft=0.1, tpot=0.01), limits)
+    assert not meets_goodput(Outcome(start=0.0, ttft=0.1, tpot=0.011), limits)
+    assert meets_goodput(Outcome(start=0.0, ttft=0.05), limits)
 
 
 def test_events_cut_at_every_byte() -> None:
@@ -39,7 +39,7 @@ def test_events_cut_at_every_byte() -> None:
 
 
 def test_time_per_token_by_a_known_clock() -> None:
-    reply = Reply(RequestShape())
+    reply = ReceivedReply(RequestShape())
     for at, ids, end in ((1.0, "[1]", "null"), (1.5, "[2,3]", "null"), (3.0, "[4]", '"stop"')):
         reply.take(f'{{"choices":[{{"index":0,"token_ids":{ids},"finish_reason":{end}}}]}}'.encode(), at)
     assert (reply.first, reply.gaps, reply.output_ids) == (1.0, [0.5, 1.5], [1, 2, 3, 4])
@@ -47,7 +47,7 @@ def test_time_per_token_by_a_known_clock() -> None:
 
 
 def test_time_per_token_of_a_chat_runs_to_its_finish() -> None:
-    reply = Reply(RequestShape(backend="openai-chat"))
+    reply = ReceivedReply(RequestShape(backend="openai-chat"))
     for at, delta, end in ((0.5, '""', "null"), (1.0, '"a"', "null"), (2.0, '"b"', "null"), (4.0, "null", '"length"')):
         reply.take(f'{{"choices":[{{"delta":{{"content":{delta}}},"finish_reason":{end}}}]}}'.encode(), at)
     reply.take(b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":7}}', 4.5)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.bench.scripted_server import Answer, event, scripted
+from tokserve.bench.clients import RequestShape
 from tokserve.bench.datasets import DatasetSpec
 from tokserve.bench.serve import Load, arrivals, serve
-from tokserve.bench.wire import RequestShape
 from tokserve.cli.main import main
 from tokserve.errors import StartError
 

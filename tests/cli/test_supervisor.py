@@ -23,9 +23,9 @@ def test_an_api_process_that_cannot_be_started_says_why(monkeypatch: pytest.Monk
     async def scene() -> None:
         with socket.socket() as sock:
             front = Supervisor(config(tokens_only=True), sock)
-            assert await front._started(0) == "API process 0 could not be started: Too many open files"
+            assert await front._restart(0) == "API process 0 could not be started: Too many open files"
             await front.end()
 
     monkeypatch.setattr(AsyncLLM, "engine", ("ipc:///nowhere", os.getpid()))
-    monkeypatch.setattr(supervisor, "ApiProcess", exhausted)
+    monkeypatch.setattr(supervisor, "ApiChildProcess", exhausted)
     asyncio.run(scene())

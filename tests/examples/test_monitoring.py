@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.server.fake_llm import site
-from tokserve.server.metrics import VLLM_NAMES
+from tokserve.server.compat import VLLM_METRICS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "monitoring"
@@ -76,4 +76,4 @@ def test_the_documentation_lists_exactly_what_is_exported() -> None:
     table = re.findall(r"^\| `(\w+)` \| (\w+) \| (yes|) *\|", text, re.MULTILINE)
     exported = re.findall(r"^# TYPE tokserve:(\w+) (\w+)$", site().get("/metrics").text, re.MULTILINE)
     assert sorted((name, kind) for name, kind, _ in table) == sorted(exported)
-    assert {name.removesuffix("_total") for name, _, vllm in table if vllm} == VLLM_NAMES
+    assert {name.removesuffix("_total") for name, _, vllm in table if vllm} == VLLM_METRICS

@@ -31,7 +31,7 @@ from tokserve.errors import Conflict, EngineDead, RequestError
 from tokserve.messages import EngineRequest, Finish, Ready, Status, unpack_ids
 from tokserve.params import SamplingParams
 from tokserve.server.app import build_app
-from tokserve.server.counters import Place
+from tokserve.server.counters import ApiProcess
 from tokserve.text.tokenizer import Tokenizer
 
 EOS = 0
@@ -412,12 +412,14 @@ def parse_events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def site(script: Script = endless, *, keep_alive: float = 15.0, place: Place | None = None, **options: Any) -> Site:
+def site(
+    script: Script = endless, *, keep_alive: float = 15.0, api_process: ApiProcess | None = None, **options: Any
+) -> Site:
     """A fake server; `options` are config fields."""
     values = {"served_model_name": ["tiny", "alias"], "generation_config": "none", "max_model_len": 512} | options
     config = Config.make(**values)
     llm = FakeLLM(config, script)
-    return Site(llm, build_app(llm, config, keep_alive=keep_alive, place=place))  # type: ignore[arg-type]
+    return Site(llm, build_app(llm, config, keep_alive=keep_alive, api_process=api_process))  # type: ignore[arg-type]
 
 
 class Caller:

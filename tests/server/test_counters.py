@@ -4,19 +4,19 @@ import os
 
 from tests.server.fake_llm import says, site
 from tests.server.test_metrics import values
-from tokserve.server.counters import Counters, Place, share
+from tokserve.server.counters import ApiProcess, SharedCounters, create_shared_memory
 
 
 def test_rows_are_summed_and_outlive_their_writer() -> None:
-    descriptor = share(3)
-    first, last = (Counters(descriptor, index, 3) for index in (0, 2))
-    (a, b), (c, d) = ((each.take(2), each.take(3)) for each in (first, last))
+    descriptor = create_shared_memory(3)
+    first, last = (SharedCounters(descriptor, index, 3) for index in (0, 2))
+    (a, b), (c, d) = ((each.allocate(2), each.allocate(3)) for each in (first, last))
     a.add(1)
     c.add(1, 2.5)
     b.add(2, 4)
     assert [a.total(1), c.total(1), d.total(2), d.total(0), a.total(0)] == [3.5, 3.5, 4.0, 0.0, 0.0]
-    again = Counters(descriptor, 2, 3)
-    cells, _ = again.take(2), again.take(3)
+    again = SharedCounters(descriptor, 2, 3)
+    cells, _ = again.allocate(2), again.allocate(3)
     assert cells.total(1) == 3.5
     cells.clear()
     assert a.total(1) == 1.0 and d.total(2) == 4.0
@@ -25,8 +25,8 @@ def test_rows_are_summed_and_outlive_their_writer() -> None:
 
 
 def test_all_processes_show_the_sums_of_all() -> None:
-    descriptor = share(2)
-    sites = [site(says("ab"), place=Place(index, 123, descriptor), api_server_count=2) for index in range(2)]
+    descriptor = create_shared_memory(2)
+    sites = [site(says("ab"), api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
     os.close(descriptor)
     for count, each in enumerate(sites, 1):
         for _ in range(count):
@@ -50,11 +50,11 @@ def test_gauges_and_load_ask_the_engine_first() -> None:
 
 
 def test_requests_in_flight_of_a_process_that_has_died_are_forgotten() -> None:
-    descriptor = share(2)
-    sites = [site(place=Place(index, 123, descriptor), api_server_count=2) for index in range(2)]
+    descriptor = create_shared_memory(2)
+    sites = [site(api_process=ApiProcess(index, 123, descriptor), api_server_count=2) for index in range(2)]
     for each in sites:
-        each.app.state.serving.metrics.came()
+        each.app.state.serving.metrics.started()
     assert sites[0].get("/load").json()["server_load"] == 2
-    site(place=Place(1, 123, descriptor), api_server_count=2)
+    site(api_process=ApiProcess(1, 123, descriptor), api_server_count=2)
     assert sites[0].get("/load").json()["server_load"] == 1
     os.close(descriptor)

@@ -13,7 +13,7 @@ def columns(own: list[float], ranks: list[int], ids: list[list[int]], values: li
     return Logprobs(pack(own, "<f4"), pack(ranks, "<i4"), pack(ids, "<i4"), pack(values, "<f4"), len(ids[0]))
 
 
-def tops(made: logprobs.Objects) -> list[tuple[int, float, int | None]]:
+def tops(made: logprobs.LogprobObjects) -> list[tuple[int, float, int | None]]:
     return [(top.token_id, top.logprob, top.rank) for top in made.content[0].top_logprobs]
 
 

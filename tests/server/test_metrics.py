@@ -6,8 +6,9 @@ import time
 
 from tests.server.fake_llm import Site, says, site
 from tokserve.client.outputs import StepStats
-from tokserve.server.metrics import SAMPLED, VLLM_NAMES
-from tokserve.server.stalls import Stalls
+from tokserve.server.compat import VLLM_METRICS
+from tokserve.server.loop_monitor import LoopMonitor
+from tokserve.server.metrics import SAMPLED
 
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
@@ -121,7 +122,7 @@ def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
     s.post("/v1/completions", {"prompt": "a"})
     shown = s.get("/metrics").text
     families = set(re.findall(r"^# TYPE vllm:(\w+) ", shown, re.MULTILINE))
-    assert {name.removesuffix("_total") for name in families} == VLLM_NAMES
+    assert {name.removesuffix("_total") for name in families} == VLLM_METRICS
     for line in shown.splitlines():
         if line.startswith("vllm:"):
             assert line.replace("vllm:", "tokserve:", 1) in shown
@@ -129,7 +130,7 @@ def test_vllms_names_are_exported_on_demand_and_only_those_it_has() -> None:
 
 def test_requests_in_flight_are_a_gauge() -> None:
     s = site()
-    s.app.state.serving.metrics.came()
+    s.app.state.serving.metrics.started()
     assert values(s)["tokserve:http_requests_in_flight"] == 1
     s.app.state.serving.metrics.closed()
     assert values(s)["tokserve:http_requests_in_flight"] == 0
@@ -146,7 +147,7 @@ def test_a_blocked_event_loop_shows() -> None:
     s = site()
 
     async def block() -> None:
-        watching = asyncio.create_task(Stalls(s.app.state.serving.metrics.woke, 0.01).watch())
+        watching = asyncio.create_task(LoopMonitor(s.app.state.serving.metrics.observe_lag, 0.01).watch())
         await asyncio.sleep(0)
         time.sleep(0.2)
         while not values_now()["tokserve:event_loop_stall_seconds_count"]:

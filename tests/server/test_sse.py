@@ -11,8 +11,8 @@ import pytest
 from tests.server.fake_llm import Caller, Site, columns, ids, parse_events, says, site
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.params import SamplingParams
-from tokserve.server import holes, logprobs, sse, tokens
-from tokserve.server.sse import _Wire, failure
+from tokserve.server import logprobs, reply_parts, sse, tokens
+from tokserve.server.sse import StreamWriter, request_failure
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 BODY = {"token_ids": [5, 6, 8], "sampling_params": {"max_tokens": 6, "seed": 3}}
@@ -105,7 +105,7 @@ def test_a_long_reply_is_made_in_parts_beside_the_loop(
     s = site(max_logprobs=-1)
     whole = s.post(path, asked | {"request_id": "r"})
     monkeypatch.setattr(sse, "LARGE", 1)
-    monkeypatch.setattr(holes, "PART", 3)
+    monkeypatch.setattr(reply_parts, "PART", 3)
     parts = s.post(path, asked | {"request_id": "r"})
     assert whole.status_code == parts.status_code == 200, parts.text
     assert whole.json() | {"created": 0} == parts.json() | {"created": 0}
@@ -221,7 +221,7 @@ def test_no_comment_comes_into_a_write_or_after_the_end() -> None:
             sent.append(message["body"])
             await slow.wait()
 
-        wire = _Wire(send, 60.0)
+        wire = StreamWriter(send, 60.0)
         wire.start(freed.set, lambda stalled: None)
         wire.write(b"slow")
         assert wire.blocked
@@ -246,7 +246,7 @@ def test_the_end_waits_for_a_blocked_comment() -> None:
             await slow.wait()
             sent.append(message["body"])
 
-        wire = _Wire(send, 60.0)
+        wire = StreamWriter(send, 60.0)
         wire.start(lambda: None, lambda stalled: None)
         wire._last = -60.0
         wire._tick()
@@ -311,7 +311,7 @@ def test_a_reader_that_is_a_little_slow_is_not_stalled() -> None:
         async def send(message: Any) -> None:
             await slow.wait()
 
-        wire = _Wire(send, 60.0)
+        wire = StreamWriter(send, 60.0)
         wire.start(freed.set, stalls.append)
         wire.write(b"slow")
         slow.set()
@@ -338,7 +338,7 @@ def test_a_reader_that_does_not_read_what_a_thread_has_made_is_stalled(monkeypat
             stalls.append(value)
             stalled.set()
 
-        wire = _Wire(send, 60.0)
+        wire = StreamWriter(send, 60.0)
         wire.start(freed.set, on_stall)
         wire.write_later(b"", made())
         async with asyncio.timeout(60):
@@ -598,7 +598,7 @@ def test_a_failure_is_the_clients_own_if_its_parameters_left_nothing() -> None:
         ChoiceOutput(0, [], finish_reason=reason, stop_detail=detail, message="why")
         for reason, detail in (("error", "forbidden"), ("error", "nan"), ("length", "max_tokens"))
     )
-    assert failure([own, sound]) is None and failure([]) is None
+    assert request_failure([own, sound]) is None and request_failure([]) is None
     for ends, status in (([own, own], 400), ([own, other], 500), ([other], 500)):
-        error = failure(ends)
+        error = request_failure(ends)
         assert error is not None and error.status == status and error.message == "why"

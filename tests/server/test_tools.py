@@ -15,8 +15,8 @@ from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
 from tokserve.resolve import resolve
 from tokserve.server import tools
-from tokserve.text.formats import THINKING, TOOL_FORMATS
 from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tool_formats import THINKING, TOOL_FORMATS
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -433,13 +433,13 @@ def test_parameters_that_are_nested_too_deeply() -> None:
     for _ in range(5000):
         deep = {"items": deep}
     with pytest.raises(RequestError, match="nested") as caught:
-        tools.plan(
+        tools.make_plan(
             [{"type": "function", "function": {"name": "f", "parameters": deep}}], "required",
-            parallel=True, shape=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
+            parallel=True, response_format=None, form=None, thinking=None, tokenizer=byte_tokenizer(),
         )  # fmt: skip
     assert caught.value.field == "tools"
     with pytest.raises(RequestError) as caught:
-        tools.check_shape([{"type": "function", "function": {"name": ""}}])
+        tools.check_functions([{"type": "function", "function": {"name": ""}}])
     assert caught.value.field == "tools[0].function.name"
 
 
@@ -453,10 +453,12 @@ def special_tokenizer() -> Tokenizer:
 def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     tokenizer = special_tokenizer()
     for form in TOOL_FORMATS:
-        plan = tools.plan(TOOLS, None, parallel=True, shape=None, form=form, thinking=None, tokenizer=tokenizer)
+        plan = tools.make_plan(
+            TOOLS, None, parallel=True, response_format=None, form=form, thinking=None, tokenizer=tokenizer
+        )
         assert ("skip_special_tokens" in plan.params(tokenizer)) == (form.name == "mistral")
-    plan = tools.plan(
-        TOOLS, "none", parallel=True, shape=None, form=TOOL_FORMATS[2], thinking=None, tokenizer=tokenizer
+    plan = tools.make_plan(
+        TOOLS, "none", parallel=True, response_format=None, form=TOOL_FORMATS[2], thinking=None, tokenizer=tokenizer
     )
     assert plan.params(tokenizer) == {"structured_outputs": None}
 

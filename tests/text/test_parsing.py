@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tokserve.text.formats import FORCED, THINKING, TOOL_FORMATS
-from tokserve.text.parsing import Parser, Reading
+from tokserve.text.parsing import OutputFormat, Parser
+from tokserve.text.tool_formats import FORCED, THINKING, TOOL_FORMATS
 
 FORMATS = {form.name: form for form in (*TOOL_FORMATS, FORCED)}
 THOUGHTS = {thinking.name: thinking for thinking in THINKING}
@@ -25,7 +25,7 @@ Said = list[tuple[str, str]]
 
 def parser(form: str | None = None, thinking: str | None = None, *, inside: bool = False, **more: Any) -> Parser:
     thoughts = None if thinking is None else THOUGHTS[thinking]
-    return Parser(Reading(FORMATS[form] if form else None, thoughts, FUNCTIONS, **more), inside=inside)
+    return Parser(OutputFormat(FORMATS[form] if form else None, thoughts, FUNCTIONS, **more), inside=inside)
 
 
 def read(one: Parser, text: str, cuts: Iterable[int] = ()) -> Said:
@@ -184,9 +184,9 @@ def test_what_is_settled_is_said_at_once() -> None:
 
 def test_one_call_only() -> None:
     text = f"<tool_call>{ONE}</tool_call>" * 3 + " B"
-    one = parser("hermes", most=1)
+    one = parser("hermes", max_calls=1)
     assert read(one, text) == [*call("f", '{"a": "x"}'), *content("B")] and one.num_calls == 3
-    two = parser("hermes", most=2)
+    two = parser("hermes", max_calls=2)
     assert read(two, text) == [*call("f", '{"a": "x"}') * 2, *content("B")] and two.num_calls == 3
 
 
@@ -200,7 +200,7 @@ def test_a_named_functions_arguments_are_the_whole_answer() -> None:
 def test_no_two_markers_can_overlap() -> None:
     for form in FORMATS.values():
         for thinking in (None, *THINKING):
-            markers = Reading(form, thinking).markers()
+            markers = OutputFormat(form, thinking).markers()
             firsts = {marker[0] for marker in markers}
             assert not any(first in marker[1:] for first in firsts for marker in markers), (form.name, markers)
             assert len(set(markers)) == len(markers)
@@ -234,7 +234,7 @@ def test_no_cut_changes_what_is_said() -> None:
         form, thinking = rng.choice([None, *FORMATS]), rng.choice([None, None, *THOUGHTS])
         inside = thinking is not None and rng.random() < 0.3
         more: dict[str, Any] = {
-            "most": rng.choice([None, None, None, 1, 2]),
+            "max_calls": rng.choice([None, None, None, 1, 2]),
             "named": None if form else rng.choice([None, "f"]),
         }
         whole, cut = (parser(form, thinking, inside=inside, **more) for _ in range(2))

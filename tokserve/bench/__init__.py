@@ -1,1 +1,1 @@
-"""Measuring: load on any server that speaks the token or OpenAI routes, and the engine without HTTP."""
+"""Benchmarks: load on any server with the token or OpenAI routes, and the engine without HTTP."""

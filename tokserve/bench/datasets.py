@@ -1,13 +1,13 @@
-"""The prompts of a benchmark: made from a seed, or read from a file.  Must not know servers or engines.
+"""The prompts of a benchmark: made from a seed, or read from a file.
 
-A `Talk` is one conversation: what each turn adds to the prompt, and how much output it asks for.  Whoever runs it
-prepends the earlier turns, since only they know the outputs.
+A `Conversation` has what each turn adds to the prompt, and the number of output tokens of each turn.  The caller
+prepends the earlier turns with their outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,14 +27,14 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn adds to the prompt, and the number of output tokens asked for."""
+    """What a turn adds to the prompt, and the number of output tokens."""
 
     prompt: Prompt
     output_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class Conversation:
     """A conversation; most have one turn."""
 
     turns: list[Turn]
@@ -57,15 +57,20 @@ class DatasetSpec:
     seed: int = 0
     text: bool = False
 
+    def facts(self) -> dict[str, Any]:
+        """The options for a result, under vLLM's names."""
+        same = ("input_len", "output_len", "shared_prefix_len", "range_ratio", "seed")
+        return {"dataset": self.kind, "num_prompts": self.count} | {name: getattr(self, name) for name in same}
+
     def check(self) -> None:
         """Raise StartError for values out of range or in conflict."""
         if self.kind not in KINDS:
             raise StartError(f"--dataset must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        for name, least in (("count", 1), ("input_len", 1), ("output_len", 1), ("turns", 1), ("turn_len", 1)):
+        for name, minimum in (("count", 1), ("input_len", 1), ("output_len", 1), ("turns", 1), ("turn_len", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is not None and value < minimum:
                 flag = "num-prompts" if name == "count" else name.replace("_", "-")
-                raise StartError(f"--{flag} must be at least {least}, got {value}")
+                raise StartError(f"--{flag} must be at least {minimum}, got {value}")
         if self.seed < 0:
             raise StartError(f"the seed of prompts must be at least 0, got {self.seed}")
         if not 0.0 <= self.range_ratio < 1.0:
@@ -82,7 +87,7 @@ class DatasetSpec:
             raise StartError("--turns needs a dataset that is made, not read from a file")
 
 
-def make(spec: DatasetSpec, *, stream: int = 0) -> list[Talk]:
+def make(spec: DatasetSpec, *, stream: int = 0) -> list[Conversation]:
     """The conversations of `spec`, always the same ones for the same spec.
 
     Another `stream` gives other prompts with the same shared prefix, for the warm-up.
@@ -92,16 +97,16 @@ def make(spec: DatasetSpec, *, stream: int = 0) -> list[Talk]:
         return _read(spec)
     prefix = _prompt(np.random.default_rng([spec.seed, 0]), spec.shared_prefix_len or 0, spec)
     rng = np.random.default_rng([spec.seed, 1, stream])
-    return [_talk(rng, prefix, spec) for _ in range(spec.count)]
+    return [_conversation(rng, prefix, spec) for _ in range(spec.count)]
 
 
-def _talk(rng: np.random.Generator, prefix: Prompt, spec: DatasetSpec) -> Talk:
+def _conversation(rng: np.random.Generator, prefix: Prompt, spec: DatasetSpec) -> Conversation:
     lengths = [spec.input_len] + [spec.turn_len or spec.input_len] * (spec.turns - 1)
     turns = []
     for number, length in enumerate(lengths):
         new = _prompt(rng, _length(rng, length, spec.range_ratio), spec)
         turns.append(Turn(joined(prefix, new) if number == 0 else new, _length(rng, spec.output_len, spec.range_ratio)))
-    return Talk(turns)
+    return Conversation(turns)
 
 
 def joined(front: Prompt, back: Prompt) -> Prompt:
@@ -124,18 +129,18 @@ def _prompt(rng: np.random.Generator, length: int, spec: DatasetSpec) -> Prompt:
     return ids
 
 
-class Row(msgspec.Struct):
+class DatasetRow(msgspec.Struct):
     """A line of a JSONL dataset; other keys are allowed and ignored."""
 
     prompt: str | list[int]
     output_len: int | None = None
 
 
-def _read(spec: DatasetSpec) -> list[Talk]:
+def _read(spec: DatasetSpec) -> list[Conversation]:
     """The first `count` rows; a shorter file is repeated from its beginning."""
     path = spec.path or ""
-    decoder = msgspec.json.Decoder(Row)
-    talks: list[Talk] = []
+    decoder = msgspec.json.Decoder(DatasetRow)
+    conversations: list[Conversation] = []
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -146,13 +151,13 @@ def _read(spec: DatasetSpec) -> list[Talk]:
                     raise StartError(f"{path}:{number}: the prompt is empty or output_len is below 1")
                 if spec.text and not isinstance(row.prompt, str):
                     raise StartError(f"{path}:{number}: this backend needs text prompts, the row has token ids")
-                talks.append(Talk([Turn(row.prompt, row.output_len or spec.output_len)]))
-                if len(talks) == spec.count:
+                conversations.append(Conversation([Turn(row.prompt, row.output_len or spec.output_len)]))
+                if len(conversations) == spec.count:
                     break
     except OSError as error:
         raise StartError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise StartError(f"{path}:{number}: {error}") from None
-    if not talks:
+    if not conversations:
         raise StartError(f"{path} has no rows")
-    return [talks[i % len(talks)] for i in range(spec.count)]
+    return [conversations[i % len(conversations)] for i in range(spec.count)]

@@ -1,6 +1,6 @@
 """Measures the engine without HTTP: throughput with all prompts at once, and the latency of one batch.
 
-Uses the public `LLM`, so it measures what a script gets.
+Uses the public `LLM`, as scripts do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from tokserve.bench import datasets
-from tokserve.bench.datasets import DatasetSpec, Talk
+from tokserve.bench.datasets import Conversation, DatasetSpec
 from tokserve.bench.report import Outcome, spread, totals
 from tokserve.client.llm import LLM
 from tokserve.client.results import RequestOutput
@@ -47,14 +47,14 @@ def offline(run: Offline) -> dict[str, Any]:
         raise StartError("--n and --batch-size must be at least 1, --warmup and --latency-iters at least 0")
     if run.n > 1 and run.temperature == 0.0:
         raise StartError("--n above 1 needs --temperature above 0: all samples would be equal")
-    talks = datasets.make(run.dataset)
+    conversations = datasets.make(run.dataset)
     began = time.perf_counter()
     with LLM(run.model, **run.options) as llm:
         started = time.perf_counter() - began
         try:
             if run.warmup:
                 _generate(llm, run, datasets.make(replace(run.dataset, count=run.warmup), stream=1), progress=False)
-            outputs, duration = _generate(llm, run, talks, progress=run.progress)
+            outputs, duration = _generate(llm, run, conversations, progress=run.progress)
             latencies = _latencies(llm, run)
         except RequestError as error:
             raise StartError(str(error)) from None
@@ -63,8 +63,10 @@ def offline(run: Offline) -> dict[str, Any]:
     return row
 
 
-def _generate(llm: LLM, run: Offline, talks: Sequence[Talk], *, progress: bool) -> tuple[list[RequestOutput], float]:
-    turns = [talk.turns[0] for talk in talks]
+def _generate(
+    llm: LLM, run: Offline, conversations: Sequence[Conversation], *, progress: bool
+) -> tuple[list[RequestOutput], float]:
+    turns = [conversation.turns[0] for conversation in conversations]
     common = SamplingParams(
         temperature=run.temperature, ignore_eos=run.ignore_eos, n=run.n, logprobs=run.logprobs, detokenize=False
     )
@@ -81,7 +83,6 @@ def _latencies(llm: LLM, run: Offline) -> list[float]:
 
 
 def _outcome(output: RequestOutput, duration: float) -> Outcome:
-    """An output in the form that `report` takes."""
     failed = next((c.message or "error" for c in output.outputs if c.finish_reason == "error"), None)
     return Outcome(
         start=0.0, end=duration, input_tokens=len(output.prompt_token_ids), cached_tokens=output.num_cached_tokens,
@@ -91,21 +92,14 @@ def _outcome(output: RequestOutput, duration: float) -> Outcome:
 
 
 def _facts(run: Offline, started: float) -> dict[str, Any]:
-    """What was run."""
-    spec = run.dataset
+    """The options of the run, for the result."""
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model_id": run.model,
         "engine_options": {name: value for name, value in run.options.items() if not name.endswith("api_key")},
         "start_seconds": started,
-        "dataset": spec.kind,
-        "num_prompts": spec.count,
+        **run.dataset.facts(),
         "n": run.n,
-        "input_len": spec.input_len,
-        "output_len": spec.output_len,
-        "shared_prefix_len": spec.shared_prefix_len,
-        "range_ratio": spec.range_ratio,
-        "seed": spec.seed,
         "temperature": run.temperature,
         "ignore_eos": run.ignore_eos,
         "logprobs": run.logprobs,

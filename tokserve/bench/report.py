@@ -1,7 +1,6 @@
 """The figures of a run: counts, rates, percentiles, goodput; as JSON and as a table.
 
-Names in the JSON are those of vLLM's benchmark, so that scripts can read both.  Must not know how the requests were
-made.
+Names in the JSON are those of vLLM's benchmark, so that scripts can read both.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 class Outcome:
     """One request.  Times are seconds; `start`, `sent` and `end` count from the beginning of the run.
 
-    `ttft` and `e2el` begin at `start`, when the request was due; `sent` is when it went out.
+    `ttft` and `e2el` begin at `start`, the scheduled time; `sent` is when the request was sent.
     """
 
     start: float
@@ -49,7 +48,6 @@ class Outcome:
 
     @property
     def e2el(self) -> float:
-        """Seconds from due to done."""
         return self.end - self.start
 
 
@@ -79,7 +77,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
+def meets_goodput(outcome: Outcome, limits: dict[str, float]) -> bool:
     """Whether a served request is within every limit; one without a second token is within any tpot."""
     return all((getattr(outcome, name) or 0.0) * 1e3 <= limit for name, limit in limits.items())
 
@@ -121,10 +119,10 @@ def totals(outcomes: Sequence[Outcome], duration: float) -> dict[str, Any]:
 def result(
     outcomes: Sequence[Outcome], duration: float, percentiles: Sequence[float], limits: dict[str, float]
 ) -> dict[str, Any]:
-    """Everything about a run under vLLM's names."""
+    """The result of a run under vLLM's names."""
     served = [o for o in outcomes if o.error is None]
     row = totals(outcomes, duration)
-    good = sum(is_good(o, limits) for o in served)
+    good = sum(meets_goodput(o, limits) for o in served)
     row["request_goodput"] = good / max(duration, 1e-9) if limits else None
     row |= spread("ttft", (o.ttft for o in served if o.ttft is not None), percentiles)
     row |= spread("tpot", (o.tpot for o in served if o.tpot is not None), percentiles)
@@ -135,20 +133,20 @@ def result(
 
 
 def cache_hits(outcomes: Sequence[Outcome], shared: int) -> dict[str, int]:
-    """What the prefix cache had.  `shared`: cached tokens that the server itself puts before all prompts.
+    """Hits of the prefix cache.  `shared`: cached tokens that the chat template puts before all prompts.
 
     A prompt is repeated if at least half of its own tokens were cached: a block of them may be by chance.
     """
     served = [o for o in outcomes if o.error is None]
-    own = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
+    lengths = [(o.cached_tokens - shared, o.input_tokens - shared) for o in served]
     return {
         "template_cached_tokens": sum(min(shared, o.cached_tokens) for o in served),
-        "repeated_prompts": sum(cached > 0 and 2 * cached >= length for cached, length in own),
+        "repeated_prompts": sum(cached > 0 and 2 * cached >= length for cached, length in lengths),
     }
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Per request, in the order they were made."""
+    """Lists with an entry per request, in the order of the requests."""
     return {
         "input_lens": [o.input_tokens for o in outcomes],
         "output_lens": [o.output_tokens for o in outcomes],
@@ -161,7 +159,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
-    """The compact table that ends a run."""
+    """The table that is printed after a run."""
     shared = row.get("template_cached_tokens")
     template = f", {shared} of them the chat template's" if shared else ""
     lines = [
@@ -176,10 +174,10 @@ def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
     if row["finish_reasons"]:
         lines.append("finished   " + ", ".join(f"{name} {count}" for name, count in row["finish_reasons"].items()))
     columns = ["mean", "median", "std", *(_label(p) for p in percentiles)]
-    shown = [m for m in METRICS if row.get(f"mean_{m}_ms") is not None]
-    if shown:
+    metrics = [m for m in METRICS if row.get(f"mean_{m}_ms") is not None]
+    if metrics:
         lines += ["", f"{'ms':<24}" + "".join(f"{column:>10}" for column in columns)]
-        for name in shown:
+        for name in metrics:
             values = "".join(f"{row[f'{column}_{name}_ms']:>10.2f}" for column in columns)
             lines.append(f"{METRICS[name]:<24}{values}")
     if row["first_error"] is not None:
@@ -188,13 +186,13 @@ def table(row: dict[str, Any], percentiles: Sequence[float]) -> str:
 
 
 def check_path(path: str | None, flag: str) -> None:
-    """Raise StartError, before a long run, if its result could not be written."""
+    """Raise StartError if the result could not be written, before a long run."""
     if path is not None and not Path(path).resolve().parent.is_dir():
         raise StartError(f"{flag}: the directory of {path} does not exist")
 
 
 def write(row: dict[str, Any], path: str) -> None:
-    """The result as one JSON object."""
+    """Write the result as one JSON object."""
     try:
         Path(path).write_text(json.dumps(row, allow_nan=False) + "\n")
     except OSError as error:

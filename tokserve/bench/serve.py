@@ -1,9 +1,8 @@
-"""Load on a running server: when requests are sent, and how long each takes.
+"""Load on a running server: sends requests on schedule, and measures them.
 
-Open loop: with a request rate, requests are due at the times of a Poisson process whatever the server does, and
-TTFT counts from when a request was due, so that a slow server cannot hide its queue.  Closed loop: with only a
-concurrency, a request is due when the previous one in its lane is done.  With both, waiting for a free lane counts.
-Must not know the form of requests and replies (`wire`).
+Open loop: with a request rate, requests start at the times of a Poisson process, independent of the server, and TTFT
+counts from the scheduled time, so that a slow server cannot hide its queue.  Closed loop: with only a concurrency, a
+request starts when the previous one in its lane has ended.  With both, the wait for a free lane counts.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import uvloop
 from tqdm import tqdm
 
 from tokserve.bench import datasets
-from tokserve.bench.datasets import DatasetSpec, Talk, Turn
+from tokserve.bench.clients import PATHS, BadReply, ConversationHistory, EventLines, ReceivedReply, RequestShape
+from tokserve.bench.datasets import Conversation, DatasetSpec, Turn
 from tokserve.bench.report import Outcome, cache_hits, details, result
-from tokserve.bench.wire import PATHS, BadReply, EventLines, Memory, Reply, RequestShape
 from tokserve.errors import StartError
 
-BUFFER = 1 << 20  # most bytes read from a socket at once
+BUFFER = 1 << 20  # limit of bytes of one read from a socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A whole run."""
+    """The options of a run."""
 
     base_url: str
     shape: RequestShape
@@ -72,7 +71,7 @@ class Load:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """When requests are due, in seconds from the first: a Poisson process, or all at once with an infinite rate."""
+    """Start times in seconds from the first: a Poisson process, or all 0 with an infinite rate."""
     if math.isinf(rate):
         return [0.0] * count
     gaps = np.random.default_rng([seed, 2]).exponential(1.0 / rate, count)
@@ -81,7 +80,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     return times
 
 
-class Runner:
+class LoadRunner:
     """One run on one HTTP session."""
 
     def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
@@ -94,56 +93,60 @@ class Runner:
     def _now(self) -> float:
         return time.perf_counter() - self._begun
 
-    async def run(self, talks: Sequence[Talk], due: Sequence[float], lanes: int | None, bar: Any) -> float:
-        """Run all conversations; returns the seconds from the first due time to the last answer."""
+    async def run(
+        self, conversations: Sequence[Conversation], start_times: Sequence[float], lanes: int | None, bar: Any
+    ) -> float:
+        """Run all conversations; returns the seconds from the first start time to the last reply."""
         self._begun = time.perf_counter()
         self.outcomes = []
-        gate = asyncio.Semaphore(lanes or len(talks))
-        open_loop = lanes is None or any(due)
+        gate = asyncio.Semaphore(lanes or len(conversations))
+        open_loop = lanes is None or any(start_times)
         tasks = []
         try:
-            for talk, at in zip(talks, due, strict=True):
+            for conversation, at in zip(conversations, start_times, strict=True):
                 if (wait := at - self._now()) > 0.0:
                     await asyncio.sleep(wait)
                 if not open_loop:
                     await gate.acquire()
                     at = self._now()
-                tasks.append(asyncio.create_task(self._lane(talk, at, gate, open_loop, bar)))
+                tasks.append(asyncio.create_task(self._lane(conversation, at, gate, open_loop, bar)))
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
         return max((o.end for o in self.outcomes), default=0.0)
 
-    async def _lane(self, talk: Talk, due: float, gate: asyncio.Semaphore, acquire: bool, bar: Any) -> None:
+    async def _lane(
+        self, conversation: Conversation, start: float, gate: asyncio.Semaphore, acquire: bool, bar: Any
+    ) -> None:
         if acquire:
             await gate.acquire()
         try:
-            await self._talk(talk, due, bar)
+            await self._converse(conversation, start, bar)
         finally:
             gate.release()
 
-    async def _talk(self, talk: Talk, due: float, bar: Any) -> None:
-        """Run a conversation: each later turn is due when the previous one is done; a failure ends it."""
-        memory = Memory(self._load.shape.backend)
-        for number, turn in enumerate(talk.turns):
-            outcome, reply = Outcome(start=due if number == 0 else self._now()), Reply(self._load.shape)
+    async def _converse(self, conversation: Conversation, start: float, bar: Any) -> None:
+        """Run a conversation: a later turn starts when the previous one has ended; a failure ends it."""
+        history = ConversationHistory(self._load.shape.backend)
+        for number, turn in enumerate(conversation.turns):
+            outcome, reply = Outcome(start=start if number == 0 else self._now()), ReceivedReply(self._load.shape)
             self.outcomes.append(outcome)
-            prompt = memory.ask(turn.prompt)
+            prompt = history.next_prompt(turn.prompt)
             try:
                 await self._request(self._load.shape.body(prompt, turn.output_len), outcome, reply)
-                if number + 1 < len(talk.turns):
-                    memory.hear(reply)
+                if number + 1 < len(conversation.turns):
+                    history.add_reply(reply)
             except (BadReply, aiohttp.ClientError, TimeoutError, OSError) as error:
                 outcome.error = str(error) or type(error).__name__
             outcome.end = outcome.end or self._now()
             _fill(outcome, reply, prompt)
             bar.update(1)
             if outcome.error is not None:
-                bar.update(len(talk.turns) - number - 1)
+                bar.update(len(conversation.turns) - number - 1)
                 return
 
-    async def _request(self, body: bytes, outcome: Outcome, reply: Reply) -> None:
+    async def _request(self, body: bytes, outcome: Outcome, reply: ReceivedReply) -> None:
         outcome.sent = self._now()
         async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as answer:
             if answer.status != 200:
@@ -161,8 +164,8 @@ class Runner:
         reply.check()
 
 
-def _fill(outcome: Outcome, reply: Reply, prompt: Any) -> None:
-    """Copy what the reply says into the outcome."""
+def _fill(outcome: Outcome, reply: ReceivedReply, prompt: Any) -> None:
+    """Copy the figures of the reply into the outcome."""
     usage = reply.usage
     outcome.output_tokens = reply.output_tokens
     outcome.input_tokens = usage.prompt_tokens if usage else 0
@@ -186,8 +189,8 @@ def serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
 
 
 async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
-    talks = datasets.make(load.dataset)
-    due = arrivals(len(talks), load.request_rate, load.dataset.seed)
+    conversations = datasets.make(load.dataset)
+    start_times = arrivals(len(conversations), load.request_rate, load.dataset.seed)
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     connector = aiohttp.TCPConnector(limit=0)
     limits = aiohttp.ClientTimeout(total=load.timeout)
@@ -197,10 +200,10 @@ async def _serve(load: Load) -> tuple[dict[str, Any], list[Outcome]]:
         if not load.shape.model:
             load = replace(load, shape=replace(load.shape, model=await _first_model(load, session)))
         await _warm_up(load, session)
-        run = Runner(load, session)
-        total = sum(len(talk.turns) for talk in talks)
+        run = LoadRunner(load, session)
+        total = sum(len(conversation.turns) for conversation in conversations)
         with tqdm(total=total, disable=not load.progress, desc="requests", unit="req") as bar:
-            duration = await run.run(talks, due, load.max_concurrency, bar)
+            duration = await run.run(conversations, start_times, load.max_concurrency, bar)
         shared = await _shared_by_template(load, session, run.outcomes)
     row = (
         _facts(load) | result(run.outcomes, duration, load.percentiles, load.goodput) | cache_hits(run.outcomes, shared)
@@ -225,47 +228,41 @@ async def _first_model(load: Load, session: aiohttp.ClientSession) -> str:
 
 
 async def _warm_up(load: Load, session: aiohttp.ClientSession) -> None:
-    """Requests that are not counted, with prompts of their own; the first failure ends the benchmark."""
+    """Send requests that are not counted, with other prompts; the first failure ends the benchmark."""
     if load.warmup == 0:
         return
-    talks = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
-    run = Runner(load, session)
+    conversations = datasets.make(replace(load.dataset, count=load.warmup, turns=1), stream=1)
+    run = LoadRunner(load, session)
     with tqdm(disable=True) as bar:
-        await run.run(talks, [0.0] * len(talks), load.max_concurrency, bar)
+        await run.run(conversations, [0.0] * len(conversations), load.max_concurrency, bar)
     if failed := [o.error for o in run.outcomes if o.error is not None]:
         raise StartError(f"warming up failed: {failed[0]}")
 
 
 async def _shared_by_template(load: Load, session: aiohttp.ClientSession, outcomes: Sequence[Outcome]) -> int:
-    """Cached prompt tokens that every chat has in common: those of one chat that was never sent before.
+    """Cached prompt tokens that all chats share, measured with one new chat.
 
     The request follows the run, so it affects no figure.  0 where no template is applied or nothing was cached.
     """
     if load.shape.backend != "openai-chat" or not any(outcome.cached_tokens for outcome in outcomes):
         return 0
-    run = Runner(load, session)
+    run = LoadRunner(load, session)
     with tqdm(disable=True) as bar:
-        await run.run([Talk([Turn(secrets.token_hex(16), 1)])], [0.0], None, bar)
+        await run.run([Conversation([Turn(secrets.token_hex(16), 1)])], [0.0], None, bar)
     return max(outcome.cached_tokens for outcome in run.outcomes)
 
 
 def _facts(load: Load) -> dict[str, Any]:
-    """What was run."""
-    shape, data = load.shape, load.dataset
+    """The options of the run, for the result."""
+    shape = load.shape
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "base_url": load.base_url,
         "backend": shape.backend,
         "model_id": shape.model,
-        "dataset": data.kind,
-        "num_prompts": data.count,
-        "turns": data.turns,
+        **load.dataset.facts(),
+        "turns": load.dataset.turns,
         "n": shape.n,
-        "input_len": data.input_len,
-        "output_len": data.output_len,
-        "shared_prefix_len": data.shared_prefix_len,
-        "range_ratio": data.range_ratio,
-        "seed": data.seed,
         "stream": shape.stream,
         "logprobs": shape.logprobs,
         "temperature": shape.temperature,

@@ -1,9 +1,9 @@
-"""One of several API processes: `python -m tokserve.cli.api_server`, started by the supervisor and ending with it.
+"""One of several API processes: `python -m tokserve.cli.api_server`, a child of the supervisor.
 
-Stdin is a socket to the supervisor, with a JSON object per line: first comes the `Opening`, and a `Report` goes back
-when this process can serve or knows that it cannot.  Later, an `Engine` comes for every engine that replaces another,
-an empty one if none does.  The end of the stream means that the supervisor is gone.  The listening socket and the
-shared counters are inherited.  Must not know the other API processes.
+Stdin is a socket to the supervisor with a JSON object per line.  It receives an `ApiProcessSetup`, and sends a
+`StartReport` when it can serve or has failed.  Later it receives an `EngineLocation` for each engine that replaces
+another, an empty one if none does.  The end of the stream means that the supervisor has exited.  The listening socket
+and the shared counters are inherited.
 """
 
 from __future__ import annotations
@@ -24,55 +24,54 @@ from tokserve.cli.http import ApiServer, Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.config import Config
 from tokserve.errors import StartError
-from tokserve.server.counters import Place
+from tokserve.server.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
 COMMAND = (sys.executable, "-m", "tokserve.cli.api_server")
-SUPERVISOR = 0  # the descriptor
-LINES = 1 << 16  # bytes read at once
+SUPERVISOR = 0  # descriptor of the socket to the supervisor
+LINES = 1 << 16  # limit of bytes of one read
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What the process needs to know.  `name`: under which the engine knows it.  `listening`: a descriptor."""
+class ApiProcessSetup(msgspec.Struct, frozen=True):
+    """How to start the process.  `name`: its name as a front end of the engine.  `listening`: a descriptor."""
 
     config: Config
     name: str
     address: str
     engine: int
     listening: int
-    place: Place
+    api_process: ApiProcess
 
 
-class Engine(msgspec.Struct, frozen=True):
-    """The engine's address and process; empty: it has ended and is not replaced."""
+class EngineLocation(msgspec.Struct, frozen=True):
+    """The engine's address and process id; empty: it has ended and is not replaced."""
 
     address: str = ""
     pid: int = 0
 
 
-class Report(msgspec.Struct, frozen=True):
-    """The process can serve, unless there is an error."""
+class StartReport(msgspec.Struct, frozen=True):
+    """The process can serve, or `error` says why not."""
 
     error: str | None = None
 
 
 def main() -> None:
-    """The process."""
     with open(SUPERVISOR, "rb", closefd=False) as channel:
         line = channel.readline()
     if not line:
         sys.exit("API processes are started by `tokserve serve --api-server-count N`, which talks to their stdin")
-    opening = msgspec.json.decode(line, type=Opening)
-    server = opening.config.server
-    log.setup(f"api-{opening.place.index}", server.log_level, server.log_format)
-    with socket.socket(fileno=opening.listening) as sock:
-        sys.exit(uvloop.run(_run(opening, sock)))
+    setup = msgspec.json.decode(line, type=ApiProcessSetup)
+    server = setup.config.server
+    log.setup(f"api-{setup.api_process.index}", server.log_level, server.log_format)
+    with socket.socket(fileno=setup.listening) as sock:
+        sys.exit(uvloop.run(_run(setup, sock)))
 
 
-async def _run(opening: Opening, sock: socket.socket) -> int:
-    server = ApiServer(opening.config, opening.place)
-    asyncio.get_running_loop().add_reader(SUPERVISOR, _listen, server.llm, opening.config)
-    joining = server.llm.connect(opening.address, pid=opening.engine, name=opening.name)
+async def _run(setup: ApiProcessSetup, sock: socket.socket) -> int:
+    server = ApiServer(setup.config, setup.api_process)
+    asyncio.get_running_loop().add_reader(SUPERVISOR, _listen, server.llm, setup.config)
+    joining = server.llm.connect(setup.address, pid=setup.engine, name=setup.name)
     starting = asyncio.create_task(server.start(joining))
     signals = Signals(starting.cancel)
     try:
@@ -80,38 +79,38 @@ async def _run(opening: Opening, sock: socket.socket) -> int:
         if starting.cancelled():
             return 0
         starting.result()
-        _tell(Report())
+        _send(StartReport())
         return await server.serve(sock, signals)
     except StartError as error:
-        _tell(Report(str(error)))
+        _send(StartReport(str(error)))
         return 1
     finally:
         await server.end()
 
 
-def _tell(report: Report) -> None:
-    with suppress(BrokenPipeError):  # it is gone; `_leave` is next
+def _send(report: StartReport) -> None:
+    with suppress(BrokenPipeError):  # the supervisor has exited; `_exit_now` follows
         os.write(SUPERVISOR, msgspec.json.encode(report) + b"\n")
 
 
 def _listen(llm: AsyncLLM, config: Config) -> None:
-    """Handle what the supervisor sends.  (Lines are short and rare: each is read whole.)"""
+    """Handle messages of the supervisor.  (Lines are short and rare: one read has whole lines.)"""
     lines = b""
     with suppress(ConnectionError):
         lines = os.read(SUPERVISOR, LINES)
     if not lines:
-        _leave(config)
+        _exit_now(config)
     for line in lines.splitlines():
-        engine = msgspec.json.decode(line, type=Engine)
+        engine = msgspec.json.decode(line, type=EngineLocation)
         if engine.pid:
             llm.rejoin(engine.address, engine.pid)
         else:
             llm.give_up()
 
 
-def _leave(config: Config) -> None:
-    """End at once: without the supervisor, nobody would look after this process."""
-    logger.info("the supervisor is gone: leaving")
+def _exit_now(config: Config) -> None:
+    """Exit at once: without the supervisor, no process would replace or stop this one."""
+    logger.info("the supervisor has exited: exiting")
     listen.remove(config)
     logging.shutdown()
     os._exit(1)

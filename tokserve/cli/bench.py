@@ -1,6 +1,6 @@
-"""`tokserve bench serve` and `tokserve bench offline`: their flags, and from there to a printed table.
+"""`tokserve bench serve` and `tokserve bench offline`: their flags, and the report that they print.
 
-The benchmarks themselves (`bench/`) are imported when one runs: they need packages that serving does not.
+The benchmarks (`bench/`) are imported when one runs: they need packages that serving does not.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _add_prompts(parser: Any, *, seed: str) -> None:
     add("--num-prompts", type=int, default=100, metavar="N", help="prompts, or conversations. Default: 100.")
     add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (words with openai-chat). "
         "Default: 128.")  # fmt: skip
-    add("--output-len", type=int, default=64, metavar="N", help="tokens asked for. Default: 64.")
+    add("--output-len", type=int, default=64, metavar="N", help="tokens to generate. Default: 64.")
     add("--shared-prefix-len", type=int, metavar="N", help="shared-prefix: tokens before those of --input-len, "
         "the same in all prompts (and cached after the warm-up).")  # fmt: skip
     add("--range-ratio", type=float, default=0.0, metavar="R", help="draw lengths from [len*(1-R), len*(1+R)]. "
@@ -99,7 +99,7 @@ def _add_sampling(parser: Any) -> None:
     add("--temperature", type=float, metavar="X", help="Default: 0, with --n above 1: 1.")
     add("--logprobs", type=int, metavar="K", help="ask for logprobs and the K most probable. Default: none.")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
-        help="generate exactly the tokens asked for. Default: true.")  # fmt: skip
+        help="do not stop at an end-of-sequence token. Default: true.")  # fmt: skip
 
 
 def _add_load(parser: Any) -> None:
@@ -130,7 +130,7 @@ def bench(values: dict[str, Any]) -> int:
     except KeyboardInterrupt:
         print("tokserve: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the table (`| head`) has seen enough
+    except BrokenPipeError:  # the reader of the table (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -146,16 +146,16 @@ def _take_dataset(values: dict[str, Any], *, text: bool) -> Any:
 
 
 def _temperature(values: dict[str, Any]) -> float:
-    given: float | None = values.pop("temperature")
-    return given if given is not None else (1.0 if values["n"] > 1 else 0.0)
+    temperature: float | None = values.pop("temperature")
+    return temperature if temperature is not None else (1.0 if values["n"] > 1 else 0.0)
 
 
 def _serve(v: dict[str, Any]) -> int:
     from tokserve.bench import report
 
     try:
+        from tokserve.bench.clients import RequestShape
         from tokserve.bench.serve import Load, serve
-        from tokserve.bench.wire import RequestShape
     except ImportError as error:
         raise StartError(f"bench serve needs {error.name}: pip install 'tokserve[bench]'") from None
     draw = _plotter() if v["plot"] else None
@@ -200,9 +200,9 @@ def _offline(v: dict[str, Any]) -> int:
     path = v.pop("result_json")
     report.check_path(path, "--result-json")
     dataset = _take_dataset(v, text=False)
-    own = ("model", "n", "ignore_eos", "logprobs", "warmup", "batch_size", "latency_iters", "progress")
+    names = ("model", "n", "ignore_eos", "logprobs", "warmup", "batch_size", "latency_iters", "progress")
     temperature = _temperature(v)
-    taken = {name: v.pop(name) for name in own}
+    taken = {name: v.pop(name) for name in names}
     options = {name: value for name, value in v.items() if value is not None}
     row = offline(Offline(**taken, temperature=temperature, options=options, dataset=dataset, percentiles=percentiles))
     if path:

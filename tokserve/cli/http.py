@@ -1,7 +1,7 @@
-"""The HTTP server of one API process, from start to end, with its banner and its line of statistics.
+"""Runs the HTTP server of one API process, with its banner and its line of statistics.
 
-uvicorn and the routes are imported while the engine loads.  The first signal drains, the second aborts what still
-runs.  Of other API processes it knows only the `Place` that it passes on.
+uvicorn and the routes are imported while the engine loads.  The first signal drains, the second aborts the requests
+that still run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tokserve.cli.listen import BACKLOG
 from tokserve.client.async_llm import AsyncLLM, StepStats
 from tokserve.config import Config
 from tokserve.errors import RequestError, StartError
-from tokserve.server.counters import Place
+from tokserve.server.counters import ApiProcess
 
 logger = logging.getLogger("tokserve.serve")
-HANG_UP = (2.0, 0.5)  # seconds for the last bytes of replies, after the first signal and after further ones
-ABORT_SECONDS = 5.0  # for the engine to abort requests, as it may hang
-SWITCH = 1e-3  # seconds that a thread with large work keeps the interpreter's lock from the event loop
+HANG_UP = (2.0, 0.5)  # seconds to send the last bytes of replies, after the first signal and after further ones
+ABORT_SECONDS = 5.0  # limit for the engine to abort requests: it may hang
+SWITCH = 1e-3  # seconds after which a thread with large work hands the interpreter's lock to the event loop
 DEAD_GRACE = 5.0  # seconds of 503s after the engine's death, before the process exits
 
 
 class Signals:
-    """Calls `act` on SIGTERM, SIGINT and SIGHUP; it may be set to something else later.
+    """Calls `act` on SIGTERM, SIGINT and SIGHUP; `act` may be replaced.
 
     A SIGHUP that is ignored when the process starts (`nohup`) stays ignored.
     """
@@ -44,31 +44,31 @@ class Signals:
 
 
 class ApiServer:
-    """The HTTP server around an `AsyncLLM`.  `start`, then `serve`; `end` whatever happens."""
+    """The HTTP server around an `AsyncLLM`.  Call `start`, `serve`, and in any case `end`."""
 
-    def __init__(self, config: Config, place: Place | None = None) -> None:
+    def __init__(self, config: Config, api_process: ApiProcess | None = None) -> None:
         self.llm = AsyncLLM.from_config(config)
         self._config = config
-        self._place = place
+        self._api_process = api_process
         self._http: Any = None
 
     async def start(self, joining: Coroutine[Any, Any, None] | None = None) -> None:
-        """Start the engine, or await `joining` one, and import the HTTP server meanwhile.  Raises StartError."""
+        """Start the engine, or await `joining`, while importing the HTTP server.  Raises StartError."""
         engine = asyncio.create_task(joining or self.llm.start())
         try:
             await asyncio.sleep(0)  # starts the engine's process
-            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._place)
+            importing = asyncio.to_thread(_http_server, self.llm, self._config, self._api_process)
             self._http, _ = await asyncio.gather(importing, engine)
         finally:
             engine.cancel()
 
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
         """Serve until a signal or the engine's death; returns the exit code."""
-        server, app, tracing, stalls, stop_workers = self._http
+        server, app, tracing, loop_monitor, stop_workers = self._http
         sys.setswitchinterval(SWITCH)
-        gc.freeze()  # what exists now lives as long as the process: collections need not visit it
+        gc.freeze()  # objects made so far live as long as the process: collections skip them
         signals.act = _stopper(server, app, self.llm, self._config.server.shutdown_timeout)
-        watching = [asyncio.create_task(each) for each in (_watch(self.llm, server), stalls.watch())]
+        watching = [asyncio.create_task(coroutine) for coroutine in (_watch(self.llm, server), loop_monitor.watch())]
         try:
             await server.serve(sockets=[sock])
         finally:
@@ -80,26 +80,25 @@ class ApiServer:
         return 1 if self.llm.dead else 0
 
     async def end(self) -> None:
-        """Leave the engine, and end it if it was started here."""
+        """Disconnect from the engine, and end it if this process has started it."""
         await self.llm.shutdown()
 
 
-def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
-    """The uvicorn server, the app, the tracing (or None), what measures the event loop's stalls, and what ends the
-    threads for large work."""
+def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) -> Any:
+    """The uvicorn server, the app, the tracing (or None), the loop monitor, and the function that stops the threads."""
     import uvicorn
 
     from tokserve.server import workers
     from tokserve.server.app import build_app
+    from tokserve.server.loop_monitor import LoopMonitor
     from tokserve.server.protocol import Protocol
-    from tokserve.server.stalls import Stalls
 
     s = config.server
     tracing = _tracing(config) if s.otlp_traces_endpoint else None
-    app = build_app(llm, config, place=place, trace=tracing and tracing.observe)
+    app = build_app(llm, config, api_process=api_process, trace=tracing and tracing.observe)
 
     class Server(uvicorn.Server):
-        """uvicorn's without its signal handlers: ours drain first."""
+        """uvicorn's server without its signal handlers: ours drain first."""
 
         def capture_signals(self) -> Any:
             return nullcontext()
@@ -114,7 +113,7 @@ def _http_server(llm: AsyncLLM, config: Config, place: Place | None) -> Any:
         settings.load()
     except OSError as error:  # ssl.SSLError is one
         raise StartError(f"ssl_certfile and ssl_keyfile cannot be used: {error.strerror or error}") from None
-    return Server(settings), app, tracing, Stalls(app.state.serving.metrics.woke), workers.stop
+    return Server(settings), app, tracing, LoopMonitor(app.state.serving.metrics.observe_lag), workers.stop
 
 
 def _tracing(config: Config) -> Any:
@@ -128,7 +127,7 @@ def _tracing(config: Config) -> Any:
 
 
 def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[], None]:
-    """What a signal does while serving: drain, the next time abort."""
+    """The signal handler while serving: drains, the next time aborts."""
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
 
@@ -141,7 +140,7 @@ def _stopper(server: Any, app: Any, llm: AsyncLLM, timeout: float) -> Callable[[
             await asyncio.sleep(0.05)
         if llm.num_inflight:
             logger.info("aborting %d running requests", llm.num_inflight)
-            with suppress(TimeoutError, RequestError):  # it ends, whatever the engine says
+            with suppress(TimeoutError, RequestError):  # the server stops in any case
                 await asyncio.wait_for(llm.abort_own("shutdown"), ABORT_SECONDS)
         server.should_exit = True
         await asyncio.sleep(hang_up)
@@ -166,7 +165,7 @@ async def _watch(llm: AsyncLLM, server: Any) -> None:
 
 
 def banner(llm: AsyncLLM, url: str, seconds: float) -> None:
-    """Log what the engine is, where it is served, and the seconds the start took."""
+    """Log the engine's facts, the URL, and the seconds of the start."""
     ready = llm.ready
     facts = {name: value for name, value in ready.facts.items() if name != "ops" and value is not None}
     logger.info("engine: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
@@ -182,7 +181,7 @@ async def report(llm: AsyncLLM, config: Config) -> None:
     while True:
         await asyncio.sleep(interval)
         now = llm.stats
-        if now.steps < last.steps:  # another engine counts from zero
+        if now.steps < last.steps:  # a new engine counts from zero
             last = StepStats()
         if now.steps != last.steps:
             hits = now.prefix_hits - last.prefix_hits

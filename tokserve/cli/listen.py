@@ -1,6 +1,7 @@
-"""The server's address: bound before anything loads, shared by several processes, removed at the end.
+"""Binds the server's address, shares it between processes, and removes it at the end.
 
-Binding comes first, so that a port in use is reported at once; listening (`begin`) only when requests can be served.
+The address is bound before anything loads, so that a port in use is reported at once; the server listens (`begin`) when
+it can serve requests.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def bind(config: Config) -> socket.socket:
 
 
 def _why(error: OSError, uds: str | None) -> str:
-    """An error of the address in words, and what to do about it."""
+    """The reason of an error of the address, and what to do about it."""
     why = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE and uds is None:
-        return f"{why}: another program is there; choose another --port (0: any free one), or end that program"
+        return f"{why}: another program uses it; choose another --port (0: any free one), or end that program"
     return why
 
 
 def begin(sock: socket.socket, config: Config) -> None:
-    """Listen: from here on clients can connect.  Raises StartError if another server, started at the same time, was
-    first: the kernel lets both bind as long as neither listens."""
+    """Listen, so that clients can connect.  Raises StartError if another server, started at the same time, was first:
+    the kernel lets both bind while neither listens."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -66,7 +67,7 @@ def spread(sock: socket.socket, count: int) -> list[socket.socket]:
     """
     if sock.family == socket.AF_UNIX:
         return [sock] * count
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # only now: `bind` had to notice other servers
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # not in `bind`, which must notice other servers
     sockets = [sock]
     for _ in range(count - 1):
         other = socket.socket(sock.family, socket.SOCK_STREAM)

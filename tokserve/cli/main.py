@@ -17,7 +17,6 @@ from tokserve.errors import StartError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
     root = argparse.ArgumentParser(
         prog="tokserve",
         description="LLM inference server: tokens in, tokens out, exactly.",
@@ -41,12 +40,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
-    """Exit with 2 for an argument that `command` does not know, naming the option that was probably meant."""
+    """Exit with 2 for an unknown argument of `command`, and suggest an option."""
     if not argument.startswith("-"):
         command.error(f"unexpected argument {argument!r}")
     name = argument.partition("=")[0]
-    known = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
-    flags = [each for pair in known for each in pair if each]
+    matches = re.findall(r"^ +(?:-\w, )?(--[\w-]+)(?:, (--[\w-]+))?", command.format_help(), re.MULTILINE)
+    flags = [flag for pair in matches for flag in pair if flag]
     close = difflib.get_close_matches(name.replace("_", "-"), [*flags, "--model"], 1)
     hint = f"; did you mean {close[0]}?" if close else f"; see {command.prog} --help"
     if close == ["--model"] and "--model" not in flags:
@@ -57,11 +56,11 @@ def _refuse(command: argparse.ArgumentParser, argument: str) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 on a bad command line, 1 when the server cannot start or its engine died."""
     root = parser()
-    known, unknown = root.parse_known_args(argv)
-    values = vars(known)
+    parsed, unknown = root.parse_known_args(argv)
+    values = vars(parsed)
     chosen = values.pop("parser", root)
     if unknown:
-        _refuse(chosen, next((each for each in unknown if each.startswith("-")), unknown[0]))
+        _refuse(chosen, next((argument for argument in unknown if argument.startswith("-")), unknown[0]))
     command = values.pop("command")
     if command is None:
         root.print_help()
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if command == "bench":
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # so that it cleans up
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # clean up on Ctrl-C
             code = bench(values)
         else:
             from tokserve.cli.serve import serve

@@ -1,7 +1,7 @@
 """Command line flags from the config fields: one flag per field, with its sentence as help.
 
-Only the form of a value is parsed here (number, JSON, size suffix); the config itself checks ranges, so that the
-command line and the Python API refuse the same values with the same words.  Must not know any option by name.
+Only the form of a value is parsed here (number, JSON, size suffix); the config checks ranges, so that the command line
+and the Python API refuse the same values with the same message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`tokserve serve`, from start to end: this process serves HTTP itself, or supervises several that do.
+"""`tokserve serve`: serves HTTP in this process, or supervises several API processes.
 
-The port is bound before the engine loads, so that a port in use is reported at once, but listened on only when
-requests can be served.  A signal while the engine loads ends the start.
+The port is bound before the engine loads, so that a port in use is reported at once; the server listens when it can
+serve requests.  A signal while the engine loads ends the start.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ logger = logging.getLogger("tokserve.serve")
 def serve(values: dict[str, Any]) -> int:
     """Serve until a signal; returns the exit code (1: the engine died).  Raises StartError."""
     started = time.monotonic()
-    asked = Config.make(**values)
-    log.setup("server", asked.server.log_level, asked.server.log_format)
+    given = Config.make(**values)
+    log.setup("server", given.server.log_level, given.server.log_format)
     try:
-        config = resolve(asked)
+        config = resolve(given)
         with listen.bind(config) as sock:
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
             return uvloop.run(_run(config, sock, started))
     except StartError as error:
-        if asked.server.log_format == "text":
+        if given.server.log_format == "text":
             raise
-        logger.error("%s", error)  # whoever reads objects reads nothing else
+        logger.error("%s", error)  # a reader of JSON expects only JSON
         return 1
 
 
 def chosen(config: Config) -> str:
-    """The options that are not at their defaults, as `name=value`; of keys only how many there are."""
-    usual = Config()
+    """The options that differ from their defaults, as `name=value`; of keys only their number."""
+    defaults = Config()
     words = []
     for group, name, _ in fields():
         value = getattr(getattr(config, group), name)
-        if value != getattr(getattr(usual, group), name) and value not in (None, []):
+        if value != getattr(getattr(defaults, group), name) and value not in (None, []):
             words.append(f"{name}={f'({len(value)} set)' if name in SECRET else value}")
     return " ".join(words)
 
@@ -64,7 +64,7 @@ async def _run(config: Config, sock: socket.socket, started: float) -> int:
             logger.info("stopped by a signal while starting")
             return 0
         starting.result()
-        listen.begin(sock, config)  # clients can connect; they are served in a moment
+        listen.begin(sock, config)  # clients can connect now, and are served below
         banner(front.llm, listen.url(config, sock), time.monotonic() - started)
         reporting = asyncio.create_task(report(front.llm, config))
         try:

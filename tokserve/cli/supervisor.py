@@ -1,8 +1,8 @@
-"""Several API processes at one address with one engine: started, kept alive, told to stop.
+"""Runs several API processes at one address with one engine: starts, replaces and stops them.
 
-The supervisor owns the engine and the sockets and serves nothing itself.  An API process that dies is replaced, after
-the engine has been told to drop its requests; when the engine is replaced, all are told where the new one is.  What
-the processes must know of one another's requests, the engine knows; what they count together lies in shared memory.
+The supervisor owns the engine and the sockets, and serves no requests.  An API process that dies is replaced, after the
+engine has dropped its requests; when the engine is replaced, all processes receive its address.  The processes share
+only the engine and the counters in shared memory.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from contextlib import suppress
 import msgspec
 
 from tokserve.cli import listen
-from tokserve.cli.api_server import COMMAND, Engine, Opening, Report
+from tokserve.cli.api_server import COMMAND, ApiProcessSetup, EngineLocation, StartReport
 from tokserve.cli.http import Signals
 from tokserve.client.async_llm import AsyncLLM
 from tokserve.client.launch import ChildProcess, describe_exit
 from tokserve.config import Config
 from tokserve.errors import EngineDead, StartError
-from tokserve.server.counters import Place, share
+from tokserve.server.counters import ApiProcess, create_shared_memory
 
 logger = logging.getLogger("tokserve.serve")
 REPORT_SIZE = 1 << 16
-TRIES = 3  # starts of an API process, with one engine, before it counts as one that cannot start
-PAUSE = 1.0  # seconds between two of them: what the first one lacked, a descriptor say, may be there again
+TRIES = 3  # starts of an API process, with one engine, before the server gives up
+PAUSE = 1.0  # seconds between two starts: a resource such as a descriptor may be free again
 
 
-class ApiProcess(ChildProcess):
-    """A started API process.  `ready`: None when it can serve, or why it cannot."""
+class ApiChildProcess(ChildProcess):
+    """A started API process.  `ready` resolves to None when it can serve, or to the error."""
 
-    def __init__(self, opening: Opening) -> None:
-        self.name = opening.name
+    def __init__(self, setup: ApiProcessSetup) -> None:
+        self.name = setup.name
         self.ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._channel, theirs = socket.socketpair()
-        descriptors = {opening.listening, opening.place.counters}
-        with theirs:
-            super().__init__(COMMAND, theirs.fileno(), [fd for fd in descriptors if fd is not None])
-        with suppress(BrokenPipeError):  # if it is dead already, `exited` will tell
-            self._channel.sendall(msgspec.json.encode(opening) + b"\n")
+        self._channel, child_end = socket.socketpair()
+        descriptors = {setup.listening, setup.api_process.counters}
+        with child_end:
+            super().__init__(COMMAND, child_end.fileno(), [fd for fd in descriptors if fd is not None])
+        with suppress(BrokenPipeError):  # if it has died, `exited` says so
+            self._channel.sendall(msgspec.json.encode(setup) + b"\n")
         asyncio.get_running_loop().add_reader(self._channel, self._on_report)
         self.exited.add_done_callback(self._on_end)
 
-    def tell(self, engine: Engine) -> None:
-        """The engine has changed."""
-        with suppress(OSError):  # it has ended
+    def send_engine(self, engine: EngineLocation) -> None:
+        """Tell the process where the new engine is."""
+        with suppress(OSError):  # the process has ended
             self._channel.sendall(msgspec.json.encode(engine) + b"\n")
 
     def _on_report(self) -> None:
@@ -57,22 +57,22 @@ class ApiProcess(ChildProcess):
         with suppress(ConnectionError):
             line = self._channel.recv(REPORT_SIZE)
         if line:
-            self._settle(msgspec.json.decode(line, type=Report).error)
+            self._set_ready(msgspec.json.decode(line, type=StartReport).error)
         else:
             asyncio.get_running_loop().remove_reader(self._channel)
 
     def _on_end(self, exited: asyncio.Future[int]) -> None:
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
-        self._settle(describe_exit(exited.result(), "an API process"))
+        self._set_ready(describe_exit(exited.result(), "an API process"))
 
-    def _settle(self, error: str | None) -> None:
+    def _set_ready(self, error: str | None) -> None:
         if not self.ready.done():
             self.ready.set_result(error)
 
 
 class Supervisor:
-    """`start`, then `serve`; `end` whatever happens.  `llm` is the engine's owner and sends no requests."""
+    """Call `start`, `serve`, and in any case `end`.  `llm` owns the engine and sends no requests."""
 
     def __init__(self, config: Config, sock: socket.socket) -> None:
         self.llm = AsyncLLM.from_config(config, text=False)
@@ -80,17 +80,17 @@ class Supervisor:
         self._config = config
         self._count = config.server.api_server_count
         self._sockets = listen.spread(sock, self._count)
-        self._counters = share(self._count)
+        self._counters = create_shared_memory(self._count)
         self._created = int(time.time())
-        self._processes: dict[int, ApiProcess] = {}
+        self._processes: dict[int, ApiChildProcess] = {}
         self._num_started = 0
         self._stopping = False
 
     async def start(self) -> None:
-        """The engine, and beside it the API processes; until all can serve.  Raises StartError."""
+        """Start the engine and the API processes; returns when all can serve.  Raises StartError."""
         tasks = [asyncio.create_task(self.llm.start())]
         try:
-            await asyncio.sleep(0)  # the engine's process is there, or it has failed
+            await asyncio.sleep(0)  # starts the engine's process, or fails
             if tasks[0].done():
                 tasks[0].result()
             for index in range(self._count):
@@ -103,17 +103,17 @@ class Supervisor:
         finally:
             for task in tasks:
                 task.cancel()
-        for each in self._sockets:
-            listen.begin(each, self._config)
+        for listener in self._sockets:
+            listen.begin(listener, self._config)
 
     def _launch(self, index: int) -> None:
         address, pid = self.llm.engine
         self._num_started += 1
         name = f"api-{index}-{self._num_started}"
-        place = Place(index, self._created, self._counters)
-        opening = Opening(self._config, name, address, pid, self._sockets[index].fileno(), place)
+        api_process = ApiProcess(index, self._created, self._counters)
+        setup = ApiProcessSetup(self._config, name, address, pid, self._sockets[index].fileno(), api_process)
         try:
-            self._processes[index] = ApiProcess(opening)
+            self._processes[index] = ApiChildProcess(setup)
         except OSError as error:  # no descriptor or no process is left
             raise StartError(f"API process {index} could not be started: {error.strerror}") from None
 
@@ -124,7 +124,7 @@ class Supervisor:
                 raise StartError(error)
 
     async def serve(self, sock: socket.socket, signals: Signals) -> int:
-        """Until told to stop, or the engine dies; returns the exit code."""
+        """Serve until a signal or the engine's death; returns the exit code."""
         signals.act = self._stop
         keeping = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
         done, others = await asyncio.wait(keeping, return_when="FIRST_EXCEPTION")
@@ -135,21 +135,21 @@ class Supervisor:
         return 1 if self.llm.dead else 0
 
     def _on_replaced(self) -> None:
-        engine = Engine() if self.llm.dead else Engine(*self.llm.engine)
+        engine = EngineLocation() if self.llm.dead else EngineLocation(*self.llm.engine)
         for process in self._processes.values():
-            process.tell(engine)
+            process.send_engine(engine)
 
     def _stop(self) -> None:
-        """The first time all processes drain, the second they abort what still runs."""
+        """Send SIGTERM to all processes: the first time they drain, the second time they abort requests."""
         logger.info("stopping: the API processes %s", "hang up" if self._stopping else "drain")
         self._stopping = True
-        for each in self._sockets:  # a process that ends shall leave no connections waiting at its socket
-            each.close()
+        for listener in self._sockets:  # so that no connection waits at the socket of a process that ends
+            listener.close()
         for process in self._processes.values():
             process.signal(signal.SIGTERM)
 
     async def _keep(self, index: int) -> None:
-        """One API process after the other, until there need be none.  Raises StartError if one cannot be replaced."""
+        """Replace an API process whenever it ends, until the server stops.  Raises StartError if that fails."""
         while True:
             process = self._processes[index]
             code = await asyncio.shield(process.exited)
@@ -159,30 +159,30 @@ class Supervisor:
             aborted = 0
             error: str | None = ""
             joined, tries = self.llm.engine, 0
-            while error is not None:  # again if it, or the engine, went meanwhile
-                aborted += await self._drop(self._processes[index].name)
+            while error is not None:  # repeated if the new process or the engine dies meanwhile
+                aborted += await self._drop_requests(self._processes[index].name)
                 if self._stopping or self.llm.dead:
                     return
                 tries = tries + 1 if joined == self.llm.engine else 1
                 if tries > TRIES:
                     raise StartError(f"API process {index} cannot be replaced: {error}")
                 joined = self.llm.engine
-                error = await self._started(index)
+                error = await self._restart(index)
                 if error is not None:
                     logger.error("API process %d has not started: %s", index, error)
                     await asyncio.sleep(PAUSE)
             logger.info("API process %d serves again; %d requests of its predecessor were aborted", index, aborted)
 
-    async def _started(self, index: int) -> str | None:
-        """Start an API process; why it cannot serve, if so."""
+    async def _restart(self, index: int) -> str | None:
+        """Start an API process; returns the error if it cannot serve."""
         try:
             self._launch(index)
         except StartError as error:
             return str(error)
         return await self._processes[index].ready
 
-    async def _drop(self, name: str) -> int:
-        """Have the engine drop the requests of a process that has ended, and say how many those were."""
+    async def _drop_requests(self, name: str) -> int:
+        """Have the engine drop the requests of a process that has ended; returns their number."""
         while self.llm.dead is None:
             try:
                 dropped: int = await self.llm.call("leave", front_end=name)
@@ -192,9 +192,9 @@ class Supervisor:
         return 0
 
     async def end(self) -> None:
-        """Nothing is left behind."""
+        """Stop the processes and the engine, and close the sockets and the shared memory."""
         await asyncio.gather(*(process.stop(0.0) for process in self._processes.values()))
         await self.llm.shutdown()
-        for each in self._sockets[1:]:
-            each.close()
+        for listener in self._sockets[1:]:
+            listener.close()
         os.close(self._counters)

@@ -1,4 +1,4 @@
-"""What a trainer uses: a client of the server's routes, its end of weight transfers, and checksums of weights.
+"""For trainers: a client of the server's routes, its end of weight transfers, and checksums of weights.
 
 The server uses `broadcast` too, so the client (and its HTTP library) is imported on first use.
 """

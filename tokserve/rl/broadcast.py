@@ -2,7 +2,7 @@
 
 Used by both ends.  The order of tensors and the packing are those of vLLM's NCCL transfer: tensors one by one, or
 packed, as the concatenated bytes of several.  Names, dtypes and shapes are sent over HTTP; only bytes are sent here,
-and nothing is ever unpickled.  Must not know models or engines.
+and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from tokserve.errors import RequestError, TransferFailed
 
 PACKED_BYTES = 1 << 30  # a packed buffer ends with the tensor that brings it above this
-PROBE = 5.0  # seconds for a connection
+PROBE = 5.0  # seconds until a connection attempt fails
 PREFIX = "tokserve_weights"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -73,13 +73,13 @@ class Group:
             store = TCPStore(address, port, size, rank == 0, patience)
             self._group = make(PrefixStore(PREFIX, store), rank, size, patience)
             self.broadcast(torch.zeros(1, device=self.device))  # fails now if the ranks cannot communicate
-        except (RuntimeError, ValueError) as error:  # what torch.distributed raises
+        except (RuntimeError, ValueError) as error:  # raised by torch.distributed
             raise TransferFailed(
                 f"the {backend} group at {address}:{port} could not be formed: {_first(error)}"
             ) from None
 
     def _await_listener(self, address: str, port: int, timeout: float) -> None:
-        """Wait until rank 0 listens: the store would wait for it too, but could not be interrupted."""
+        """Wait until rank 0 listens: the store would wait, too, but could not be interrupted."""
         end = time.monotonic() + timeout
         while True:
             try:
@@ -122,7 +122,7 @@ class Group:
             work.get_future().add_done_callback(lambda _: over.set())
             while not over.wait(0.05):  # not `work.wait()`, which only the sender could end
                 if self._interrupted.is_set():
-                    threading.Thread(target=_bury, args=(self._group, work, tensor), daemon=True).start()
+                    threading.Thread(target=_await_abandoned, args=(self._group, work, tensor), daemon=True).start()
                     self._group = None
                     raise TransferFailed("the transfer was interrupted")
             work.wait()
@@ -135,13 +135,12 @@ class Group:
         self._interrupted.set()
 
     def close(self) -> None:
-        """Close the connections."""
         self._broken = True
         self._group = None
 
 
-def _bury(group: Any, work: Any, tensor: Tensor) -> None:
-    """Keep alive what an abandoned broadcast still writes to, until it has timed out."""
+def _await_abandoned(group: Any, work: Any, tensor: Tensor) -> None:
+    """Keep the memory that an abandoned broadcast still writes to, until it has timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -168,7 +167,6 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 
 
 def num_bytes(declared: Declared) -> int:
-    """Bytes of a tensor."""
     _, dtype, shape = declared
     return math.prod(shape) * dtype.itemsize
 
@@ -184,7 +182,7 @@ def receive(
             yield name, tensor
         return
     for batch in batches(declared, num_bytes, buffer_bytes):
-        sizes = [num_bytes(each) for each in batch]
+        sizes = [num_bytes(entry) for entry in batch]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
         group.broadcast(buffer)
         for (name, dtype, shape), part in zip(batch, torch.split(buffer, sizes), strict=True):
@@ -193,7 +191,7 @@ def receive(
 
 
 def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes: int = PACKED_BYTES) -> None:
-    """The other end of `receive`."""
+    """Send tensors to `receive` on the other ranks."""
     ready = (tensor.detach().to(group.device).contiguous() for tensor in tensors)
     if not packed:
         for tensor in ready:
@@ -205,5 +203,5 @@ def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Tensors of types that process groups do not know, as bytes."""
+    """A tensor of a type that process groups do not support, as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,8 +1,8 @@
 """A trainer's client: rollouts as numpy arrays, and weights pushed over HTTP or a process group.
 
 Everything is asynchronous; many rollouts are in flight at once.  A call is repeated only where that is safe: when no
-connection could be made, or the server answered 503 with Retry-After.  Knows the routes of docs/rl.md and
-docs/token-api.md; must not know the server's code.
+connection could be made, or the server answered 503 with Retry-After.  Uses the routes of docs/rl.md and
+docs/token-api.md, and none of the server's code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ServerError(Exception):
 
 @dataclass(slots=True)
 class Rollout:
-    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the mode asked for.
+    """One choice of one prompt.  `logprobs` are those of `token_ids`, in the requested mode.
 
     `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
     """
@@ -67,7 +67,7 @@ class Rollout:
 class TokserveClient:
     """For one server and one event loop; use as an async context manager, or `await close()`.
 
-    `api_key`: an admin key where the server has one.  `connections`: most requests in flight.
+    `api_key`: an admin key where the server has one.  `connections`: limit of requests in flight.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, connections: int = 256) -> None:
@@ -83,7 +83,6 @@ class TokserveClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._group is not None:
             self._group.close()
         await self._http.aclose()
@@ -118,23 +117,23 @@ class TokserveClient:
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-        asked = []
-        terms = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
+        tasks = []
+        options = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
-            asked.append(asyncio.ensure_future(self._generate(number, ids, params, terms)))
+            tasks.append(asyncio.ensure_future(self._generate(number, ids, params, options)))
         try:
-            found = await asyncio.gather(*asked)
+            results = await asyncio.gather(*tasks)
         finally:
-            for each in asked:  # closes the connections, which aborts the requests
-                each.cancel()
-        return [rollout for each in found for rollout in each]
+            for task in tasks:  # closes the connections, which aborts the requests
+                task.cancel()
+        return [rollout for rollouts in results for rollout in rollouts]
 
     async def _generate(
-        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], terms: dict[str, str | None]
+        self, number: int, ids: NDArray[np.int32], params: dict[str, Any], options: dict[str, str | None]
     ) -> list[Rollout]:
         body = {"token_ids": ids.tobytes(), "sampling_params": params, "logprobs_format": "arrays",
-                "request_id": secrets.token_hex(12), **terms}  # fmt: skip
+                "request_id": secrets.token_hex(12), **options}  # fmt: skip
         headers = {"Content-Type": MSGPACK, "Accept": MSGPACK}
         content = msgspec.msgpack.encode(body)
         answer = await self._send("POST", "/inference/v1/generate", again=True, content=content, headers=headers)
@@ -144,15 +143,14 @@ class TokserveClient:
 
     async def state(self) -> dict[str, Any]:
         """GET /inference/v1/state."""
-        found: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
-        return found
+        state: dict[str, Any] = (await self._send("GET", "/inference/v1/state", again=True)).json()
+        return state
 
     async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
         """Stop generating; returns when generation has stopped."""
         await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
 
     async def resume(self) -> None:
-        """Go on."""
         await self._control("/resume", again=True)
 
     @asynccontextmanager
@@ -171,7 +169,7 @@ class TokserveClient:
     # --- weights ---
 
     async def load_lora_adapter(self, name: str, path: str) -> int:
-        """Load a PEFT directory of the server's machine under a name, replacing what has it; returns its generation."""
+        """Load a PEFT directory of the server's machine, replacing an adapter of this name; returns its generation."""
         done = await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         return int(done["generation"])
 
@@ -207,12 +205,12 @@ class TokserveClient:
         fails, the server keeps its old weights.
         """
         named = [(name, tensor.detach()) for name, tensor in tensors]
-        settled = False
+        closed = False
         try:
             try:
                 await self._control("/start_weight_update")
             except (ServerError, httpx.ConnectError):
-                settled = True  # not opened by this call; after any other error, it may have been
+                closed = True  # not opened by this call; after any other error, it may have been
                 raise
             if self._group is None:
                 headers = {"Content-Type": "application/octet-stream"}
@@ -220,10 +218,10 @@ class TokserveClient:
             else:
                 await self._broadcast(self._group, named)
             committed: dict[str, Any] = await self._control("/finish_weight_update", {"weight_version": version})
-            settled = True
+            closed = True
         finally:
-            if not settled:
-                with suppress(ServerError, httpx.TransportError):  # rolled back already, or the server has gone
+            if not closed:
+                with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
                     await self._control("/abort_weight_update")
         return committed
 
@@ -258,7 +256,7 @@ class TokserveClient:
             await self._control("/update_weights", {"update_info": announced})
             received = True
         finally:
-            if not received:  # the server no longer receives, so the sending thread must not wait for it
+            if not received:  # the server does not receive any more: interrupt the sending thread
                 group.interrupt()
                 self._group = None
                 await asyncio.wait([sending])
@@ -289,7 +287,7 @@ class TokserveClient:
 
 
 async def _in_thread(form: Callable[[], Group]) -> Group:
-    """`form()` in a thread; if the caller gives up, the thread does not keep the program from ending."""
+    """`form()` in a daemon thread, which does not keep the program from ending if the caller gives up."""
     formed: Future[Group] = Future()
 
     def run() -> None:
@@ -315,7 +313,7 @@ def _error(answer: httpx.Response) -> ServerError:
 
 
 def _prompt(number: int, prompt: Sequence[int]) -> NDArray[np.int32]:
-    """Its ids.  Raises ValueError for a text, floats, ids that do not fit, and a single id where a prompt must be."""
+    """The ids of a prompt.  Raises ValueError for text, floats, ids beyond 32 bits, and a single id."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"prompts[{number}] must be a list of token ids, got {prompt!r}; one prompt is [ids]")
@@ -335,15 +333,15 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
 
 
 async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
-    """A safetensors file of these tensors, made as it is read: without a second copy of the weights."""
+    """A safetensors file of these tensors, made while it is sent, without a copy of the weights."""
     header: dict[str, Any] = {}
-    place = 0
+    offset = 0
     for name, tensor in named:
         if tensor.dtype not in SAFETENSORS:
             raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
-        end = place + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     yield len(packed).to_bytes(8, "little") + packed

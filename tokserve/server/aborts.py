@@ -1,7 +1,7 @@
-"""POST /abort_requests: end requests by id, by group or all, and tell what became of each.
+"""POST /abort_requests: ends requests by id, by group, or all of them, and reports the result of each.
 
-The engine finds them, whichever API process they came through, and the reply comes after it has freed them.  Their
-own callers get what was generated so far.
+The engine aborts requests of every API process and frees them before the reply is sent.  The clients that sent the
+requests get the output so far.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.inputs import bare_id
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.server import body
-from tokserve.server.bodies import Bodies
+from tokserve.server.body_reader import BodyReader
 from tokserve.server.serving import Serving
 
-MAX_IDS = 1 << 14  # that the engine looks for between two steps
+MAX_IDS = 1 << 14  # ids that the engine looks up between two steps
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Which requests: one of the three fields.  An empty list is none."""
+    """Which requests: exactly one of the fields.  An empty list aborts none."""
 
     request_ids: list[str] | None = None
     group_id: str | None = None
@@ -28,34 +28,35 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class AbortReply(msgspec.Struct):
-    """How many requests were aborted, and what became of each id."""
+    """The number of aborted requests, and the result for each id."""
 
     aborted: int
     results: dict[str, str]
 
 
-async def read(request: Request, bodies: Bodies) -> AbortBody:
-    """The body.  Raises `RequestError`."""
+async def read(request: Request, bodies: BodyReader) -> AbortBody:
     value, _ = await bodies.load(request)
-    asked = body.convert(value, AbortBody)
-    given = [name for name in AbortBody.__struct_fields__ if getattr(asked, name) not in (None, [], False, "")]
-    if not given and asked.request_ids is None:
+    target = body.convert(value, AbortBody)
+    given = [name for name in AbortBody.__struct_fields__ if getattr(target, name) not in (None, [], False, "")]
+    if not given and target.request_ids is None:
         raise RequestError('say which requests: request_ids, group_id or "all": true', field="request_ids")
-    if len(asked.request_ids or ()) > MAX_IDS:
-        raise RequestError(f"request_ids must have at most {MAX_IDS} entries", field="request_ids")
+    if len(target.request_ids or ()) > MAX_IDS:
+        raise invalid("request_ids", f"must have at most {MAX_IDS} entries")
     if len(given) > 1:
         raise RequestError(f"give only one of {' and '.join(given)}", field=given[1])
-    return asked
+    return target
 
 
 async def abort_requests(serving: Serving, request: Request) -> Response:
     """POST /abort_requests"""
-    asked = await read(request, serving.bodies)
-    if asked.all:
+    target = await read(request, serving.bodies)
+    if target.all:
         results = await serving.llm.abort_all()
-    elif asked.group_id:
-        results = await serving.llm.abort_group(asked.group_id)
+    elif target.group_id:
+        results = await serving.llm.abort_group(target.group_id)
     else:
-        results = await serving.llm.abort(asked.request_ids or [])
-    aborted = {bare_id(name) for name, result in results.items() if result == "aborted"}  # each once, however named
+        results = await serving.llm.abort(target.request_ids or [])
+    aborted = {
+        bare_id(name) for name, result in results.items() if result == "aborted"
+    }  # each request once, by whatever form of its id
     return body.reply(request, AbortReply(len(aborted), results))

@@ -1,7 +1,7 @@
-"""The HTTP application: the table of routes, the check of API keys, and the responses to failures.
+"""The HTTP application: the table of routes, the check of API keys, and error responses.
 
-Handlers are functions of (serving, request) that raise `RequestError`s; these, and whatever else goes wrong, become
-responses of one shape here.  Must not know what any route does.
+Handlers are functions of (serving, request) that raise `RequestError`s.  These and all other exceptions become error
+responses of one form here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tokserve.config import Config
 from tokserve.errors import NotFound, RequestError, RequestFailed, Unauthorized
 from tokserve.server import (
     aborts,
-    admin,
     areal,
     body,
     chat,
@@ -32,20 +31,21 @@ from tokserve.server import (
     control,
     derender,
     errors,
-    live,
+    introspection,
+    live_requests,
     openapi,
-    page,
     render,
     responses,
     schemas,
+    status_page,
     tokenize,
     tokens,
 )  # fmt: skip
 from tokserve.server.auth import Keys
-from tokserve.server.counters import Place
+from tokserve.server.counters import ApiProcess
+from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.openapi import Endpoint
 from tokserve.server.serving import GIVEN_ID, Serving, Trace
-from tokserve.server.watch import Gone
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -72,16 +72,16 @@ ENDPOINTS = (
     Endpoint(("GET",), "/tokenizer_info", render.describe, text=True),
     Endpoint(("POST",), "/tokenize", tokenize.tokenize, schemas.TokenizeBody, text=True),
     Endpoint(("POST",), "/detokenize", tokenize.detokenize, schemas.DetokenizeBody, text=True),
-    Endpoint(("GET",), "/v1/models", admin.models),
-    Endpoint(("GET",), "/v1/models/{id:path}", admin.model),
-    Endpoint(("GET",), "/health", admin.health),
-    Endpoint(("GET", "POST"), "/ping", admin.health),
-    Endpoint(("GET",), "/ready", admin.readiness, reply=admin.Readiness),
-    Endpoint(("GET",), "/version", admin.version),
-    Endpoint(("GET",), "/metrics", admin.scrape),
-    Endpoint(("GET",), "/load", admin.load),
-    Endpoint(("GET",), "/server_info", admin.about),
-    Endpoint(("GET",), "/openapi.json", admin.describe),
+    Endpoint(("GET",), "/v1/models", introspection.models),
+    Endpoint(("GET",), "/v1/models/{id:path}", introspection.model),
+    Endpoint(("GET",), "/health", introspection.health),
+    Endpoint(("GET", "POST"), "/ping", introspection.health),
+    Endpoint(("GET",), "/ready", introspection.readiness, reply=introspection.Readiness),
+    Endpoint(("GET",), "/version", introspection.version),
+    Endpoint(("GET",), "/metrics", introspection.prometheus_metrics),
+    Endpoint(("GET",), "/load", introspection.load),
+    Endpoint(("GET",), "/server_info", introspection.configuration),
+    Endpoint(("GET",), "/openapi.json", introspection.openapi_schema),
     Endpoint(("GET",), "/liveness", control.liveness),
     Endpoint(("GET",), "/inference/v1/state", control.state),
     Endpoint(("GET",), "/is_paused", control.is_paused),
@@ -115,8 +115,10 @@ ENDPOINTS = (
             ("/areal_update_weights", areal.update_weights, areal.ArealUpdateBody),
         )
     ),
-    Endpoint(("GET",), "/inference/v1/requests", live.requests, reply=live.LiveRequests, control=True),
-    Endpoint(("GET",), "/", page.page),
+    Endpoint(
+        ("GET",), "/inference/v1/requests", live_requests.list_requests, reply=live_requests.LiveRequests, control=True
+    ),
+    Endpoint(("GET",), "/", status_page.page),
 )
 INTROSPECTION = frozenset({
     "/server_info", "/metrics", "/load", "/weight_info", "/is_paused", "/is_sleeping", "/inference/v1/state",
@@ -125,10 +127,9 @@ CONTROL = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.control)
 
 
 class Api(FastAPI):
-    """FastAPI, with our own table of routes as the source of /openapi.json."""
+    """FastAPI with /openapi.json made from `ENDPOINTS`."""
 
     def openapi(self) -> dict[str, Any]:
-        """The schema of all routes."""
         if self.openapi_schema is None:
             serving = self.state.serving
             names = None if serving.config.lora.enable_lora else serving.names
@@ -137,23 +138,30 @@ class Api(FastAPI):
 
 
 def build_app(
-    llm: AsyncLLM, config: Config, *, keep_alive: float = 15.0, place: Place | None = None, trace: Trace | None = None
+    llm: AsyncLLM,
+    config: Config,
+    *,
+    keep_alive: float = 15.0,
+    api_process: ApiProcess | None = None,
+    trace: Trace | None = None,
 ) -> FastAPI:
-    """The application.  `config` is resolved; `llm` need not have started yet, but must before requests come.
+    """The application.  `config` is resolved; `llm` must be started before the first request.
 
     Raises StartError for a chat template, a parser or a generation_config.json that cannot be used.
     `app.state.draining = True` makes it refuse new requests (503) while the old ones end.
-    `keep_alive`: seconds without data after which a stream sends a comment.  `place`: this process' among the API
-    processes of the server, if it has several.  `trace`: makes an observer for each request from its headers.
+    `keep_alive`: seconds without data after which a stream sends a comment.  `api_process`: which of
+    several API processes this is.  `trace`: makes an observer for each request from its headers.
     """
     app = Api(
         title="tokserve", version=tokserve.__version__, openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's own; we have ours
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI's; ours are in `tracing` and `metrics`
     )  # fmt: skip
     app.state.draining = False
-    app.state.serving = serving = Serving(llm, config, app.state, keep_alive=keep_alive, place=place, trace=trace)
+    app.state.serving = serving = Serving(
+        llm, config, app.state, keep_alive=keep_alive, api_process=api_process, trace=trace
+    )
     if serving.text and llm.tokenizer is not None:
-        _ = serving.tool_format, serving.thinking  # raises now what would fail at the first request
+        _ = serving.tool_format, serving.thinking  # raises StartError now instead of at the first request
         if serving.template.sources is None:
             logger.warning("the model has no chat template: chat is refused; --chat-template gives one")
     app.router.routes.extend(_routes(serving))
@@ -170,14 +178,17 @@ def build_app(
 
 def _routes(serving: Serving) -> Iterable[Route]:
     for endpoint in ENDPOINTS:
-        handler = admin.no_text if endpoint.text and not serving.text else endpoint.handler
+        handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
         yield Route(
-            endpoint.path, _answering(serving, handler, endpoint.path), methods=endpoint.methods, name=endpoint.path
+            endpoint.path,
+            _with_error_responses(serving, handler, endpoint.path),
+            methods=endpoint.methods,
+            name=endpoint.path,
         )
 
 
-def _answering(serving: Serving, handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
-    """The handler, with every exception turned into a response, in a task that has the route as its name."""
+def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, with exceptions turned into responses, in a task named after the route."""
 
     async def answer(request: Request) -> Response:
         if task := asyncio.current_task():
@@ -186,8 +197,8 @@ def _answering(serving: Serving, handler: Handler, path: str) -> Callable[[Reque
             return await handler(serving, request)
         except RequestError as error:
             return errors.response(error, _echoed_id(request))
-        except Gone:
-            return Response(status_code=499)  # the client has gone: nobody sees this
+        except ClientDisconnected:
+            return Response(status_code=499)  # not sent: the client has disconnected
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
             return errors.response(RequestFailed("internal error"), _echoed_id(request))
@@ -198,21 +209,21 @@ def _answering(serving: Serving, handler: Handler, path: str) -> Callable[[Reque
 
 
 def _echoed_id(request: Request) -> dict[str, str]:
-    """The client's own request id, for the headers of an error; one in the body is known once that has been read."""
+    """The header with the client's request id, for errors; an id in the body is known once that has been read."""
     try:
-        given = request.scope.get(GIVEN_ID) or body.given_request_id(request, None)
+        request_id = request.scope.get(GIVEN_ID) or body.given_request_id(request, None)
     except RequestError:
         return {}
-    return {"X-Request-Id": given} if given else {}
+    return {"X-Request-Id": request_id} if request_id else {}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors (no such route, wrong method) in our shape."""
+    """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
     path = request.url.path[: errors.SHOWN]
     if error.status_code == 404:
-        meant = _meant(request.url.path.rstrip("/"))
-        hint = f"; did you mean {meant}?" if meant else ""
+        suggestion = suggest_route(request.url.path.rstrip("/"))
+        hint = f"; did you mean {suggestion}?" if suggestion else ""
         return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
@@ -220,14 +231,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return errors.response(RequestError(str(error.detail)), error.headers)
 
 
-def _meant(path: str) -> str | None:
-    """The shortest route that `path` is the end of, or that is the end of it: base URLs lack /v1, or have it twice."""
-    found = [each.path for each in ENDPOINTS if path and (each.path.endswith(path) or path.endswith(each.path))]
-    return min(found, key=len, default=None)
+def suggest_route(path: str) -> str | None:
+    """The shortest route that ends with `path`, or with which `path` ends: base URLs lack /v1, or have it twice."""
+    candidates = [
+        endpoint.path
+        for endpoint in ENDPOINTS
+        if path and (endpoint.path.endswith(path) or path.endswith(endpoint.path))
+    ]
+    return min(candidates, key=len, default=None)
 
 
 class Guard:
-    """Middleware: refuses requests without a key that their path needs."""
+    """Middleware that refuses requests without the key that their path needs."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app

@@ -1,6 +1,6 @@
 """The routes that AReaL adds to vLLM and its trainer calls: pause, continue, load weights from a directory.
 
-Other names for what `control` does, with AReaL's replies; adds nothing of its own.
+They are routes of `control` under other names, with AReaL's replies.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ async def resume(serving: Serving, request: Request) -> Response:
 
 async def update_weights(serving: Serving, request: Request) -> Response:
     """POST /areal_update_weights: as /update_weights with weight_dir"""
-    asked = await control.read(serving, request, ArealUpdateBody)
-    await serving.llm.update_weights({"weight_dir": asked.model_path})
-    return body.reply(request, {"success": True, "message": f"Weights updated from {asked.model_path}"})
+    params = await control.read(serving, request, ArealUpdateBody)
+    await serving.llm.update_weights({"weight_dir": params.model_path})
+    return body.reply(request, {"success": True, "message": f"Weights updated from {params.model_path}"})

@@ -1,7 +1,4 @@
-"""API keys and host names: which paths need which key, and whether a request carries it and names an allowed host.
-
-Must not know what routes do.
-"""
+"""Checks API keys and host names: which paths need which key, and which Host headers are allowed."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
 class Keys:
     """The accepted keys, as digests, so that a comparison takes the same time for any guess.
 
-    Control routes need an admin key if there is one, else any key; without any keys they answer only to this machine,
-    unless `remote_control`.  An admin key opens all routes.  `hosts`: the names by which `guarded` routes and those of
-    control may be called, with any port; None: any.
+    Control routes need an admin key if there is one, else any key; without any keys they accept only local clients,
+    unless `remote_control`.  An admin key opens all routes.  `hosts`: the Host headers, with any
+    port, that control routes and `guarded` routes accept; None: any.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Keys:
 
 
 def _check_host(scope: Scope, allowed: Container[str]) -> None:
-    """Browsers send the name that they have looked up, which the page's owner may point anywhere."""
+    """Refuse other Host headers: a web page may have pointed its own name at this server (DNS rebinding)."""
     host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
     if host and _bare_host(host) not in allowed:
         raise Forbidden(
@@ -87,14 +84,14 @@ def _bare_host(host: str) -> str:
 def _check_key(header: bytes, digests: list[bytes], route: str = "") -> None:
     scheme, _, token = header.partition(b" ")
     guess = _digest(token.strip())
-    found = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
-    if scheme.lower() != b"bearer" or not any(found):
+    matches = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
+    if scheme.lower() != b"bearer" or not any(matches):
         message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
         raise Unauthorized(f"{message}; this is {route}" if route else message, code="invalid_api_key")
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether the peer is on this machine.  That of a Unix socket has no address; the file's mode guards it."""
+    """Whether the peer is on this machine.  The peer of a Unix socket has no address; the file's mode protects it."""
     client = scope.get("client")
     if not client or not client[0]:
         return True
@@ -113,7 +110,7 @@ def _digest(key: bytes) -> bytes:
 def _path(scope: Scope) -> str:
     """The path that Starlette matches routes against, without a trailing slash (which only redirects).
 
-    It must be exactly that: where the two differ, a control route is open.
+    A difference from Starlette's path would leave a control route open.
     """
     path: str = scope["path"]
     rest = path.removeprefix(scope.get("root_path", ""))

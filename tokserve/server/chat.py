@@ -21,11 +21,11 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.holes import Holes
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.reply_parts import DeferredParts
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
-from tokserve.server.tools import Plan, Read, Reader, Shape, ToolCall
+from tokserve.server.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
 from tokserve.server.workers import off_loop
 
 ID_PREFIX = "chatcmpl-"
@@ -47,7 +47,7 @@ class Choice(msgspec.Struct):
 
     index: int
     message: Message
-    logprobs: logprobs.Content | Raw | None
+    logprobs: logprobs.ChatLogprobs | Raw | None
     finish_reason: str | None
     stop_reason: int | str | list[int] | None
     stop_detail: StopDetail
@@ -84,7 +84,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    logprobs: logprobs.Content | Raw | None = None
+    logprobs: logprobs.ChatLogprobs | Raw | None = None
     finish_reason: str | None = None
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -125,7 +125,7 @@ class Call(NamedTuple):
     generate: GenerateRequest
     prompt: list[int]
     fields: FieldPaths
-    plan: Plan
+    plan: ToolPlan
 
 
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
@@ -152,8 +152,8 @@ async def call_of(
 ) -> Call:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
 
-    def plan_and_params() -> tuple[Plan, SamplingParams]:
-        plan = planned(serving, body)
+    def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
+        plan = tool_plan(serving, body)
         return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
@@ -204,28 +204,28 @@ def rendered(serving: Serving, body: ChatBody | TokenizeBody, effort: str | None
             continue_final_message=bool(body.continue_final_message), tools=body.tools, documents=body.documents,
             template=body.chat_template, kwargs=thinking | (body.chat_template_kwargs or {}),
             add_special_tokens=bool(body.add_special_tokens), context=serving.llm.ready.max_model_len,
-            must_show_tools=not (isinstance(body, ChatBody) and tools.forced(body.tool_choice)),
+            must_show_tools=not (isinstance(body, ChatBody) and tools.is_forced(body.tool_choice)),
         )  # fmt: skip
     except RecursionError:  # JSON text inside a message: the arguments of a tool call
         raise RequestError("messages are nested too deeply", field="messages") from None
 
 
-def planned(serving: Serving, body: ChatBody) -> Plan:
+def tool_plan(serving: Serving, body: ChatBody) -> ToolPlan:
     """What becomes of the body's tools."""
     off = serving.config.server.enable_auto_tool_choice is False
-    return tools.plan(
+    return tools.make_plan(
         body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False,
-        most=body.max_tool_calls, shape=_shape(serving, body),
+        max_calls=body.max_tool_calls, response_format=_shape(serving, body),
         form=serving.tool_format, no_form=tools.SWITCHED_OFF if off else tools.NO_FORMAT,
         thinking=serving.thinking, tokenizer=serving.tokenizer,
     )  # fmt: skip
 
 
-def _shape(serving: Serving, body: ChatBody) -> Shape | None:
-    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+def _shape(serving: Serving, body: ChatBody) -> ResponseFormat | None:
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     if form is None:
         return None
-    shape = Shape(form, "response_format" if body.structured_outputs is None else "structured_outputs")
+    shape = ResponseFormat(form, "response_format" if body.structured_outputs is None else "structured_outputs")
     try:
         form.validate()
     except RequestError as error:
@@ -233,14 +233,14 @@ def _shape(serving: Serving, body: ChatBody) -> Shape | None:
     return shape
 
 
-def reader_of(serving: Serving, plan: Plan, key: str, prompt: Sequence[int]) -> Reader | None:
+def reader_of(serving: Serving, plan: ToolPlan, key: str, prompt: Sequence[int]) -> OutputParser | None:
     """Who reads the answers, if they are more than content."""
-    if plan.reading is None:
+    if plan.output_format is None:
         return None
-    return Reader(plan.reading, key, inside=plan.inside(serving.tokenizer, prompt))
+    return OutputParser(plan.output_format, key, inside=plan.starts_in_reasoning(serving.tokenizer, prompt))
 
 
-def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingParams:
+def sampling_params(serving: Serving, body: ChatBody, plan: ToolPlan) -> SamplingParams:
     """What the body asks for, with the model's recommended defaults."""
     top = body.top_logprobs
     if top is not None and not body.logprobs and top != 0:
@@ -251,7 +251,7 @@ def sampling_params(serving: Serving, body: ChatBody, plan: Plan) -> SamplingPar
     return schemas.sampling(body, serving.defaults, max_tokens=limit, logprobs=num_logprobs, **more)
 
 
-def _delta(read: Read) -> Delta:
+def _delta(read: ParsedDelta) -> Delta:
     return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
 
 
@@ -259,7 +259,12 @@ class Render:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
-        self, serving: Serving, generation: ReplyContext, body: ChatBody, params: SamplingParams, reader: Reader | None
+        self,
+        serving: Serving,
+        generation: ReplyContext,
+        body: ChatBody,
+        params: SamplingParams,
+        reader: OutputParser | None,
     ) -> None:
         self._id = ID_PREFIX + generation.key
         self._created = int(time.time())
@@ -275,7 +280,7 @@ class Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
@@ -308,17 +313,17 @@ class Render:
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: ChoiceOutput, holes: Holes | None = None) -> logprobs.Content | Raw | None:
+    def _logprobs(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
         if not self._has_logprobs:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
-        return logprobs.content(*args) if holes is None else holes.put(logprobs.content_later(*args))
+        return logprobs.content(*args) if holes is None else holes.defer(logprobs.content_encoder(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
         args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
-        return logprobs.prompt_objects(*args) if holes is None else holes.put(logprobs.prompt_objects_later(*args))
+        return logprobs.prompt_objects(*args) if holes is None else holes.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""

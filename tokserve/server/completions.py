@@ -24,9 +24,9 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, schemas, sse, structured
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.holes import Holes, whole
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
@@ -136,7 +136,7 @@ def sampling_params(serving: Serving, body: CompletionBody) -> SamplingParams:
             raise RequestError("prompt_logprobs_start must be 0 with echo", field="prompt_logprobs_start")
         both = (num_logprobs, num_prompt_logprobs or 0)
         num_prompt_logprobs = -1 if -1 in both else max(both)
-    form = structured.asked(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
+    form = structured.requested_format(body.structured_outputs, body.response_format, closed=serving.closed_schemas)
     return schemas.sampling(
         body,
         serving.defaults,
@@ -214,9 +214,9 @@ class Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(body)
-        self._places: dict[int, logprobs.Place] = {}  # by choice that has begun: how far its text has come
+        self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
@@ -228,16 +228,16 @@ class Render:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
         """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
         if begins:
             prompt = self._begin(choice, c.prompt_logprobs, holes)
-            self._places[c.index] = logprobs.Place(self._tokenizer.pieces(self._skip_special), len(prompt))
+            self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
         if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
-            choice.logprobs = made() if holes is None else holes.put(whole(made))
+            choice.logprobs = made() if holes is None else holes.defer(single_part(made))
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -252,7 +252,7 @@ class Render:
         if begins and self._echo:
             ids = self._generation.prompt_ids(c.index)
             exact = self._tokenizer.decode(ids, False) == self._prompt_text(c.index)
-            place = logprobs.Place(self._tokenizer.pieces(not exact))
+            place = logprobs.TextOffset(self._tokenizer.pieces(not exact))
             shown.add(None, ids[:1], self._spelling, place, 0)
             top = c.prompt_logprobs.width if c.prompt_logprobs and self._top == -1 else max(0, self._top or 0)
             shown.add(c.prompt_logprobs, ids[1:], self._spelling, place, top)
@@ -267,7 +267,7 @@ class Render:
             return prompt
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
-    def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
+    def _begin(self, choice: Choice, scores: Logprobs | None, holes: DeferredParts | None) -> str:
         """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
@@ -277,8 +277,8 @@ class Render:
             first = max(1, self._start)
             top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
             args = (columns, ids, first, top, self._tokenizer.token)
-            later = logprobs.prompt_objects_later
-            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.put(later(*args))
+            later = logprobs.prompt_objects_encoder
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.defer(later(*args))
         if not self._echo:
             return ""
         text = self._prompt_text(choice.index)

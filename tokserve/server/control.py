@@ -1,7 +1,7 @@
 """Control routes: pause, sleep, weight updates, adapters and worker calls, under vLLM's names.
 
-Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one call of the engine,
-which alone decides what is allowed now, so any front end may be asked.  Who may call is decided in `auth`.
+Parameters come in the body (JSON or msgpack) or in the query; the body wins.  Each route is one command of the engine,
+which decides whether its state allows it, so every front end can serve the route.  `auth` checks the caller.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import Conflict, EngineDead, RequestError
+from tokserve.errors import Conflict, EngineDead, RequestError, invalid
 from tokserve.server import body
+from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.serving import Serving
-from tokserve.server.watch import Gone
 
 T = TypeVar("T", bound=msgspec.Struct)
 TENSORS = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
 PIECE = 4 << 20  # bytes of a weight body that go to the engine at a time
-LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep adds
-BLANK = 1 << 10  # bytes of white space that count as no body
-LONGEST_RPC = 1e6  # seconds: the longest timeout a caller may give
-UNDER_WAY = 8  # most pieces sent and not yet acknowledged
+LEVELS = ("scheduling", "kv_cache", "weights")  # what each level of sleep releases in addition
+BLANK = 1 << 10  # so many bytes of white space count as no body
+LONGEST_RPC = 1e6  # seconds: limit of a timeout
+UNDER_WAY = 8  # limit of pieces sent and not yet acknowledged
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How to pause."""
+    """What becomes of running requests and of the prefix cache."""
 
     mode: str = "abort"
     wait_for_inflight_requests: bool = False
@@ -40,7 +40,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
-    """How much memory to release, and what becomes of requests.  `tags` (SkyRL's) are ignored: the level decides."""
+    """How much memory to release, and what becomes of requests.  `tags` (SkyRL's) are ignored."""
 
     level: int = 1
     mode: str = "abort"
@@ -48,7 +48,7 @@ class SleepBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to wake; default: everything."""
+    """Which memory to allocate again; default: all."""
 
     tags: list[str] | None = None
 
@@ -68,7 +68,7 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the tensors' names."""
+    """Whether tensors have the names of the checkpoint."""
 
     is_checkpoint_format: bool = True
 
@@ -86,13 +86,13 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to call the new weights."""
+    """The version of the new weights."""
 
     weight_version: str | None = None
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What to call the weights that serve."""
+    """A new version for the current weights."""
 
     new_version: str
 
@@ -106,7 +106,7 @@ class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A PEFT directory and the name that requests are to use; `load_inplace` false: no adapter may have it yet."""
+    """A PEFT directory and the adapter's name; `load_inplace` false: refuse a name that is in use."""
 
     lora_name: str
     lora_path: str
@@ -130,7 +130,7 @@ class RpcBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read(serving: Serving, request: Request, kind: type[T]) -> T:
-    """Query and body as a `kind`.  Unknown names in the query are ignored, as proxies may add some."""
+    """The parameters from query and body.  Unknown names in the query are ignored: proxies may add some."""
     query = request.query_params
     values: dict[str, Any] = {
         name: query.getlist(name) if name == "tags" else query[name] for name in kind.__struct_fields__ if name in query
@@ -149,9 +149,9 @@ async def read(serving: Serving, request: Request, kind: type[T]) -> T:
 
 async def pause(serving: Serving, request: Request) -> Response:
     """POST /pause"""
-    asked = await read(serving, request, PauseBody)
+    params = await read(serving, request, PauseBody)
     await serving.llm.pause_generation(
-        mode=asked.mode, wait_for_inflight_requests=asked.wait_for_inflight_requests, clear_cache=asked.clear_cache
+        mode=params.mode, wait_for_inflight_requests=params.wait_for_inflight_requests, clear_cache=params.clear_cache
     )
     return body.reply(request, {"status": "paused"})
 
@@ -186,17 +186,17 @@ async def liveness(serving: Serving, request: Request) -> Response:
 
 async def sleep(serving: Serving, request: Request) -> Response:
     """POST /sleep"""
-    asked = await read(serving, request, SleepBody)
-    if asked.level not in range(len(LEVELS)):  # one that no message can hold, too
-        raise RequestError(f"level must be 0, 1 or 2, got {str(asked.level)[:20]}", field="level")
-    await serving.llm.sleep(asked.level, asked.mode)
-    return body.reply(request, {"status": "sleeping", "level": asked.level})
+    params = await read(serving, request, SleepBody)
+    if params.level not in range(len(LEVELS)):  # also a level that does not fit in a message
+        raise invalid("level", f"must be 0, 1 or 2, got {str(params.level)[:20]}")
+    await serving.llm.sleep(params.level, params.mode)
+    return body.reply(request, {"status": "sleeping", "level": params.level})
 
 
 async def wake_up(serving: Serving, request: Request) -> Response:
     """POST /wake_up"""
-    asked = await read(serving, request, WakeBody)
-    await serving.llm.wake_up(asked.tags)
+    params = await read(serving, request, WakeBody)
+    await serving.llm.wake_up(params.tags)
     return body.reply(request, {"status": "sleeping" if serving.llm.status.sleeping else "awake"})
 
 
@@ -222,8 +222,8 @@ async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
 
 async def init_weight_transfer_engine(serving: Serving, request: Request) -> Response:
     """POST /init_weight_transfer_engine"""
-    asked = await read(serving, request, InitBody)
-    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": asked.init_info}))
+    params = await read(serving, request, InitBody)
+    return body.reply(request, await serving.llm.init_weight_transfer_engine({"init_info": params.init_info}))
 
 
 async def shutdown_weight_transfer_engine(serving: Serving, request: Request) -> Response:
@@ -234,8 +234,8 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
-    asked = await read(serving, request, StartBody)
-    await serving.llm.start_weight_update(asked.is_checkpoint_format)
+    params = await read(serving, request, StartBody)
+    await serving.llm.start_weight_update(params.is_checkpoint_format)
     return body.reply(request, {"message": "Weight update started"})
 
 
@@ -244,13 +244,13 @@ async def update_weights(serving: Serving, request: Request) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in TENSORS:
         await _stream_weights(serving, request)
         return body.reply(request, {"message": "Weights updated"})
-    asked = await read(serving, request, UpdateBody)
-    if (asked.update_info is None) == (asked.weight_dir is None):
+    params = await read(serving, request, UpdateBody)
+    if (params.update_info is None) == (params.weight_dir is None):
         raise RequestError("give update_info (inside an update) or weight_dir (a complete one)", field="update_info")
-    if asked.weight_dir is not None:
-        await serving.llm.update_weights({"weight_dir": asked.weight_dir, "weight_version": asked.weight_version})
+    if params.weight_dir is not None:
+        await serving.llm.update_weights({"weight_dir": params.weight_dir, "weight_version": params.weight_version})
     else:
-        await serving.llm.update_weights({"update_info": asked.update_info})
+        await serving.llm.update_weights({"update_info": params.update_info})
     status = serving.llm.status
     return body.reply(
         request, {"message": "Weights updated", "weight_version": status.weight_version, "epoch": status.epoch}
@@ -258,19 +258,21 @@ async def update_weights(serving: Serving, request: Request) -> Response:
 
 
 async def _stream_weights(serving: Serving, request: Request) -> None:
-    """Pass a safetensors file on to the engine as it comes, piece by piece: it is never held here as a whole."""
+    """Send a safetensors file to the engine piece by piece, as it arrives; it is never held as a whole."""
     stream = secrets.token_hex(8)
-    await serving.llm.begin_weight_stream(stream)  # from now on, the file belongs to this update
-    sent: deque[asyncio.Task[None]] = deque()  # several at once: each is acknowledged only between two steps
+    await serving.llm.begin_weight_stream(stream)  # ties the file to the open update
+    sent: deque[asyncio.Task[None]] = (
+        deque()
+    )  # several in flight: the engine acknowledges a piece only between two steps
     try:
         async for piece, last in _pieces(request):
             sent.append(asyncio.create_task(serving.llm.feed_weights(stream, piece, last=last)))
             if len(sent) == UNDER_WAY:
                 await sent.popleft()
-        while sent:  # in order: the first to fail says why, later ones only that there is no update
+        while sent:  # in order: the first failure has the reason, later ones only say that no update is open
             await sent.popleft()
-    except Gone:
-        with suppress(RequestError):  # the update fails, as it should
+    except ClientDisconnected:
+        with suppress(RequestError):  # the engine ends the update with this error
             await serving.llm.feed_weights(stream, b"", broken=True)
         raise
     finally:
@@ -279,24 +281,24 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
 
 
 async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
-    """A body in pieces of PIECE bytes or a little more: (bytes, whether they are the last).  Raises `Gone`."""
-    held = bytearray()
+    """A body in pieces of at least PIECE bytes: (bytes, whether they are the last).  Raises `ClientDisconnected`."""
+    buffer = bytearray()
     more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise Gone
-        held += message.get("body", b"")
+            raise ClientDisconnected
+        buffer += message.get("body", b"")
         more = message.get("more_body", False)
-        if len(held) >= PIECE or not more:
-            yield bytes(held), not more
-            held.clear()
+        if len(buffer) >= PIECE or not more:
+            yield bytes(buffer), not more
+            buffer.clear()
 
 
 async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
-    asked = await read(serving, request, FinishBody)
-    return body.reply(request, await serving.llm.finish_weight_update(asked.weight_version))
+    params = await read(serving, request, FinishBody)
+    return body.reply(request, await serving.llm.finish_weight_update(params.weight_version))
 
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
@@ -307,49 +309,49 @@ async def abort_weight_update(serving: Serving, request: Request) -> Response:
 
 async def update_weight_version(serving: Serving, request: Request) -> Response:
     """POST /update_weight_version"""
-    asked = await read(serving, request, VersionBody)
-    await serving.llm.update_weight_version(asked.new_version)
-    return body.reply(request, {"success": True, "new_version": asked.new_version})
+    params = await read(serving, request, VersionBody)
+    await serving.llm.update_weight_version(params.new_version)
+    return body.reply(request, {"success": True, "new_version": params.new_version})
 
 
 async def load_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/load_lora_adapter"""
-    asked = await read(serving, request, LoadAdapterBody)
-    loaded = await serving.llm.load_lora_adapter(asked.lora_name, asked.lora_path, asked.load_inplace)
-    message = f"Success: LoRA adapter '{asked.lora_name}' loaded"
+    params = await read(serving, request, LoadAdapterBody)
+    loaded = await serving.llm.load_lora_adapter(params.lora_name, params.lora_path, params.load_inplace)
+    message = f"Success: LoRA adapter '{params.lora_name}' loaded"
     return body.reply(request, {"success": True, "message": message} | loaded)
 
 
 async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
     """POST /v1/unload_lora_adapter"""
-    asked = await read(serving, request, UnloadAdapterBody)
-    await serving.llm.unload_lora_adapter(asked.lora_name)
-    message = f"Success: LoRA adapter '{asked.lora_name}' unloaded"
-    return body.reply(request, {"success": True, "message": message, "lora_name": asked.lora_name})
+    params = await read(serving, request, UnloadAdapterBody)
+    await serving.llm.unload_lora_adapter(params.lora_name)
+    message = f"Success: LoRA adapter '{params.lora_name}' unloaded"
+    return body.reply(request, {"success": True, "message": message, "lora_name": params.lora_name})
 
 
 async def weights(serving: Serving, request: Request) -> Response:
     """GET /weight_info"""
     status = await serving.llm.fresh_status()
-    found = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
-    return body.reply(request, found)
+    reply = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
+    return body.reply(request, reply)
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:
     """POST /weight_checker"""
-    asked = await read(serving, request, CheckerBody)
-    if asked.action not in ("checksum", "compare"):
-        raise RequestError(f"action must be checksum or compare, got {asked.action[:200]!r}", field="action")
-    if asked.action == "compare" and asked.baseline is None:
+    params = await read(serving, request, CheckerBody)
+    if params.action not in ("checksum", "compare"):
+        raise invalid("action", f"must be checksum or compare, got {params.action[:200]!r}")
+    if params.action == "compare" and params.baseline is None:
         raise RequestError("compare needs a baseline", field="baseline")
-    if asked.names not in (None, "memory", "checkpoint"):
-        raise RequestError(f"names must be memory or checkpoint, got {asked.names[:200]!r}", field="names")
-    if asked.action == "checksum":
-        return body.reply(request, await _checksums(serving, asked.names))
-    baseline, tied = asked.baseline or {}, {}
-    if asked.names == "checkpoint":
-        known = await serving.llm.checkpoint_checksums()
-        current, tied = known["checkpoint"], known["tied"]
+    if params.names not in (None, "memory", "checkpoint"):
+        raise invalid("names", f"must be memory or checkpoint, got {params.names[:200]!r}")
+    if params.action == "checksum":
+        return body.reply(request, await _checksums(serving, params.names))
+    baseline, tied = params.baseline or {}, {}
+    if params.names == "checkpoint":
+        checksums = await serving.llm.checkpoint_checksums()
+        current, tied = checksums["checkpoint"], checksums["tied"]
     else:
         current = await serving.llm.weight_checksums()
     aliases = tied | {name: alias for alias, name in tied.items()}
@@ -360,7 +362,7 @@ async def weight_checker(serving: Serving, request: Request) -> Response:
 
 
 async def _checksums(serving: Serving, names: str | None) -> dict[str, Any]:
-    """Checksums in memory, of the checkpoint, or both; with both, the latter may be null, with a reason."""
+    """Checksums in memory, of the checkpoint, or both; with both, the checkpoint's may be null, with a reason."""
     reply: dict[str, Any] = {}
     if names != "checkpoint":
         reply["checksums"] = await serving.llm.weight_checksums()
@@ -381,11 +383,11 @@ async def get_world_size(serving: Serving, request: Request) -> Response:
 
 async def collective_rpc(serving: Serving, request: Request) -> Response:
     """POST /collective_rpc"""
-    asked = await read(serving, request, RpcBody)
-    if asked.timeout is not None and not 0 < asked.timeout <= LONGEST_RPC:
-        raise RequestError(f"timeout must be above 0 and at most {LONGEST_RPC:g} seconds", field="timeout")
+    params = await read(serving, request, RpcBody)
+    if params.timeout is not None and not 0 < params.timeout <= LONGEST_RPC:
+        raise invalid("timeout", f"must be above 0 and at most {LONGEST_RPC:g} seconds")
     try:
-        results = await serving.llm.collective_rpc(asked.method, asked.timeout, asked.args, asked.kwargs)
+        results = await serving.llm.collective_rpc(params.method, params.timeout, params.args, params.kwargs)
     except TimeoutError:
-        raise EngineDead(f"{asked.method} has not returned for {asked.timeout:g} s", code="engine_hung") from None
+        raise EngineDead(f"{params.method} has not returned for {params.timeout:g} s", code="engine_hung") from None
     return body.reply(request, {"results": results})

@@ -1,7 +1,7 @@
 """Errors as responses, all in one JSON shape: {"error": {message, type, param, code}}.
 
 Turns the validation errors of msgspec and pydantic into `RequestError`s that name the field as a client writes it
-(`messages[0].content`, `sampling_params.top_p`).  Must not know routes.
+(`messages[0].content`, `sampling_params.top_p`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 
-SHOWN = 200  # most characters of a client's own text that an error repeats
+SHOWN = 200  # limit of characters of a client's text that an error repeats
 
 _MSGSPEC = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _INSTANCE = re.compile(r"dictionary or instance of \w+|dictionary")
@@ -31,7 +31,7 @@ class WrongMethod(RequestError):
 
 
 class Detail(msgspec.Struct):
-    """The inside of an error."""
+    """The fields of an error."""
 
     message: str
     type: str
@@ -40,13 +40,12 @@ class Detail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as clients see it."""
+    """An error as clients receive it."""
 
     error: Detail
 
 
 def body(error: RequestError) -> bytes:
-    """The error as JSON."""
     return msgspec.json.encode(ErrorBody(Detail(error.message, error.type, error.field, error.code)))
 
 
@@ -55,7 +54,7 @@ def response(error: RequestError, headers: Mapping[str, str] | None = None) -> R
     extra = dict(headers or {})
     if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
-    if error.status == 408:  # what comes after it would be read as a request
+    if error.status == 408:  # the rest of the body would be read as the next request
         extra["Connection"] = "close"
     return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
 
@@ -89,22 +88,22 @@ def from_msgspec(error: msgspec.ValidationError, known: Iterable[str], prefix: s
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> RequestError:
-    """The error of an unknown field; the message suggests where the name belongs, or the closest name.
+    """The error of an unknown field; the message suggests the path where the name is known, or a similar name.
 
-    Dotted names in `known` are of fields elsewhere in the body.
+    `known`: names; dotted names are paths of fields elsewhere in the body.
     """
     known = list(known)
-    close = [each for each in known if each.rpartition(".")[2] == name and each != path]
-    close = close or difflib.get_close_matches(name[:SHOWN], [each for each in known if "." not in each], 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    suggestions = [entry for entry in known if entry.rpartition(".")[2] == name and entry != path]
+    suggestions = suggestions or difflib.get_close_matches(name[:SHOWN], [k for k in known if "." not in k], 1)
+    hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
     return RequestError(f"unknown field {path[:SHOWN]!r}{hint}", field=path[:SHOWN], code="unknown_field")
 
 
-def refuse_unsupported(field: str, value: Any, idle: Iterable[Any] = (), reason: str = "") -> None:
-    """Raise for a field that other servers know, unless its value has no effect: null, or one of `idle`."""
-    if value is not None and (type(value), value) not in [(type(each), each) for each in idle]:
+def refuse_unsupported(field: str, value: Any, no_effect: Iterable[Any] = (), reason: str = "") -> None:
+    """Raise for a field that other servers know, unless its value has no effect: null, or one of `no_effect`."""
+    if value is not None and (type(value), value) not in [(type(allowed), allowed) for allowed in no_effect]:
         because = f": {reason}" if reason else ""
-        raise RequestError(f"{field} is not supported by this server{because}", field=field, code="unsupported")
+        raise invalid(field, f"is not supported by this server{because}", code="unsupported")
 
 
 def from_pydantic(error: ValidationError, value: Any) -> RequestError:
@@ -116,9 +115,9 @@ def from_pydantic(error: ValidationError, value: Any) -> RequestError:
         return RequestError(f"{field} is required", field=field)
     if not field:
         return RequestError("the body must be an object")
-    alike = [each["msg"] for each in complaints if _depth(each) == _depth(first) and _path(each["loc"], value) == field]
-    said = [alike[0][0].lower() + alike[0][1:], *(each.removeprefix("Input should be ") for each in alike[1:])]
-    what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(said)))
+    branches = [c["msg"] for c in complaints if _depth(c) == _depth(first) and _path(c["loc"], value) == field]
+    messages = [branches[0][0].lower() + branches[0][1:], *(m.removeprefix("Input should be ") for m in branches[1:])]
+    what = _INSTANCE.sub("object", " or ".join(dict.fromkeys(messages)))
     return RequestError(f"{field}: {what}", field=field)
 
 
@@ -127,7 +126,7 @@ def _depth(complaint: Any) -> int:
 
 
 def _path(location: tuple[int | str, ...], value: Any) -> str:
-    """`location` as `a.b[0].c`, without the names of union branches that pydantic puts in between."""
+    """`location` as `a.b[0].c`, without the names of union branches, which pydantic inserts."""
     path = ""
     for position, part in enumerate(location):
         try:

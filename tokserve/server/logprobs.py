@@ -1,8 +1,8 @@
-"""Columns of logprobs as the JSON shapes that clients read.
+"""Renders columns of logprobs in the formats of the routes.
 
-The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  "objects", and OpenAI's shapes,
-take a small struct per token and alternative, which is why they cost more.  In these and in "arrays" no value is below
-`FLOOR`: JSON has no -inf, and clients expect this number.  Packed columns are exact.  Must not know routes.
+The engine's columns (`Logprobs`) stay columns in the formats "arrays" and "base64".  The format "objects" and OpenAI's
+formats take a struct per token and alternative, and cost more.  In these and in "arrays" no value is below `FLOOR`:
+JSON has no -inf, and clients expect this number.  Packed columns are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokserve.client.outputs import Logprobs
-from tokserve.server.holes import Fill, listed
+from tokserve.server.reply_parts import PartEncoder, encode_list
 from tokserve.text.tokenizer import Pieces, Tokenizer
 
 FLOOR = -9999.0  # the logprob of probability zero in JSON
@@ -24,31 +24,31 @@ Named = Callable[[int], str]
 Row = tuple[float, int, Sequence[int], Sequence[float]]  # logprob, rank, alternatives' ids and logprobs
 
 
-class Top(msgspec.Struct):
-    """An alternative, as chat shows it."""
+class ChatAlternative(msgspec.Struct):
+    """An alternative in chat."""
 
     token: str
     logprob: float
     bytes: list[int]
 
 
-class Entry(msgspec.Struct):
-    """A token, as chat shows it."""
+class ChatLogprob(msgspec.Struct):
+    """A token in chat."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[Top]
+    top_logprobs: list[ChatAlternative]
 
 
-class Content(msgspec.Struct):
+class ChatLogprobs(msgspec.Struct):
     """The logprobs of a chat choice."""
 
-    content: list[Entry]
+    content: list[ChatLogprob]
 
 
 class Spelling:
-    """How a text route writes tokens: their text, or `token_id:<id>` on request."""
+    """The names of tokens in a text route: their text, or `token_id:<id>` on request."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -56,22 +56,20 @@ class Spelling:
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
-        """The token's name."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token(token_id)
 
-    def text_at(self, place: Place, token_id: int) -> str:
-        """The token's name at its place: it has the characters that it completes, not one that it only begins."""
-        return f"token_id:{token_id}" if self._as_ids else place.text(self._pieces[token_id])
+    def text_at(self, offset: TextOffset, token_id: int) -> str:
+        """The token's name at an offset: the characters that it completes there."""
+        return f"token_id:{token_id}" if self._as_ids else offset.text(self._pieces[token_id])
 
     def bytes(self, token_id: int) -> list[int]:
-        """The token's bytes."""
         return list(self._pieces[token_id])
 
 
-class Place:
-    """A position in a choice's text: its characters so far, and the bytes of one that is not complete.
+class TextOffset:
+    """An offset in a choice's text, advanced token by token: the characters so far, and the bytes of an incomplete one.
 
-    `pieces`: the bytes that tokens add to this text; none, for those that it leaves out.  `offset`: the characters.
+    `pieces`: the bytes that tokens add to the text; b"" for skipped tokens.  `offset`: number of characters.
     """
 
     def __init__(self, pieces: Pieces, offset: int = 0) -> None:
@@ -80,7 +78,7 @@ class Place:
         self._rest = b""
 
     def text(self, piece: bytes) -> str:
-        """The characters that `piece` completes, without the U+FFFD of a rest that it does not continue."""
+        """The characters that `piece` completes, without the U+FFFD of an incomplete one that it does not continue."""
         text, _ = codecs.utf_8_decode(self._rest + piece, "replace", False)
         return text[1:] if self._rest and text[1:] and text[0] == "\ufffd" else text
 
@@ -88,14 +86,14 @@ class Place:
         """Advance past a token; returns the offset at which its text begins."""
         piece = self._pieces[token_id]
         text, used = codecs.utf_8_decode(self._rest + piece, "replace", False)
-        own = len(self.text(piece))
+        length = len(self.text(piece))
         self.offset += len(text)
         self._rest = (self._rest + piece)[used:]
-        return self.offset - own
+        return self.offset - length
 
 
-class IdAlternative(msgspec.Struct, gc=False):
-    """An alternative, as the token route shows it; `token` and `token_id` for clients of both generations."""
+class TokenAlternative(msgspec.Struct, gc=False):
+    """An alternative in the format "objects"; clients read either `token` or `token_id`."""
 
     token: str
     token_id: int
@@ -104,24 +102,24 @@ class IdAlternative(msgspec.Struct, gc=False):
     bytes: list[int] | None = None
 
 
-class IdEntry(msgspec.Struct, gc=False):
-    """A token, as the token route shows it."""
+class TokenLogprob(msgspec.Struct, gc=False):
+    """A token in the format "objects"."""
 
     token: str
     token_id: int
     logprob: float
     rank: int
     bytes: list[int] | None
-    top_logprobs: list[IdAlternative]
+    top_logprobs: list[TokenAlternative]
 
 
-class Objects(msgspec.Struct, gc=False):
+class LogprobObjects(msgspec.Struct, gc=False):
     """Format "objects"."""
 
-    content: list[IdEntry]
+    content: list[TokenLogprob]
 
 
-class Score(msgspec.Struct, gc=False):
+class PromptLogprob(msgspec.Struct, gc=False):
     """The logprob of a prompt token, or of an alternative to it."""
 
     logprob: float
@@ -129,7 +127,7 @@ class Score(msgspec.Struct, gc=False):
     decoded_token: str | None
 
 
-class Columns(msgspec.Struct):
+class LogprobArrays(msgspec.Struct):
     """Format "arrays" as JSON numbers."""
 
     token_logprobs: list[float]
@@ -140,7 +138,7 @@ class Columns(msgspec.Struct):
     start: int | UnsetType = UNSET
 
 
-class Packed(msgspec.Struct):
+class PackedLogprobs(msgspec.Struct):
     """Little-endian float32 and int32 columns: base64 in JSON, byte strings in msgpack."""
 
     token_logprobs: bytes
@@ -153,7 +151,7 @@ class Packed(msgspec.Struct):
 
 
 def num_rows(columns: Logprobs) -> int:
-    """How many tokens the columns have."""
+    """The number of tokens of the columns."""
     return len(columns.token_logprobs) // 4
 
 
@@ -161,86 +159,86 @@ def rows(columns: Logprobs) -> Iterator[Row]:
     """The columns token by token, with nothing below `FLOOR`."""
     width = columns.width
     ids = memoryview(columns.top_ids).cast("i").tolist()
-    values = _floored(columns.top_logprobs)
-    own = _floored(columns.token_logprobs)
+    values = _clamped(columns.top_logprobs)
+    logprobs = _clamped(columns.token_logprobs)
     ranks = memoryview(columns.ranks).cast("i").tolist()
-    ends = range(width, width * len(own) + width, width) if width else [0] * len(own)
-    for logprob, rank, end in zip(own, ranks, ends, strict=True):
+    ends = range(width, width * len(logprobs) + width, width) if width else [0] * len(logprobs)
+    for logprob, rank, end in zip(logprobs, ranks, ends, strict=True):
         yield logprob, rank, ids[end - width : end], values[end - width : end]
 
 
-def others(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
-    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those asked for by id.
+def alternatives(row: Row, token_id: int, top: int) -> Iterator[tuple[int, float, int | None]]:
+    """(id, logprob, rank) of the alternatives to a token: the `top` most probable, then those of logprob_token_ids.
 
-    Equal logprobs share a rank; the rank of a token that was only asked for by id is unknown.
+    Equal logprobs share a rank; the rank of tokens of logprob_token_ids is unknown.
     """
     _, _, ids, values = row
     rank, last = 0, 1.0
-    for place, (other, value) in enumerate(zip(ids, values, strict=True)):
-        if place < top:
+    for offset, (other, value) in enumerate(zip(ids, values, strict=True)):
+        if offset < top:
             if value != last:
-                rank, last = place + 1, value
+                rank, last = offset + 1, value
             if other != token_id:
                 yield other, value, rank
-        elif other != token_id and other not in ids[:place]:
+        elif other != token_id and other not in ids[:offset]:
             yield other, value, None
 
 
-def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> Packed:
-    """The columns as they are."""
+def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
     shape = (num_rows(columns), columns.width)
     c = columns
-    return Packed(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
+    return PackedLogprobs(c.token_logprobs, c.ranks, c.top_ids, c.top_logprobs, shape, c.mode, start)
 
 
-def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> Columns:
-    """The columns as lists."""
-    own = _floored(columns.token_logprobs)
+def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
+    logprobs = _clamped(columns.token_logprobs)
     ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
     if not columns.width:
-        none: list[Any] = [[]] * len(own)
-        return Columns(own, ranks, none, none, columns.mode, start)
+        none: list[Any] = [[]] * len(logprobs)
+        return LogprobArrays(logprobs, ranks, none, none, columns.mode, start)
     ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
-    values = _floored(columns.top_logprobs)
-    return Columns(own, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start)
+    values = _clamped(columns.top_logprobs)
+    return LogprobArrays(
+        logprobs, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start
+    )
 
 
 def _table(values: list[T], width: int) -> list[list[T]]:
-    """A column of all alternatives, cut into the tokens' rows."""
+    """A column of all alternatives as a list per token."""
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
-def _floored(column: bytes) -> list[float]:
+def _clamped(column: bytes) -> list[float]:
     """A float32 column as numbers that JSON can represent."""
     values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
     return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values
 
 
-def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> Objects:
-    """An entry per token, which is the first of its own alternatives.  Without `spelling` tokens are named by ids."""
+def objects(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> LogprobObjects:
+    """An entry per token, with the token as the first alternative.  Without `spelling` tokens are named by ids."""
     entries = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
-        own = _alternative(token_id, row[0], row[1], spelling)
-        tops = [own]
+        token = _alternative(token_id, row[0], row[1], spelling)
+        tops = [token]
         if row[2]:
-            tops += [_alternative(*other, spelling) for other in others(row, token_id, top)]
-        entries.append(IdEntry(own.token, token_id, own.logprob, row[1], own.bytes, tops))
-    return Objects(entries)
+            tops += [_alternative(*other, spelling) for other in alternatives(row, token_id, top)]
+        entries.append(TokenLogprob(token.token, token_id, token.logprob, row[1], token.bytes, tops))
+    return LogprobObjects(entries)
 
 
-def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spelling | None) -> IdAlternative:
+def _alternative(token_id: int, logprob: float, rank: int | None, spelling: Spelling | None) -> TokenAlternative:
     if spelling is None:
-        return IdAlternative(f"token_id:{token_id}", token_id, logprob, rank)
-    return IdAlternative(spelling.text(token_id), token_id, logprob, rank, spelling.bytes(token_id))
+        return TokenAlternative(f"token_id:{token_id}", token_id, logprob, rank)
+    return TokenAlternative(spelling.text(token_id), token_id, logprob, rank, spelling.bytes(token_id))
 
 
 def prompt_objects(
     columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
-) -> list[dict[str, Score] | None]:
+) -> list[dict[str, PromptLogprob] | None]:
     """[null, {"<id>": {"logprob", "rank", "decoded_token"}}, ...]: an entry per prompt token, its own id first.
 
-    The first token, and those before `start`, have none, nor has any of a request that ended before its prompt
-    was read.  `top`: how many alternatives are shown.  `name` decodes a token.
+    The first token and those before `start` have no entry, nor have the tokens of a prompt that was not computed.
+    `top`: number of alternatives.  `name` decodes a token.
     """
     first = _first(columns, prompt_ids, start)
     return [None] * first + _scores(columns, prompt_ids[first:], top, name)
@@ -248,52 +246,48 @@ def prompt_objects(
 
 def _scores(
     columns: Logprobs, token_ids: Sequence[int], top: int, name: Named | None
-) -> list[dict[str, Score] | None]:  # fmt: skip
-    """An entry per token."""
-    entries: list[dict[str, Score] | None] = []
+) -> list[dict[str, PromptLogprob] | None]:  # fmt: skip
+    entries: list[dict[str, PromptLogprob] | None] = []
     for token_id, row in zip(token_ids, rows(columns), strict=True):
-        entry = {str(token_id): Score(row[0], row[1], name(token_id) if name else None)}
-        for other, value, rank in others((*row[:2], row[2][:top], row[3][:top]), token_id, top):
-            entry[str(other)] = Score(value, rank, name(other) if name else None)
+        entry = {str(token_id): PromptLogprob(row[0], row[1], name(token_id) if name else None)}
+        for other, value, rank in alternatives((*row[:2], row[2][:top], row[3][:top]), token_id, top):
+            entry[str(other)] = PromptLogprob(value, rank, name(other) if name else None)
         entries.append(entry)
     return entries
 
 
 def _first(columns: Logprobs, prompt_ids: Sequence[int], start: int) -> int:
-    """The first prompt token with an entry."""
+    """The index of the first prompt token with an entry."""
     return min(max(1, start), len(prompt_ids)) if columns.ranks else len(prompt_ids)
 
 
-def prompt_objects_later(
+def prompt_objects_encoder(
     columns: Logprobs, prompt_ids: Sequence[int], start: int, top: int, name: Named | None = None
-) -> Fill:
-    """`prompt_objects` in parts."""
+) -> PartEncoder:
     first = _first(columns, prompt_ids, start)
 
-    def make(begin: int, end: int) -> list[dict[str, Score] | None]:
+    def make(begin: int, end: int) -> list[dict[str, PromptLogprob] | None]:
         nones = max(0, min(end, first) - begin)
         scores = columns.part(max(0, begin - first), max(0, end - first))
         return [None] * nones + _scores(scores, prompt_ids[begin + nones : end], top, name)
 
-    return lambda: listed(len(prompt_ids), top, make)
+    return lambda: encode_list(len(prompt_ids), top, make)
 
 
-def objects_later(columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None) -> Fill:
-    """`objects` in parts."""
-
-    def make(begin: int, end: int) -> list[IdEntry]:
+def objects_encoder(
+    columns: Logprobs, token_ids: Sequence[int], top: int, spelling: Spelling | None = None
+) -> PartEncoder:
+    def make(begin: int, end: int) -> list[TokenLogprob]:
         return objects(columns.part(begin, end), token_ids[begin:end], top, spelling).content
 
-    return lambda: _object("content", listed(len(token_ids), columns.width, make))
+    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
 
 
-def content_later(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> Fill:
-    """`content` in parts."""
-
-    def make(begin: int, end: int) -> list[Entry]:
+def content_encoder(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> PartEncoder:
+    def make(begin: int, end: int) -> list[ChatLogprob]:
         return content(columns.part(begin, end), token_ids[begin:end], spelling).content
 
-    return lambda: _object("content", listed(len(token_ids), columns.width, make))
+    return lambda: _object("content", encode_list(len(token_ids), columns.width, make))
 
 
 def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
@@ -302,15 +296,16 @@ def _object(name: str, value: Iterator[bytes]) -> Iterator[bytes]:
     yield b"}"
 
 
-def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> Content:
-    """The logprobs of a chat choice: the top alternatives (the token itself only if it is one), then those by name."""
+def content(columns: Logprobs, token_ids: Sequence[int], spelling: Spelling) -> ChatLogprobs:
+    """The logprobs of a chat choice: the top alternatives (with the token if it is one), then logprob_token_ids."""
     entries = []
     for token_id, (logprob, _, ids, values) in zip(token_ids, rows(columns), strict=True):
         tops = [
-            Top(spelling.text(other), value, spelling.bytes(other)) for other, value in zip(ids, values, strict=True)
+            ChatAlternative(spelling.text(other), value, spelling.bytes(other))
+            for other, value in zip(ids, values, strict=True)
         ]
-        entries.append(Entry(spelling.text(token_id), logprob, spelling.bytes(token_id), tops))
-    return Content(entries)
+        entries.append(ChatLogprob(spelling.text(token_id), logprob, spelling.bytes(token_id), tops))
+    return ChatLogprobs(entries)
 
 
 class TextLogprobs(msgspec.Struct):
@@ -322,24 +317,24 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
     def add(
-        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, place: Place, top: int
+        self, columns: Logprobs | None, token_ids: Sequence[int], spelling: Spelling, offset: TextOffset, top: int
     ) -> None:  # fmt: skip
         """Append tokens with their first `top` alternatives; without columns, tokens that have no logprobs.
 
-        `place`: where in the choice's text they begin; it goes to where they end.
+        `offset`: where in the choice's text they begin; it is advanced to their end.
         """
         table = [None] * len(token_ids) if columns is None else rows(columns)
         for token_id, row in zip(token_ids, table, strict=True):
-            name = spelling.text_at(place, token_id)
+            name = spelling.text_at(offset, token_id)
             self.tokens.append(name)
             if row is None:
                 self.token_logprobs.append(None)
                 self.top_logprobs.append(None)
             else:
-                own, _, ids, values = row
-                self.token_logprobs.append(own)
-                named = {name: own}  # the token's own value wins over an alternative that reads the same
+                logprob, _, ids, values = row
+                self.token_logprobs.append(logprob)
+                named = {name: logprob}  # the token's value wins over that of an alternative with the same name
                 for other, value in zip(ids[:top], values[:top], strict=True):
-                    named.setdefault(spelling.text_at(place, other), value)
+                    named.setdefault(spelling.text_at(offset, other), value)
                 self.top_logprobs.append(named)
-            self.text_offset.append(place.add(token_id))
+            self.text_offset.append(offset.add(token_id))

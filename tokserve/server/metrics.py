@@ -1,8 +1,8 @@
-"""Prometheus metrics: the engine's counters, read at scrape time, and what the API processes count of requests.
+"""Prometheus metrics: the engine's counters, read at scrape time, and the API processes' counters of requests.
 
-The only importer of prometheus_client.  Nothing is done per token: a choice is observed once, when it ends, with the
+The only importer of prometheus_client.  Nothing is counted per token: a choice is observed once, when it ends, with the
 times that the engine measured.  Names and labels are vLLM's under the prefix `tokserve:`; those that vLLM has can be
-exported under its own prefix as well.
+exported under vLLM's prefix as well.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ from tokserve.client.outputs import ChoiceOutput, StepStats
 from tokserve.config import Config
 from tokserve.errors import REFUSALS, RequestError
 from tokserve.params import SamplingParams
-from tokserve.server.counters import Counters
+from tokserve.server.compat import VLLM_METRICS
+from tokserve.server.counters import SharedCounters
 from tokserve.server.generation import Generation, Render
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX, VLLM_PREFIX = "tokserve:", "vllm:"
-VLLM_NAMES = frozenset({
-    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
-    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
-})  # fmt: skip
 LABELS = ["model_name", "engine"]
-ENGINE = "0"  # a label that vLLM has; this server has one engine
+ENGINE = "0"  # value of vLLM's label: this server has one engine
 TINY = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 SHORT = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -50,15 +43,15 @@ STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
 CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
-SAMPLED = 16  # one stream in this many has its serialization timed
+SAMPLED = 16  # the serialization of one stream in so many is timed
 
 
 class Histogram:
     """A histogram in shared memory: counts by bucket, then the sum."""
 
-    def __init__(self, counters: Counters, name: str, text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, counters: SharedCounters, name: str, text: str, bounds: Sequence[float]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
-        self._cells = counters.take(len(bounds) + 2)
+        self._cells = counters.allocate(len(bounds) + 2)
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Add `weight` observations of `value`."""
@@ -67,50 +60,48 @@ class Histogram:
 
     @property
     def total(self) -> float:
-        """The sum of all values."""
         return self._cells.total(len(self.bounds) + 1)
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, cumulative count)."""
         labels = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        seen = 0.0
-        made: list[tuple[str, float]] = []
-        for place, label in enumerate(labels):
-            seen += self._cells.total(place)
-            made.append((label, seen))
-        return made
+        cumulative = 0.0
+        buckets: list[tuple[str, float]] = []
+        for index, label in enumerate(labels):
+            cumulative += self._cells.total(index)
+            buckets.append((label, cumulative))
+        return buckets
 
 
-class Tally:
-    """Counts by the value of a label; a value that is not `known` counts as "other"."""
+class LabelledCounter:
+    """A counter for each value of a label; values that are not in `known` count as "other"."""
 
-    def __init__(self, counters: Counters, known: Sequence[str]) -> None:
-        self._places = {value: place for place, value in enumerate((*known, "other"))}
-        self._cells = counters.take(len(self._places))
+    def __init__(self, counters: SharedCounters, known: Sequence[str]) -> None:
+        self._indices = {value: index for index, value in enumerate((*known, "other"))}
+        self._cells = counters.allocate(len(self._indices))
 
     def add(self, value: str, count: int = 1) -> None:
-        """Count."""
-        self._cells.add(self._places.get(value, self._places["other"]), count)
+        self._cells.add(self._indices.get(value, self._indices["other"]), count)
 
     def totals(self) -> dict[str, float]:
-        """By value; "other" only if there was one."""
-        totals = {value: self._cells.total(place) for value, place in self._places.items()}
+        """Counts by value; "other" only if it is not 0."""
+        totals = {value: self._cells.total(index) for value, index in self._indices.items()}
         return {value: count for value, count in totals.items() if count or value != "other"}
 
 
 class Metrics(Collector):
     """All metrics of the server; its API processes share `counters`.  Observes all requests."""
 
-    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: Counters) -> None:
+    def __init__(self, llm: AsyncLLM, config: Config, model: str, counters: SharedCounters) -> None:
         self._llm = llm
         self._config = config
         self._model = model
         self._vllm = config.server.vllm_metric_names
-        self._inflight = counters.take(1)
+        self._inflight = counters.allocate(1)
         self._inflight.clear()
-        self._finished = Tally(counters, REASONS)
-        self._aborts = Tally(counters, CAUSES)
-        self._refusals = Tally(counters, REFUSALS)
+        self._finished = LabelledCounter(counters, REASONS)
+        self._aborts = LabelledCounter(counters, CAUSES)
+        self._refusals = LabelledCounter(counters, REFUSALS)
         self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
@@ -139,30 +130,28 @@ class Metrics(Collector):
 
     @property
     def inflight(self) -> int:
-        """HTTP requests that are being served."""
         return int(self._inflight.total(0))
 
-    def came(self) -> None:
-        """A request is in flight from here on, until `closed`."""
+    def started(self) -> None:
+        """Count a request in flight, until `closed`."""
         self._inflight.add(0)
 
     def closed(self) -> None:
-        """A request is no longer in flight."""
         self._inflight.add(0, -1)
 
     def refused(self, error: RequestError) -> None:
-        """A request was refused; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
+        """Count a refused request; only refusals by the engine (`REFUSALS`) are counted, not invalid requests."""
         if error.code in REFUSALS:
             self._refusals.add(error.code)
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """A request was accepted."""
+        """Observe the parameters of an accepted request."""
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
-        """A choice ended; its last delta carries the reason and the times."""
+        """Observe an ended choice; its last delta has the reason and the times."""
         reason = completion.finish_reason or "error"
         self._finished.add(reason)
         if reason == "abort":
@@ -184,12 +173,12 @@ class Metrics(Collector):
             self.per_token.observe(decode / (output_tokens - 1))
 
     def aborted(self, cause: str, count: int) -> None:
-        """Choices were given up before they finished."""
+        """Count choices that were aborted before they finished."""
         self._aborts.add(cause, count)
         self._finished.add("abort", count)
 
     def timed(self, make: Render) -> Render:
-        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure its time."""
+        """`make`, which renders a stream's events; for one stream in `SAMPLED`, wrapped to measure the time."""
         self._num_streams += 1
         if self._num_streams % SAMPLED != 1:
             return make
@@ -202,39 +191,38 @@ class Metrics(Collector):
 
         return timed
 
-    def woke(self, late: float) -> None:
-        """The event loop woke a sleeper so many seconds late."""
+    def observe_lag(self, late: float) -> None:
+        """Observe the lag of the event loop in seconds."""
         self.loop_lag.observe(late)
         if late >= SHORTEST_STALL:
             self.loop_stall.observe(late)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called at each scrape."""
         for family in self._families():
             yield family
-            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_NAMES:
+            if self._vllm and family.name.removeprefix(PREFIX) in VLLM_METRICS:
                 yield _renamed(family)
 
     def _families(self) -> Iterator[Metric]:
         yield from self._gauges(self._llm.stats)
         yield from self._counts(self._llm.stats)
-        yield self._by("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
-        yield self._by("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
-        yield self._by("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
+        yield self._labelled("request_success", "Choices ended, by reason.", "finished_reason", self._finished)
+        yield self._labelled("request_aborts", "Choices aborted, by cause.", "cause", self._aborts)
+        yield self._labelled("request_refusals", "Requests not accepted, by reason.", "reason", self._refusals)
         for histogram in self._histograms:
-            made = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
-            made.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
-            yield made
+            family = HistogramMetricFamily(PREFIX + histogram.name, histogram.text, labels=LABELS)
+            family.add_metric([self._model, ENGINE], histogram.buckets(), histogram.total)
+            yield family
 
     def _gauges(self, s: StepStats) -> Iterator[Metric]:
         used = s.blocks_held / s.blocks_total if s.blocks_total else 0.0
         for name, text, value in (
             ("num_requests_running", "Requests being computed.", s.running),
-            ("num_requests_waiting", "Requests waiting for a place.", s.waiting),
+            ("num_requests_waiting", "Requests waiting for a slot.", s.waiting),
             ("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.", used),
             ("kv_cache_blocks_cached", "KV pages kept for requests with the same prefix.", s.blocks_cached),
             ("clients", "Clients that have requests.", s.clients),
@@ -293,7 +281,7 @@ class Metrics(Collector):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
 
-    def _by(self, name: str, text: str, label: str, tally: Tally) -> Metric:
+    def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])
         for value, count in tally.totals().items():
             family.add_metric([self._model, ENGINE, value], count)

@@ -1,7 +1,7 @@
-"""/openapi.json from the table of routes; bodies are msgspec structs or pydantic models, described alike.
+"""Makes /openapi.json from the table of routes; bodies are msgspec structs or pydantic models.
 
-Types come from the structs and models, and ranges of parameters and options from `params`.  What the routes check
-beyond these is in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
+Types come from the structs and models, and ranges of parameters and options from `params`.  Checks of the routes beyond
+these are repeated in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from tokserve.server import declared
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
 from tokserve.server.serving import Serving
-from tokserve.server.tools import MOST_CALLS
+from tokserve.server.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
-Described = dict[str, Any]
+JsonSchema = dict[str, Any]
 
-IDS: Described = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 # limits by field, for the branch of its schema that has the type
-NUMBERS: dict[str, Described] = declared.limits(int, float)
+NUMBERS: dict[str, JsonSchema] = declared.limits(int, float)
 NUMBERS |= {
     "max_completion_tokens": NUMBERS["max_tokens"], "max_output_tokens": NUMBERS["max_tokens"],
-    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
+    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
 }  # fmt: skip
-OTHERS: dict[str, Described] = declared.limits(str, list[int]) | {
+OTHERS: dict[str, JsonSchema] = declared.limits(str, list[int]) | {
     "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"}, "token_ids": IDS, "tokens": IDS, "messages": {
         "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
     },
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
 }  # fmt: skip
 OTHERS |= {name: IDS | OTHERS[name] for name in ("allowed_token_ids", "logprob_token_ids")}
-PROMPT: Described = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
+PROMPT: JsonSchema = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
     "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
-NEEDED = {
+ONE_OF_REQUIRED = {
     "GenerateBody": ("token_ids", "token_ids_b64"),
     "ChatBody": ("messages", "tokens"),
     "CompletionBody": ("prompt",),
@@ -55,7 +55,7 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 class Endpoint:
     """A route: its handler, and the types of its body and reply.
 
-    `text`: it needs a tokenizer.  `control`: it changes the server, so `auth` asks for more.
+    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.
     """
 
     methods: tuple[str, ...]
@@ -86,20 +86,20 @@ def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | 
 
 def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
     error = {"description": "Error", "content": _content(ErrorBody)}
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
         "responses": {"200": _answer(endpoint), "4XX": error, "5XX": error},
     }
     if "{" in path:
-        made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if endpoint.body is not None:
         about = "The same fields are taken as application/msgpack."
-        made["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
-    return made
+        operation["requestBody"] = {"required": True, "description": about, "content": _content(endpoint.body)}
+    return operation
 
 
-def _answer(endpoint: Endpoint) -> Described:
+def _answer(endpoint: Endpoint) -> JsonSchema:
     if endpoint.reply is None:
         return {"description": "OK"}
     body = endpoint.body
@@ -122,16 +122,19 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
             components.update(described.pop("$defs", {}))
             components[model.__name__] = described
     sampling = components["SamplingParams"]["properties"]
-    for name, field in sampling.items():  # null stands for every parameter's default
+    for name, field in sampling.items():  # null is the default of every parameter
         sampling[name] = field if _or_null(field) else {"anyOf": [field, {"type": "null"}], "default": field["default"]}
     for name in {kind.__name__ for kind in types if "body" in kind.__name__.lower()} | {"SamplingParams"}:
         _narrow(components[name], models)
-    for name, needed in NEEDED.items():
+    for name, needed in ONE_OF_REQUIRED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
-    if "GenerateBody" in components:  # the struct has it as Raw
-        own: Described = {"anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}], "default": {}}
-        components["GenerateBody"]["properties"]["sampling_params"] = own
+    if "GenerateBody" in components:  # Raw in the struct
+        sampling_params: JsonSchema = {
+            "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],
+            "default": {},
+        }
+        components["GenerateBody"]["properties"]["sampling_params"] = sampling_params
     if "CompletionBody" in components:
         fields = components["CompletionBody"]["properties"]
         fields["prompt"] = PROMPT
@@ -140,8 +143,7 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
     return components
 
 
-def _narrow(component: Described, models: Sequence[str] | None) -> None:
-    """Add what is checked beyond types."""
+def _narrow(component: JsonSchema, models: Sequence[str] | None) -> None:
     for name, field in component["properties"].items():
         if name == "model" and models is not None:
             component["properties"][name] = {"enum": [*models, None], "default": None}
@@ -155,10 +157,10 @@ def _narrow(component: Described, models: Sequence[str] | None) -> None:
                 _branch(field, kind).update(OTHERS[name])
 
 
-def _branch(field: Described, kind: str) -> Described:
-    """The part of a field's schema that has the type `kind`; if there is none, an empty one that is not part of it."""
+def _branch(field: JsonSchema, kind: str) -> JsonSchema:
+    """The part of a field's schema that has the type `kind`, or else an empty schema that is not part of it."""
     return next((part for part in field.get("anyOf", [field]) if part.get("type") == kind), {})
 
 
-def _or_null(field: Described) -> bool:
+def _or_null(field: JsonSchema) -> bool:
     return "type" in _branch(field, "null")

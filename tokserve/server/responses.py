@@ -1,7 +1,7 @@
-"""The Responses API: a request as the chat that it is, and its answer as typed items and their events.
+"""The Responses API: turns a request into a chat body, and the answer into typed items and events.
 
-Nothing is stored, so a request brings its whole conversation.  What a chat does with its fields is `chat`'s business;
-here fields change their names, those of errors as well, and answers their shape.  Nothing is generated here.
+Responses are not stored, so a request has its whole conversation.  `chat` implements the fields of the chat body; the
+fields of errors are translated back.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tokserve.client.outputs import ChoiceOutput, Logprobs
-from tokserve.errors import NotFound, RequestError
+from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.generation import Generation
-from tokserve.server.holes import Holes
-from tokserve.server.items import Conversation, Item, Output
 from tokserve.server.replies import StopDetail, WeightVersion, versions
+from tokserve.server.reply_parts import DeferredParts
+from tokserve.server.response_items import InputMessages, Item, OutputItems
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
-from tokserve.text.parsing import Parser, Reading
+from tokserve.text.parsing import OutputFormat, Parser
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning comes as it is, and is taken back so
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # reasoning is sent as plain text, and accepted as such
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
-NAMES = {  # chat's, longer ones first, and what they are here
+NAMES = {  # fields of chat, longer ones first, and their names here
     "response_format.json_schema": "text.format", "response_format": "text.format", "messages": "input",
     "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
@@ -42,20 +42,20 @@ NAMES = {  # chat's, longer ones first, and what they are here
 
 
 class InputDetails(msgspec.Struct):
-    """The part of the prompt that was not computed again; nothing is ever charged for writing to the cache."""
+    """Cached tokens of the prompt; writing to the cache is not charged."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
-    """The part of the answer that is reasoning, its markers included."""
+    """Tokens of the reasoning, with its markers."""
 
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
-    """Tokens read and written."""
+class ResponsesUsage(msgspec.Struct):
+    """Numbers of tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -64,8 +64,8 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-class Failure(msgspec.Struct):
-    """What a stream ended in; `code` is one of OpenAI's."""
+class ResponseError(msgspec.Struct):
+    """The error that ended a stream; `code` is one of OpenAI's."""
 
     code: str
     message: str
@@ -73,14 +73,14 @@ class Failure(msgspec.Struct):
     param: str | None
 
 
-class Incomplete(msgspec.Struct):
-    """Why an answer is not complete; null is a reason that OpenAI has not: `stop_detail` says it."""
+class IncompleteDetails(msgspec.Struct):
+    """Why an answer is incomplete; null is a reason that OpenAI does not have, which is in `stop_detail`."""
 
     reason: str | None
 
 
-class Reply(msgspec.Struct, kw_only=True):
-    """The response as it stands.  Of the request it repeats what OpenAI's does."""
+class ResponsesReply(msgspec.Struct, kw_only=True):
+    """The response so far.  It repeats those fields of the request that OpenAI's repeats."""
 
     id: str
     object: str = "response"
@@ -88,8 +88,8 @@ class Reply(msgspec.Struct, kw_only=True):
     completed_at: int | None = None
     status: str = "in_progress"
     background: bool = False
-    error: Failure | None = None
-    incomplete_details: Incomplete | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None = None
@@ -106,7 +106,7 @@ class Reply(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: str = "disabled"
-    usage: Usage | None = None
+    usage: ResponsesUsage | None = None
     metadata: dict[str, str]
     stop_reason: int | str | list[int] | UnsetType | None = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
@@ -119,9 +119,9 @@ class Reply(msgspec.Struct, kw_only=True):
 
 async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses"""
-    asked, call = await read(serving, request)
+    request_body, call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
-    render = Render(serving, generation, asked, call)
+    render = ResponsesRenderer(serving, generation, request_body, call)
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
         return sse.EventStream(
@@ -131,7 +131,7 @@ async def create(serving: Serving, request: Request) -> Response:
 
 
 async def stored(serving: Serving, request: Request) -> Response:
-    """A response by its id: there is none"""
+    """404: responses are not stored"""
     raise NotFound(
         "this server stores no responses: there is none to fetch, delete or cancel. A stream ends when its "
         "connection is closed, and /abort_requests ends a request by its id",
@@ -140,16 +140,16 @@ async def stored(serving: Serving, request: Request) -> Response:
 
 
 async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]:
-    """The body, and the chat that it is; errors name the body's own fields."""
-    asked, ignored, size = await schemas.read(serving, request, ResponsesBody)
-    schemas.check_stream(asked, body.wants_msgpack(request))
-    if isinstance(asked.input, list):
-        serving.check_messages(asked.input, "input")
-    conversation = Conversation()
+    """The body, and the chat call made from it; errors name the fields of the body."""
+    request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
+    schemas.check_stream(request_body, body.wants_msgpack(request))
+    if isinstance(request_body.input, list):
+        serving.check_messages(request_body.input, "input")
+    conversation = InputMessages()
 
     def converse() -> ChatBody:
-        _converse(asked, conversation)
-        as_chat = _as_chat(asked, conversation)
+        _add_input(request_body, conversation)
+        as_chat = _as_chat(request_body, conversation)
         tools.check(as_chat.tools, as_chat.tool_choice)
         return as_chat
 
@@ -157,159 +157,166 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
         as_chat = await off_loop(request, size, converse)
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
-        raise _renamed(error, conversation.places) from None
-    fields = FieldPaths("input", others={name: _here(theirs, ()) for name, theirs in call.fields.others.items()})
-    return asked, call._replace(ignored=ignored + [_here(name, ()) for name in call.ignored], fields=fields)
+        raise _with_responses_field(error, conversation.fields) from None
+    fields = FieldPaths(
+        "input", others={name: _responses_field(chat_field, ()) for name, chat_field in call.fields.others.items()}
+    )
+    return request_body, call._replace(
+        ignored=ignored + [_responses_field(name, ()) for name in call.ignored], fields=fields
+    )
 
 
-def _converse(asked: ResponsesBody, conversation: Conversation) -> None:
+def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None:
     """Add the body's input to the conversation."""
-    if asked.input is None:
-        raise RequestError("input is required", field="input")
-    if not asked.input and isinstance(asked.input, list):
-        raise RequestError("input must not be empty", field="input")
-    if asked.instructions is not None:
-        conversation.say("instructions", {"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        conversation.say("input", {"role": "user", "content": asked.input})
+    if request_body.input is None:
+        raise invalid("input", "is required")
+    if not request_body.input and isinstance(request_body.input, list):
+        raise invalid("input", "must not be empty")
+    if request_body.instructions is not None:
+        conversation.append("instructions", {"role": "system", "content": request_body.instructions})
+    if isinstance(request_body.input, str):
+        conversation.append("input", {"role": "user", "content": request_body.input})
     else:
-        for i, item in enumerate(asked.input):
+        for i, item in enumerate(request_body.input):
             conversation.add(f"input[{i}]", item)
 
 
-def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
-    """The chat body that asks for the same.  Its fields have been checked as those of this one."""
-    text = asked.text or schemas.TextOptions()
-    included = asked.include or []
+def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBody:
+    """The equivalent chat body.  Its fields have been checked in this body."""
+    text = request_body.text or schemas.TextOptions()
+    included = request_body.include or []
     for i, name in enumerate(included):
         if name not in INCLUDED:
             errors.refuse_unsupported(f"include[{i}]", name)
-    wanted = LOGPROBS in included
-    if asked.top_logprobs and not wanted:
-        raise RequestError(f'top_logprobs needs "{LOGPROBS}" in include', field="top_logprobs")
-    form = text.format
-    if asked.structured_outputs is not None and form not in (None, {"type": "text"}):
+    with_logprobs = LOGPROBS in included
+    if request_body.top_logprobs and not with_logprobs:
+        raise invalid("top_logprobs", f'needs "{LOGPROBS}" in include')
+    text_format = text.format
+    if request_body.structured_outputs is not None and text_format not in (None, {"type": "text"}):
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
-    if form is not None and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if text_format is not None and text_format.get("type") == "json_schema":
+        text_format = {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
     as_chat: ChatBody = ChatBody.model_construct(
-        **{name: getattr(asked, name) for name in GeneratingBody.model_fields},
+        **{name: getattr(request_body, name) for name in GeneratingBody.model_fields},
         messages=conversation.messages,
-        max_completion_tokens=asked.max_output_tokens,
-        logprobs=wanted,
-        top_logprobs=asked.top_logprobs,
-        response_format=form,
-        tools=None if asked.tools is None else [_nested(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
-        tool_choice=_nested("tool_choice", asked.tool_choice) if _names(asked.tool_choice) else asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        max_tool_calls=asked.max_tool_calls,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
-        chat_template_kwargs=asked.chat_template_kwargs,
+        max_completion_tokens=request_body.max_output_tokens,
+        logprobs=with_logprobs,
+        top_logprobs=request_body.top_logprobs,
+        response_format=text_format,
+        tools=None
+        if request_body.tools is None
+        else [_nested(f"tools[{i}]", tool) for i, tool in enumerate(request_body.tools)],
+        tool_choice=_nested("tool_choice", request_body.tool_choice)
+        if _names_function(request_body.tool_choice)
+        else request_body.tool_choice,
+        parallel_tool_calls=request_body.parallel_tool_calls,
+        max_tool_calls=request_body.max_tool_calls,
+        reasoning_effort=request_body.reasoning.effort if request_body.reasoning else None,
+        chat_template_kwargs=request_body.chat_template_kwargs,
     )
     return as_chat
 
 
-def _names(choice: Any) -> bool:
+def _names_function(choice: Any) -> bool:
     return isinstance(choice, dict) and choice.get("type") == "function"
 
 
-def _nested(where: str, flat: dict[str, Any]) -> dict[str, Any]:
-    """A function, or the choice of one, as chat has it."""
+def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
+    """A function tool, or the choice of one, in the form of chat."""
     if flat.get("type") != "function":
-        reason = "it has functions only, no tools of its own"
-        errors.refuse_unsupported(f"{where}.type", flat.get("type"), reason=reason)
-        raise RequestError(f"{where}.type must be 'function'", field=f"{where}.type")
+        reason = "it has functions only, and no built-in tools"
+        errors.refuse_unsupported(f"{field}.type", flat.get("type"), reason=reason)
+        raise invalid(f"{field}.type", "must be 'function'")
     return {"type": "function", "function": {name: value for name, value in flat.items() if name != "type"}}
 
 
-def _renamed(error: RequestError, places: Sequence[str]) -> RequestError:
-    """The error of a chat body, with the field as it is called here."""
+def _with_responses_field(error: RequestError, input_fields: Sequence[str]) -> RequestError:
+    """The error of a chat body with the field of this body."""
     if error.field is not None:
-        theirs, error.field = error.field, _here(error.field, places)
-        if error.message.startswith(theirs):
-            error.message = error.field + error.message[len(theirs) :]
+        chat_field, error.field = error.field, _responses_field(error.field, input_fields)
+        if error.message.startswith(chat_field):
+            error.message = error.field + error.message[len(chat_field) :]
     return error
 
 
-def _here(field: str, places: Sequence[str]) -> str:
-    """A field of chat as it is called here."""
-    found = MESSAGE.match(field)
-    if found:
-        return places[int(found[1])] + field[found.end() :]
+def _responses_field(field: str, input_fields: Sequence[str]) -> str:
+    """The field of the Responses body for a field of chat."""
+    match = MESSAGE.match(field)
+    if match:
+        return input_fields[int(match[1])] + field[match.end() :]
     field = FUNCTION.sub(r"\1", field)
-    for theirs, ours in NAMES.items():
-        if field == theirs or field.startswith((theirs + ".", theirs + "[")):
-            return ours + field[len(theirs) :]
+    for chat_name, name in NAMES.items():
+        if field == chat_name or field.startswith((chat_name + ".", chat_name + "[")):
+            return name + field[len(chat_name) :]
     return field
 
 
-def _unheard(name: str, fields: dict[str, Any]) -> None:
-    """Of a whole answer nobody wants the events."""
+def _ignore_event(name: str, fields: dict[str, Any]) -> None:
+    """The event sink of replies that are not streamed."""
 
 
-class Render:
-    """One answer as JSON, or as typed events."""
+class ResponsesRenderer:
+    """Renders one answer as JSON, or as typed events."""
 
-    def __init__(self, serving: Serving, generation: Generation, asked: ResponsesBody, call: Call) -> None:
+    def __init__(self, serving: Serving, generation: Generation, request_body: ResponsesBody, call: Call) -> None:
         self._generation = generation
-        self._model = serving.answers_as(asked.model)
-        self._asked = asked
+        self._model = serving.answers_as(request_body.model)
+        self._body = request_body
         self._call = call
         self._created = int(time.time())
-        self._spelling = logprobs.Spelling(serving.tokenizer, bool(asked.return_tokens_as_token_ids))
+        self._spelling = logprobs.Spelling(serving.tokenizer, bool(request_body.return_tokens_as_token_ids))
         params, plan = call.params, call.plan
-        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
-        reading = plan.reading or Reading()
-        parser = Parser(reading, inside=plan.inside(serving.tokenizer, call.prompt))
+        self._with_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        output_format = plan.output_format or OutputFormat()
+        parser = Parser(output_format, inside=plan.starts_in_reasoning(serving.tokenizer, call.prompt))
         pieces = serving.tokenizer.pieces(params.skip_special_tokens)
-        place = logprobs.Place(pieces) if self._wanted or reading.thinking else None
-        self._output = Output(generation.key, parser, place, self._tell if asked.stream else _unheard)
+        offset = logprobs.TextOffset(pieces) if self._with_logprobs or output_format.thinking else None
+        self._output = OutputItems(generation.key, parser, offset, self._emit if request_body.stream else _ignore_event)
         self._token_ids: list[int] = []
         self._last: ChoiceOutput | None = None
         self._events: list[bytes] = []
         self._num_events = 0
 
-    def reply(self, done: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
-        """The whole answer.  There is one choice, whose logprobs are made with its items: nothing is made later."""
-        for completion in done:  # there is one
+    def reply(self, choices: list[ChoiceOutput], parts: DeferredParts | None = None) -> ResponsesReply:
+        """The whole answer.  There is one choice, and no value is deferred: items include their logprobs."""
+        for completion in choices:  # there is one
             self._push(completion)
-        return self._ended()
+        return self._final_reply()
 
     def opening(self) -> bytes:
-        """The events before there is anything."""
         for name in ("created", "in_progress"):
-            self._tell(name, {"response": self._reply()})
-        return self._taken()
+            self._emit(name, {"response": self._reply()})
+        return self._take_events()
 
     def delta(self, delta: ChoiceOutput) -> bytes:
-        """The events of a delta."""
         self._push(delta)
-        return self._taken()
+        return self._take_events()
 
     def tail(self) -> bytes:
-        """Nothing: `close` tells the end."""
+        """No events: `close` makes the last ones."""
         return b""
 
     def close(self, error: RequestError | None) -> bytes:
-        """The last event, which has the whole response."""
-        reply = self._ended() if error is None else self._failed(error)
-        self._tell(reply.status, {"response": reply})
-        return self._taken()
+        """The last event, with the whole response."""
+        reply = self._final_reply() if error is None else self._failed_reply(error)
+        self._emit(reply.status, {"response": reply})
+        return self._take_events()
 
     def _push(self, c: ChoiceOutput) -> None:
         last = c.finish_reason is not None
-        if self._asked.return_token_ids:
+        if self._body.return_token_ids:
             self._token_ids += c.token_ids
-        shown = (
-            logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling).content if self._wanted else None
+        entries = (
+            logprobs.content(c.logprobs or Logprobs(), c.token_ids, self._spelling).content
+            if self._with_logprobs
+            else None
         )
-        self._output.push(c.text or "", c.token_ids, shown, final=last)
+        self._output.push(c.text or "", c.token_ids, entries, final=last)
         if last:
             self._last = c
             self._output.end(complete=c.finish_reason == "stop")
 
-    def _ended(self) -> Reply:
-        """The response with what its answer has come to."""
+    def _final_reply(self) -> ResponsesReply:
         c = self._last
         assert c is not None
         reply = self._reply()
@@ -317,52 +324,52 @@ class Render:
         if reply.status == "completed":
             reply.completed_at = int(time.time())
         else:
-            reply.incomplete_details = Incomplete("max_output_tokens" if c.finish_reason == "length" else None)
+            reply.incomplete_details = IncompleteDetails("max_output_tokens" if c.finish_reason == "length" else None)
         reply.output = self._output.items
         reply.usage = self._usage()
         reply.stop_reason, reply.stop_detail = c.stop_reason, StopDetail(c.stop_detail, c.message)
         reply.system_fingerprint = self._generation.fingerprint
-        if self._asked.return_token_ids:
+        if self._body.return_token_ids:
             reply.prompt_token_ids, reply.token_ids = self._generation.prompt_ids(), self._token_ids
             reply.weight_versions = versions(c)
             reply.weight_version = reply.weight_versions[-1].version if reply.weight_versions else None
         return reply
 
-    def _failed(self, error: RequestError) -> Reply:
+    def _failed_reply(self, error: RequestError) -> ResponsesReply:
         if self._last is None and self._output.items:
             self._output.end(complete=False)
         reply = self._reply()
         code = "invalid_prompt" if error.status < 500 else "server_error"
-        reply.status, reply.error = "failed", Failure(code, error.message, error.type, error.field)
+        reply.status, reply.error = "failed", ResponseError(code, error.message, error.type, error.field)
         reply.output, reply.usage = self._output.items, self._usage()
         return reply
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> ResponsesUsage:
         usage = self._generation.usage()
-        return Usage(
+        return ResponsesUsage(
             usage.prompt_tokens, InputDetails(usage.prompt_tokens_details.cached_tokens), usage.completion_tokens,
             OutputDetails(self._output.reasoning_tokens), usage.total_tokens,
         )  # fmt: skip
 
-    def _reply(self) -> Reply:
-        asked, params = self._asked, self._call.params
-        form = asked.text.format if asked.text else None
-        return Reply(
+    def _reply(self) -> ResponsesReply:
+        request, params = self._body, self._call.params
+        form = request.text.format if request.text else None
+        return ResponsesReply(
             id=ID_PREFIX + self._generation.key, created_at=self._created, model=self._model,
-            instructions=asked.instructions, max_output_tokens=asked.max_output_tokens,
-            max_tool_calls=asked.max_tool_calls, parallel_tool_calls=asked.parallel_tool_calls is not False,
-            reasoning={"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+            instructions=request.instructions, max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls, parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             temperature=params.temperature, text={"format": form or {"type": "text"}},
-            tool_choice=asked.tool_choice or "auto", tools=asked.tools or [], top_logprobs=asked.top_logprobs or 0,
-            top_p=params.top_p, metadata=asked.metadata or {},
+            tool_choice=request.tool_choice or "auto", tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0, top_p=params.top_p, metadata=request.metadata or {},
         )  # fmt: skip
 
-    def _tell(self, name: str, fields: dict[str, Any]) -> None:
+    def _emit(self, name: str, fields: dict[str, Any]) -> None:
         kind = f"response.{name}"
         numbered = {"type": kind, "sequence_number": self._num_events, **fields}
         self._events.append(f"event: {kind}\n".encode() + sse.event(body.encode_json(numbered)))
         self._num_events += 1
 
-    def _taken(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = b"".join(self._events), []
         return events

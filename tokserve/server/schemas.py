@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, declared
-from tokserve.server import errors, fields, structured, tools
+from tokserve.server import compat, errors, structured, tools
 from tokserve.server.body import convert, is_msgpack, unpack_ids
 from tokserve.server.declared import OPTIONS, model
 from tokserve.server.serving import Serving
@@ -64,7 +64,7 @@ class RequestBody(BaseModel):
     """What all text routes share."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    others: ClassVar[fields.FieldTable] = fields.TEXT  # that have no effect
+    others: ClassVar[compat.FieldTable] = compat.TEXT  # that have no effect
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -150,7 +150,7 @@ class ReasoningOptions(BaseModel):
 class ResponsesBody(GeneratingBody):
     """The body of /v1/responses.  The items of `input` are checked by the route."""
 
-    others: ClassVar[fields.FieldTable] = fields.RESPONSES
+    others: ClassVar[compat.FieldTable] = compat.RESPONSES
 
     input: str | list[Any] | None = None
     instructions: str | None = None
@@ -218,7 +218,7 @@ def parse(kind: type[Body], value: Any, *, strict: bool) -> tuple[Body, list[str
     if isinstance(body, ChatBody):
         tools.check(body.tools, body.tool_choice)
     elif isinstance(body, TokenizeBody):
-        tools.check_shape(body.tools or [])
+        tools.check_functions(body.tools or [])
     known = [*kind.model_fields]
     for name in kind.model_fields:
         options = getattr(body, name)
@@ -235,19 +235,19 @@ def _without_effect(body: RequestBody | BaseModel, n: Any, prefix: str = "") -> 
     """The fields that are ignored, and those of them that --strict refuses.  Raises `RequestError` for one that is
     refused always.  `n`: the number of choices; `prefix`: where the body is."""
     ignored, refusable = [], []
-    others = body.others if isinstance(body, RequestBody) else fields.INNER
+    others = body.others if isinstance(body, RequestBody) else compat.INNER
     for name, value in (body.model_extra or {}).items():
         if not prefix:
             structured.refuse_other_names(name, value)
         field = others.get(prefix + name)
-        if field is None and not prefix and name in structured.OTHER_NAMES:
+        if field is None and not prefix and name in compat.OTHER_NAMES:
             continue
-        if field is None or (field.treatment == "ignored" and not fields.idle(field, value)):
+        if field is None or (field.treatment == "ignored" and not compat.has_no_effect(field, value)):
             ignored.append(prefix + name)
             if field is None or field.strict:
                 refusable.append(prefix + name)
         elif field.treatment == "refused":
-            idle = (*field.idle, n) if name == "best_of" else field.idle  # the best n of n
+            idle = (*field.no_effect, n) if name == "best_of" else field.no_effect  # the best n of n
             errors.refuse_unsupported(prefix + name, value, idle, field.note)
     return ignored, refusable
 

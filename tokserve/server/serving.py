@@ -28,17 +28,17 @@ from tokserve.config import Config
 from tokserve.errors import EngineDead, NotFound, Overloaded, RequestError, StartError
 from tokserve.params import SamplingParams
 from tokserve.prompt import TokenPrompt
-from tokserve.server import declared, estimate
-from tokserve.server.bodies import Bodies
+from tokserve.server import declared, reply_size
 from tokserve.server.body import encode_json, given_request_id
-from tokserve.server.clients import Clients
-from tokserve.server.counters import Counters, Place
+from tokserve.server.body_reader import BodyReader
+from tokserve.server.client_names import ClientNames
+from tokserve.server.counters import ApiProcess, SharedCounters
+from tokserve.server.disconnect import CancelOnDisconnect
 from tokserve.server.generation import Generation, Observer
-from tokserve.server.journal import Journal
 from tokserve.server.metrics import Metrics
-from tokserve.server.watch import Watch
+from tokserve.server.request_log import RequestLog
 from tokserve.server.workers import off_loop
-from tokserve.text import formats
+from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ class Serving:
     """The state shared by the routes of one app."""
 
     def __init__(
-        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0, place: Place | None = None,
-        trace: Trace | None = None,
+        self, llm: AsyncLLM, config: Config, state: State, *, keep_alive: float = 15.0,
+        api_process: ApiProcess | None = None, trace: Trace | None = None,
     ) -> None:  # fmt: skip
         self.llm = llm
         self.config = config
@@ -95,16 +95,16 @@ class Serving:
         self._trace = trace
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
-        self.bodies = Bodies(config.limits, config.server.max_body_mb << 20)
+        self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
         self.closed_schemas = config.server.structured_outputs_closed
         self.defaults: dict[str, Any] = {}
         if self.text:
             recommended = generation_defaults(config.model)
             self.defaults = {name: getattr(recommended, name) for name in RECOMMENDED}
-        self.place = place or Place(0, int(time.time()), None)
-        counters = Counters(self.place.counters, self.place.index, config.server.api_server_count)
-        self._clients = Clients(config.server)
+        self.api_process = api_process or ApiProcess(0, int(time.time()), None)
+        counters = SharedCounters(self.api_process.counters, self.api_process.index, config.server.api_server_count)
+        self._clients = ClientNames(config.server)
         self.metrics = Metrics(llm, config, self.name, counters)
 
     @property
@@ -151,8 +151,8 @@ class Serving:
         if server.enable_auto_tool_choice is False:
             return None
         if server.tool_call_parser != "auto":
-            return formats.named(formats.TOOL_FORMATS, server.tool_call_parser)
-        recognised = formats.recognise(self.template)
+            return tool_formats.named(tool_formats.TOOL_FORMATS, server.tool_call_parser)
+        recognised = tool_formats.recognise(self.template)
         if recognised is not None:
             logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:
@@ -166,7 +166,7 @@ class Serving:
     def thinking(self) -> Thinking | None:
         """How the model writes reasoning, if that is returned separately."""
         name = self.config.server.reasoning_parser
-        return None if name is None else formats.named(formats.THINKING, name)
+        return None if name is None else tool_formats.named(tool_formats.THINKING, name)
 
     @property
     def fingerprint(self) -> str:
@@ -230,7 +230,7 @@ class Serving:
 
     async def start(
         self, request: Request, generate: GenerateRequest, prompts: Prompts, fields: FieldPaths, *,
-        entry_bytes: int = estimate.OBJECT_BYTES,
+        entry_bytes: int = reply_size.OBJECT_BYTES,
     ) -> Generation:  # fmt: skip
         """Send the prompts to the engine and wait until it accepts them.  `entry_bytes`: of a logprob in the reply.
 
@@ -243,7 +243,7 @@ class Serving:
         generation.rename = fields.rename
         if generate.text:
             generation.fingerprint = self.fingerprint
-        self.metrics.came()
+        self.metrics.started()
         accepted = False
         try:
             if self.state.draining:
@@ -252,7 +252,7 @@ class Serving:
             self._check_reply(generate, params, states, fields, entry_bytes)
             generation.streams = self.llm.submit(states, self._clients.name(request.scope))
             self.bodies.release(request)
-            async with Watch(request.receive):
+            async with CancelOnDisconnect(request.receive):
                 try:
                     await generation.streams[0].accepted()
                 except RequestError as error:
@@ -272,12 +272,12 @@ class Serving:
         entry_bytes: int,
     ) -> None:  # fmt: skip
         ready = self.llm.ready
-        size = estimate.reply_bytes(
+        size = reply_size.reply_bytes(
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
         )  # fmt: skip
         try:
-            estimate.check(size, self.config.limits.max_reply_bytes, params)
+            reply_size.check(size, self.config.limits.max_reply_bytes, params)
         except RequestError as error:
             raise fields.rename(error) from None
 
@@ -285,7 +285,7 @@ class Serving:
         """The observers of a new request."""
         observers: list[Observer] = [self.metrics]
         if self.config.server.log_requests:
-            observers.append(Journal())
+            observers.append(RequestLog())
         if self._trace is not None:
             observers.append(self._trace(request.headers))
         return observers

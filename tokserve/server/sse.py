@@ -1,7 +1,7 @@
-"""Server-sent events, and the same for a reply that is not streamed: deltas until the end, an error or a disconnect.
+"""Sends the reply of a generation: as server-sent events, or collected into one body.
 
-When the client disconnects, the request's own task is cancelled and the generation closed, which aborts it in the engine.
-Must not know what the events say: a `Renderer` makes them.
+When the client disconnects, the request's task is cancelled and the generation closed, which aborts it in the engine.
+The bytes of the events come from a `Renderer`.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from starlette.types import Receive, Scope, Send
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, RequestFailed
 from tokserve.server import body, errors, workers
+from tokserve.server.disconnect import CancelOnDisconnect, ClientDisconnected
 from tokserve.server.generation import Generation
-from tokserve.server.holes import FilledReply, Holes
-from tokserve.server.watch import Gone, Watch
+from tokserve.server.reply_parts import DeferredParts, PartedResponse
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-WRITE = "tokserve.write"  # the key of a `Write` in the scope, if the server offers one
-OWN_FAULT = ("forbidden", "grammar_limit")  # stop details of errors that the request's parameters cause
-LARGE = 1 << 15  # bytes of logprobs, whose objects take milliseconds
-PATIENCE = 0.25  # seconds that a client may leave its connection full before no more tokens are made for it
+WRITE = "tokserve.write"  # key of a `Write` in the scope, if the protocol offers one
+CLIENT_FAULTS = ("forbidden", "grammar_limit")  # stop details of errors caused by the request's parameters
+LARGE = 1 << 15  # bytes of logprobs that take milliseconds to render
+PATIENCE = 0.25  # seconds of a blocked connection after which the request is stalled
 KEEP_ALIVE = b": keep-alive\n\n"
 
-Close = Callable[[RequestError | None], bytes]  # the last events of a stream, with the error that it ends in
-Write = Callable[[bytes], bool]  # sends part of a body at once; False: it could not, use `send`
+Close = Callable[[RequestError | None], bytes]  # makes the last events of a stream; the error is what ended it
+Write = Callable[[bytes], bool]  # sends part of a body without waiting; False: not sent, use `send`
 
 
 def event(json: bytes) -> bytes:
-    """One event."""
     return b"data: " + json + b"\n\n"
 
 
-def ended(error: RequestError | None) -> bytes:
-    """How most streams end: with the error, if there is one, and [DONE]."""
+def final_events(error: RequestError | None) -> bytes:
+    """The last events of most streams: the error, if there is one, and [DONE]."""
     return (event(errors.body(error)) if error else b"") + DONE
 
 
@@ -52,71 +51,70 @@ class Renderer(Protocol):
         """The events of one delta; may be empty."""
 
     def tail(self) -> bytes:
-        """What comes after the last delta, before the end."""
+        """The events between the last delta and the last events."""
 
 
 async def answer(
     generation: Generation,
     request: Request,
-    render: Callable[[list[ChoiceOutput], Holes | None], Any],
+    render: Callable[[list[ChoiceOutput], DeferredParts | None], Any],
     headers: dict[str, str],
 ) -> Response:
-    """What `render` makes of all choices, as the reply; a long one is made in a thread, and while it is sent.  Raises
-    as `collect`."""
-    done = await collect(generation, request)
-    size = sum(map(_columns_size, done))
+    """The reply that `render` makes from all choices; a large one is made in a thread, in parts, while it is sent.
+    Raises as `collect`."""
+    choices = await collect(generation, request)
+    size = sum(map(_columns_size, choices))
     if size < LARGE:
-        return body.reply(request, render(done, None), headers)
+        return body.reply(request, render(choices, None), headers)
     if body.wants_msgpack(request):
-        return await workers.run(size, lambda: body.reply(request, render(done, None), headers))
-    holes = Holes()
-    json = await workers.run(size, lambda: body.encode_json(render(done, holes)))
-    return FilledReply(holes.filled(json), headers)
+        return await workers.run(size, lambda: body.reply(request, render(choices, None), headers))
+    parts = DeferredParts()
+    json = await workers.run(size, lambda: body.encode_json(render(choices, parts)))
+    return PartedResponse(parts.encode(json), headers)
 
 
 def _columns_size(completion: ChoiceOutput) -> int:
-    """Bytes of the logprobs."""
     both = (completion.logprobs, completion.prompt_logprobs)
     return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
 
 
 async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:
-    """All choices in order.  Raises `Gone` if the client disconnects, `failure`'s error if every choice failed."""
-    done: list[ChoiceOutput] = []
-    ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+    """All choices in order.  Raises `ClientDisconnected`, and `request_failure`'s error if every choice failed."""
+    choices: list[ChoiceOutput] = []
+    finished: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     def take() -> None:
         try:
-            done.extend(generation.take())
-            if generation.ended and not ended.done():
-                ended.set_result(None)
+            choices.extend(generation.take())
+            if generation.ended and not finished.done():
+                finished.set_result(None)
         except Exception as error:
-            if not ended.done():
-                ended.set_result(error)
+            if not finished.done():
+                finished.set_result(error)
 
     try:
-        async with Watch(request.receive):
+        async with CancelOnDisconnect(request.receive):
             generation.listen(take)
-            if error := await ended:
+            if error := await finished:
                 raise error
     except RequestError:
         generation.cause = "error"
         raise
     finally:
         await generation.close()
-    if failed := failure(done):
+    if failed := request_failure(choices):
         raise generation.rename(failed)
-    return sorted(done, key=_index)
+    return sorted(choices, key=_index)
 
 
 def _index(completion: ChoiceOutput) -> int:
     return completion.index
 
 
-def failure(ends: list[ChoiceOutput]) -> RequestError | None:
-    """The error of a request if every choice ended in one: 400 if its parameters are to blame, else 500."""
+def request_failure(ends: list[ChoiceOutput]) -> RequestError | None:
+    """The error of a request of which every choice failed: 400 if its parameters caused that, else 500."""
     if ends and all(end.finish_reason == "error" for end in ends):
-        if all(end.stop_detail in OWN_FAULT for end in ends):
+        if all(end.stop_detail in CLIENT_FAULTS for end in ends):
             field = "structured_outputs" if ends[0].stop_detail == "grammar_limit" else None
             return RequestError(ends[0].message or "", field=field)
         return RequestFailed(ends[0].message or "the engine could not serve this request")
@@ -124,11 +122,11 @@ def failure(ends: list[ChoiceOutput]) -> RequestError | None:
 
 
 class EventStream(Response):
-    """The deltas of a generation as server-sent events.  `opening`: what is written at once, before there are any."""
+    """The deltas of a generation as server-sent events.  `opening`: events to send before the first delta."""
 
     def __init__(
         self, generation: Generation, renderer: Renderer, keep_alive: float, headers: Mapping[str, str], *,
-        opening: bytes = b"", close: Close = ended,
+        opening: bytes = b"", close: Close = final_events,
     ) -> None:  # fmt: skip
         self.background = None
         self.status_code = 200
@@ -141,54 +139,56 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = _Pump(
-            self._generation, self._renderer, self._close, _Wire(send, self._interval, scope.get(WRITE, _cannot))
+            self._generation,
+            self._renderer,
+            self._close,
+            StreamWriter(send, self._interval, scope.get(WRITE, _never_write)),
         )
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with Watch(receive):
+            async with CancelOnDisconnect(receive):
                 await pump.run(self._opening)
-        except Gone:
+        except ClientDisconnected:
             pass
         finally:
             pump.stop()
             await self._generation.close()
 
 
-def _cannot(events: bytes) -> bool:
+def _never_write(events: bytes) -> bool:
     return False
 
 
 class _Pump:
-    """Writes a generation's deltas in the very call that announces them: a token wakes no task.
+    """Writes a generation's deltas in the call that announces them, so that a token wakes no task.
 
-    While the connection is blocked nothing is taken from the generation, which merges what comes.
+    While the connection is blocked, deltas stay in the generation, which merges them.
     """
 
-    def __init__(self, generation: Generation, renderer: Renderer, close: Close, wire: _Wire) -> None:
+    def __init__(self, generation: Generation, renderer: Renderer, close: Close, writer: StreamWriter) -> None:
         self._generation = generation
         self._renderer = renderer
         self._close = close
         self._events = generation.timed(renderer.delta)
-        self._wire = wire
+        self._writer = writer
         self._ends: list[ChoiceOutput] = []
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self, opening: bytes) -> None:
         """Write from the `opening` until the response has ended."""
-        self._wire.start(self._write, self._generation.stall)
+        self._writer.start(self._write, self._generation.stall)
         if opening:
-            self._wire.write(opening)
+            self._writer.write(opening)
         self._generation.listen(self._write)
-        await self._wire.end(await self._last_events())
+        await self._writer.end(await self._last_events())
 
     def stop(self) -> None:
-        """Write nothing more."""
         self._ended.cancel()
-        self._wire.stop()
+        self._writer.stop()
 
     def _write(self) -> None:
-        """Write all deltas available now, at once; from `LARGE` of them on, a thread makes the events."""
-        if self._wire.blocked or self._ended.done():
+        """Write all deltas available now; those with `LARGE` logprobs are rendered in a thread."""
+        if self._writer.blocked or self._ended.done():
             return
         generation = self._generation
         try:
@@ -198,18 +198,18 @@ class _Pump:
                     self._ends.append(delta)
                 size += _columns_size(delta)
                 if size >= LARGE:
-                    self._wire.write_later(events, self._large_events(delta))
+                    self._writer.write_later(events, self._large_events(delta))
                     return
                 events += self._events(delta)
             if events:
-                self._wire.write(events)
+                self._writer.write(events)
             if self._ends and generation.ended:
                 self._ended.set_result(None)
         except Exception as error:
             self._ended.set_result(error)
 
     async def _large_events(self, delta: ChoiceOutput) -> bytes:
-        """The events of a delta with many logprobs, such as those of a long prompt, made in a thread."""
+        """Render a delta with many logprobs, such as those of a long prompt, in a thread."""
         try:
             return await workers.run(_columns_size(delta), lambda: self._events(delta))
         except Exception as error:
@@ -218,11 +218,11 @@ class _Pump:
             return b""
 
     async def _last_events(self) -> bytes:
-        """What comes after the last delta: the renderer's tail, or an error."""
+        """The events after the last delta: the renderer's tail, or an error."""
         try:
             if error := await self._ended:
                 raise error
-            failed = failure(self._ends)
+            failed = request_failure(self._ends)
             return self._renderer.tail() + self._close(failed and self._generation.rename(failed))
         except RequestError as error:
             self._generation.cause = "error"
@@ -233,14 +233,14 @@ class _Pump:
             return self._close(RequestFailed("internal error"))
 
 
-class _Wire:
-    """The connection of one stream; sends a comment after `interval` seconds without events.
+class StreamWriter:
+    """Writes the events of one stream; sends a comment after `interval` seconds without events.
 
-    A connection that has been blocked for `PATIENCE` seconds is stalled, and no tokens are made for it: its client does
-    not read, or its events take longer to make than its tokens, and what it is owed would only fill the memory.
+    A connection that has been blocked for `PATIENCE` seconds is stalled: its client does not read, or rendering is
+    slower than generation.  The engine then makes no tokens for it, which would only fill the memory.
     """
 
-    def __init__(self, send: Send, interval: float, write: Write = _cannot) -> None:
+    def __init__(self, send: Send, interval: float, write: Write = _never_write) -> None:
         self._send = send
         self._write = write
         self._interval = interval
@@ -269,19 +269,19 @@ class _Wire:
             self._rest.cancel()
 
     def write(self, events: bytes) -> None:
-        """Send events.  If the client reads too slowly, `send` has to wait, and the connection is blocked meanwhile."""
+        """Send events.  If the client reads too slowly, `send` waits, and the connection is blocked meanwhile."""
         self._last = self._loop.time()
         if self._write(events):
             return
         sending = self._send({"type": "http.response.body", "body": events, "more_body": True}).__await__()
         try:
-            waits_for = next(sending)  # a task's first step; most sends are complete after it, and need no task
+            waits_for = next(sending)  # the first step of a task; most sends complete in it and need no task
         except StopIteration:
             return
-        self._block(_Begun(waits_for, sending))
+        self._block(_StartedAwaitable(waits_for, sending))
 
     def write_later(self, events: bytes, making: Coroutine[Any, Any, bytes]) -> None:
-        """Send events and those that are being made; until then, the connection is blocked."""
+        """Send `events` and those that `making` returns; until then, the connection is blocked."""
         self._block(self._make(events, making))
 
     def _block(self, sending: Awaitable[None]) -> None:
@@ -326,8 +326,8 @@ class _Wire:
         self._timer = self._loop.call_later(self._interval - silence, self._tick)
 
 
-class _Begun:
-    """An awaitable whose first step was taken already: what it waits for, and the rest of it."""
+class _StartedAwaitable:
+    """An awaitable whose first step has run: what that waits for, and the remaining steps."""
 
     def __init__(self, waits_for: Any, rest: Generator[Any, Any, Any]) -> None:
         self._waits_for = waits_for

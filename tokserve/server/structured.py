@@ -1,34 +1,23 @@
 """The request fields for structured outputs: `structured_outputs` itself, and OpenAI's `response_format`.
 
-Both become `StructuredOutputs`; what that may hold is decided in `params`, and whether a grammar compiles in the
-engine.  Other servers' and obsolete names are refused with a pointer to this one.
+Both become `StructuredOutputs`, which `params` validates and the engine compiles.  Names of other servers and obsolete
+names are refused with the name to use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import SamplingParams, StructuredOutputs
 from tokserve.server import body, errors
-
-# obsolete and other servers' names, with the values that have no effect (null never has one)
-OTHER_NAMES: Mapping[str, tuple[Any, ...]] = {
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
-    "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
-    "json_schema": (),
-}  # fmt: skip
-# options of other servers, with the values that have no effect
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
-}  # fmt: skip
+from tokserve.server.compat import IGNORED_OPTIONS, OTHER_NAMES
 
 
-class _JsonSchema(msgspec.Struct):
-    """response_format.json_schema.  An output always keeps to the schema; with `strict` its objects are closed."""
+class _JsonSchemaField(msgspec.Struct):
+    """response_format.json_schema.  Outputs always match the schema; with `strict` its objects are closed."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -36,9 +25,9 @@ class _JsonSchema(msgspec.Struct):
     strict: bool | None = None
 
 
-class _ResponseFormat(msgspec.Struct):
+class _ResponseFormatField(msgspec.Struct):
     type: str
-    json_schema: _JsonSchema | None = None
+    json_schema: _JsonSchemaField | None = None
 
 
 def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
@@ -50,49 +39,47 @@ def refuse_other_names(name: str, value: Any, prefix: str = "") -> None:
         )  # fmt: skip
 
 
-def without_habits(value: dict[Any, Any], at: str) -> dict[Any, Any]:
-    """The options without nulls and those that have no effect; refuses unsupported ones."""
-    for name, idle in _UNSUPPORTED.items():
-        errors.refuse_unsupported(f"{at}.{name}", value.get(name), idle)
-    return {name: each for name, each in value.items() if each is not None and name not in _UNSUPPORTED}
+def drop_ignored_fields(value: dict[Any, Any], path: str) -> dict[Any, Any]:
+    """The options without nulls and ignored fields; refuses unsupported ones."""
+    for name, no_effect in IGNORED_OPTIONS.items():
+        errors.refuse_unsupported(f"{path}.{name}", value.get(name), no_effect)
+    return {name: field for name, field in value.items() if field is not None and name not in IGNORED_OPTIONS}
 
 
 def by_default(form: StructuredOutputs, closed: bool) -> StructuredOutputs:
-    """The form with its schema's objects closed if it does not say whether they are, and `closed` says so."""
+    """The form with the objects of its schema closed, if `closed` and the form does not say whether they are."""
     if not closed or form.json is None or form.disable_additional_properties is not None:
         return form
     return msgspec.structs.replace(form, disable_additional_properties=True)
 
 
 def with_default(params: SamplingParams, closed: bool) -> SamplingParams:
-    """The parameters with such a form, if they have one."""
+    """The parameters with `by_default` applied to their structured outputs."""
     if not closed or params.structured_outputs is None:
         return params
     return msgspec.structs.replace(params, structured_outputs=by_default(params.structured_outputs, closed))
 
 
-def asked(
+def requested_format(
     outputs: dict[str, Any] | None, response_format: dict[str, Any] | None, *, closed: bool
 ) -> StructuredOutputs | None:
-    """The form of output that a text route's body asks for.  `closed`: as in `by_default`, for schemas without
-    `strict`.  Raises RequestError naming the field."""
+    """The structured outputs of a text route's body.  `closed`: as in `by_default`, for schemas without `strict`.
+    Raises RequestError naming the field."""
     if outputs is not None:
         if response_format not in (None, {"type": "text"}):
             raise RequestError("give structured_outputs or response_format, not both", field="response_format")
-        known = without_habits(outputs, "structured_outputs")
-        return by_default(body.convert(known, StructuredOutputs, "structured_outputs"), closed)
+        options = drop_ignored_fields(outputs, "structured_outputs")
+        return by_default(body.convert(options, StructuredOutputs, "structured_outputs"), closed)
     if response_format is None:
         return None
-    given = body.convert(response_format, _ResponseFormat, "response_format")
-    if given.type == "json_schema":
-        if given.json_schema is None:
-            raise RequestError("response_format.json_schema is required", field="response_format.json_schema")
-        strict = given.json_schema.strict
-        shut = strict if strict is not None else (True if closed else None)
-        return StructuredOutputs(json=given.json_schema.schema, disable_additional_properties=shut)
-    if given.type not in ("text", "json_object"):
-        raise RequestError(
-            f"response_format.type must be text, json_object or json_schema, got {given.type[:errors.SHOWN]!r}",
-            field="response_format.type",
-        )  # fmt: skip
-    return StructuredOutputs(json_object=True) if given.type == "json_object" else None
+    response = body.convert(response_format, _ResponseFormatField, "response_format")
+    if response.type == "json_schema":
+        if response.json_schema is None:
+            raise invalid("response_format.json_schema", "is required")
+        strict = response.json_schema.strict
+        close_objects = strict if strict is not None else (True if closed else None)
+        return StructuredOutputs(json=response.json_schema.schema, disable_additional_properties=close_objects)
+    if response.type not in ("text", "json_object"):
+        kind = response.type[: errors.SHOWN]
+        raise invalid("response_format.type", f"must be text, json_object or json_schema, got {kind!r}")
+    return StructuredOutputs(json_object=True) if response.type == "json_object" else None

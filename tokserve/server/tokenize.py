@@ -1,4 +1,4 @@
-"""Text to ids and back, without generating: /tokenize and /detokenize."""
+"""/tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.server import body, schemas
 from tokserve.server.chat import rendered
 from tokserve.server.schemas import DetokenizeBody, TokenizeBody
 from tokserve.server.serving import Serving
 from tokserve.server.workers import off_loop
 
-LEAST = 1 << 20  # bytes that may be tokenized whatever the context is: to cut a document, or to count
+MIN_BYTES = 1 << 20  # so many bytes may be tokenized even if they exceed the context: to split or count a document
 
 
-class Tokens(msgspec.Struct):
+class TokenizeReply(msgspec.Struct):
     """The answer of /tokenize."""
 
     count: int
@@ -25,7 +25,7 @@ class Tokens(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
-class Text(msgspec.Struct):
+class DetokenizeReply(msgspec.Struct):
     """The answer of /detokenize."""
 
     prompt: str
@@ -33,32 +33,34 @@ class Text(msgspec.Struct):
 
 async def tokenize(serving: Serving, request: Request) -> Response:
     """POST /tokenize"""
-    asked, ignored, size = await schemas.read(serving, request, TokenizeBody)
-    answer = await off_loop(request, size, lambda: _tokens(serving, asked))
+    request_body, ignored, size = await schemas.read(serving, request, TokenizeBody)
+    answer = await off_loop(request, size, lambda: _tokens(serving, request_body))
     return body.reply(request, answer, schemas.ignored_header(ignored))
 
 
-def _tokens(serving: Serving, asked: TokenizeBody) -> Tokens:
-    ids = _ids(serving, asked)
-    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if asked.return_token_strs else None
-    return Tokens(len(ids), serving.llm.ready.max_model_len, ids, strings)
+def _tokens(serving: Serving, request_body: TokenizeBody) -> TokenizeReply:
+    ids = _ids(serving, request_body)
+    strings = [serving.tokenizer.spelling(token) or "" for token in ids] if request_body.return_token_strs else None
+    return TokenizeReply(len(ids), serving.llm.ready.max_model_len, ids, strings)
 
 
-def _ids(serving: Serving, asked: TokenizeBody) -> list[int]:
-    if asked.messages is not None:
-        if asked.prompt is not None:
+def _ids(serving: Serving, request_body: TokenizeBody) -> list[int]:
+    if request_body.messages is not None:
+        if request_body.prompt is not None:
             raise RequestError("give prompt or messages, not both", field="prompt")
-        return rendered(serving, asked)
-    if asked.prompt is None:
-        raise RequestError("prompt (or messages) is required", field="prompt")
-    serving.check_text(asked.prompt, "prompt", LEAST)
-    return serving.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        return rendered(serving, request_body)
+    if request_body.prompt is None:
+        raise invalid("prompt", "(or messages) is required")
+    serving.check_text(request_body.prompt, "prompt", MIN_BYTES)
+    return serving.tokenizer.encode(
+        request_body.prompt, add_special_tokens=request_body.add_special_tokens is not False
+    )
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     """POST /detokenize"""
-    asked, ignored, size = await schemas.read(serving, request, DetokenizeBody)
-    serving.check_ids(asked.tokens, "tokens")
-    skip = bool(asked.skip_special_tokens)
-    text = await off_loop(request, size, lambda: serving.tokenizer.decode(asked.tokens, skip))
-    return body.reply(request, Text(text), schemas.ignored_header(ignored))
+    request_body, ignored, size = await schemas.read(serving, request, DetokenizeBody)
+    serving.check_ids(request_body.tokens, "tokens")
+    skip = bool(request_body.skip_special_tokens)
+    text = await off_loop(request, size, lambda: serving.tokenizer.decode(request_body.tokens, skip))
+    return body.reply(request, DetokenizeReply(text), schemas.ignored_header(ignored))

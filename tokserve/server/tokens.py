@@ -21,11 +21,11 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.server import declared, errors, estimate, logprobs, sse, structured
+from tokserve.server import compat, declared, errors, logprobs, reply_size, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
-from tokserve.server.holes import Holes, whole
 from tokserve.server.replies import StopDetail, WeightVersion, versions
+from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
@@ -36,7 +36,7 @@ HOLE = Raw(b"\0")  # stands for a value that comes later: a byte that no JSON co
 Format = Literal["objects", "arrays", "base64"]
 
 # sampling parameters of other servers that have no effect on the result, whatever their value
-HARMLESS = frozenset({
+IGNORED = frozenset({
     "output_kind", "flat_logprobs", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start",
     "stream_interval", "watermarking", "output_text_buffer_length", "_all_stop_token_ids", "_bad_words_token_ids",
     "_eos_token_id", "_watermarking_skipped",
@@ -210,15 +210,12 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
         if name in UNSUPPORTED:
             errors.refuse_unsupported(f"sampling_params.{name}", value, UNSUPPORTED[name])
         if name == "structured_outputs" and isinstance(value, dict):
-            value = structured.without_habits(value, "sampling_params.structured_outputs")
+            value = structured.drop_ignored_fields(value, "sampling_params.structured_outputs")
         structured.refuse_other_names(name, value, "sampling_params.")
         if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
             value = 1 if value else None
         if not (
-            name in HARMLESS
-            or name in UNSUPPORTED
-            or name in structured.OTHER_NAMES
-            or (value is None and name in NULLABLE)
+            name in IGNORED or name in UNSUPPORTED or name in compat.OTHER_NAMES or (value is None and name in NULLABLE)
         ):
             kept[name] = value
     return kept
@@ -258,7 +255,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
     prompt, fields = prompt_of(body)
-    entry_bytes = estimate.OBJECT_BYTES if body.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
+    entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
     generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
     render = _Render(serving, generation, body, params, packed=wants_msgpack(request))
@@ -292,7 +289,7 @@ class _Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
         return Choice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._has_logprobs else None,
@@ -304,16 +301,16 @@ class _Render:
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int], holes: Holes | None = None) -> Any:
+    def _logprobs(self, columns: Logprobs, ids: list[int], holes: DeferredParts | None = None) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
             if holes is not None:
-                return holes.put(logprobs.objects_later(columns, ids, top, self._spelling))
+                return holes.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns) if holes is None else holes.put(whole(lambda: make(columns)))
+        return make(columns) if holes is None else holes.defer(single_part(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: Holes | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
@@ -322,12 +319,12 @@ class _Render:
             name = self._serving.tokenizer.token if self._text else None
             args = (columns, self._generation.prompt_ids(), first, columns.width, name)
             if holes is not None:
-                return holes.put(logprobs.prompt_objects_later(*args))
+                return holes.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns, first) if holes is None else holes.put(whole(lambda: make(columns, first)))
+        return make(columns, first) if holes is None else holes.defer(single_part(lambda: make(columns, first)))
 
-    def reply(self, completions: list[ChoiceOutput], holes: Holes | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
         """The whole answer; with `holes`, logprobs are made later."""
         generation = self._generation
         scores = None

@@ -1,7 +1,7 @@
-"""What a chat body's tools, its tool_choice and the server's options come to: how an answer is forced, and how read.
+"""The plan for a chat with tools: the grammar that constrains its output, and the format in which it is parsed.
 
-How formats look is `text.formats`' business, what a forced call looks like `text.forced`'s, and what the engine can
-force `engine.grammar`'s.
+Follows from the body's tools and tool_choice and the server's options.  The formats are in `text.tool_formats`, the
+grammars of calls in `text.tool_grammars`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from msgspec import UNSET, UnsetType
 
 from tokserve import jsonschema
 from tokserve.client.outputs import ChoiceOutput
-from tokserve.errors import RequestError
+from tokserve.errors import RequestError, invalid
 from tokserve.params import StructuredOutputs
 from tokserve.server import errors
-from tokserve.text import forced as forcing
-from tokserve.text.forced import Functions
-from tokserve.text.formats import FORCED, TOOL_FORMATS
-from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
+from tokserve.text import tool_grammars
+from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
 from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tool_formats import FORCED, TOOL_FORMATS
+from tokserve.text.tool_grammars import Functions
 
 ANY: dict[str, Any] = {"additionalProperties": True}  # the arguments of a function that is not strict
 MODES = ("none", "auto", "required")
-DEFAULT_CALLS = 16  # most calls of an output that a grammar makes consist of calls: a weak model does not end the list
-MOST_CALLS = 128
-TAIL = 16  # tokens of a prompt that a marker at its end is sought in
+DEFAULT_CALLS = 16  # limit where a grammar demands a list of calls: a weak model would not end the list
+MAX_CALLS = 128
+TAIL = 16  # tokens at the end of a prompt that may hold a marker
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 NO_FORMAT = (
     "this server does not know how this model writes tool calls: start it with --chat-template FILE, a template that "
@@ -45,14 +45,14 @@ SWITCHED_OFF = (
 
 
 class Function(msgspec.Struct):
-    """What is called; in a delta, a piece of it."""
+    """The called function and its arguments; in a delta, a piece of them."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a message; with `index` of a delta, of which only a call's first says `id`, `type` and the name."""
+    """A call.  In deltas it has an `index`, and only its first delta has `id`, `type` and the name."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -60,46 +60,49 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: Function
 
 
-class Shape(NamedTuple):
-    """The form that a body asks of the answer's text, and the field that says so."""
+class ResponseFormat(NamedTuple):
+    """The form that a body demands of the answer's text, and the field that demands it."""
 
-    form: StructuredOutputs
+    structured_outputs: StructuredOutputs
     field: str
 
     @property
     def source(self) -> str | None:
-        """What errors about it are to name, None: the part of structured_outputs that they do."""
+        """The field that errors name; None: the part of structured_outputs at fault."""
         return None if self.field == "structured_outputs" else self.field
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """`reading` None: the text is the content.  `form`: what the output must be; `source`: the field that errors about
-    it name, None: the part of structured_outputs that they do."""
+class ToolPlan:
+    """How the output of a chat is constrained and parsed.
 
-    reading: Reading | None = None
-    form: StructuredOutputs | None = None
+    `output_format` None: the whole text is content.  `structured_outputs`: the form of the output; `source`: the field
+    that errors about the form name, None: the part of structured_outputs at fault.
+    """
+
+    output_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     source: str | None = None
 
     def params(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The sampling parameters that follow; special tokens are in the text if markers are some."""
-        ids = map(tokenizer.id_of, self.reading.markers() if self.reading else ())
-        shown = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
-        return {"structured_outputs": self.form} | shown
+        """The sampling parameters of the plan; special tokens stay in the text if they are markers."""
+        ids = map(tokenizer.id_of, self.output_format.markers() if self.output_format else ())
+        visible = {} if tokenizer.special_ids.isdisjoint(ids) else {"skip_special_tokens": False}
+        return {"structured_outputs": self.structured_outputs} | visible
 
-    def inside(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-        """Whether the answer to a prompt begins inside the reasoning."""
-        thinking = self.reading.thinking if self.reading else None
+    def starts_in_reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+        """Whether the output begins inside the reasoning."""
+        thinking = self.output_format.thinking if self.output_format else None
         return thinking is not None and thinking.begun(tokenizer.decode(prompt[-TAIL:], False))
 
 
-UNREAD = Plan()
+PLAIN_TEXT = ToolPlan()
 
 
 def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
-    """Refuse tools and a tool_choice that no server could follow.  `choice`: the body's tool_choice."""
-    check_shape(tools or [])
-    mode, name = _chosen(choice)
+    """Refuse invalid tools and an invalid tool_choice.  `choice`: the body's tool_choice."""
+    check_functions(tools or [])
+    mode, name = _parse_choice(choice)
     if not tools and (mode == "required" or name is not None):
         raise RequestError("tool_choice: there are no tools to choose from", field="tool_choice")
     names = [tool["function"]["name"] for tool in tools or []]
@@ -107,108 +110,115 @@ def check(tools: list[dict[str, Any]] | None, choice: Any) -> None:
         raise RequestError(f"tool_choice: {name[: errors.SHOWN]!r} is none of the tools", field="tool_choice")
 
 
-def check_shape(tools: list[dict[str, Any]]) -> None:
-    """Refuse what is no function with a name of its own, or has parameters that are no schema of an object."""
+def check_functions(tools: list[dict[str, Any]]) -> None:
+    """Refuse tools that are not functions with distinct names and with object schemas as parameters."""
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
-            raise RequestError(f"tools[{i}].type must be 'function'", field=f"tools[{i}].type")
+            raise invalid(f"tools[{i}].type", "must be 'function'")
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RequestError(f"tools[{i}].function.name must be a string", field=f"tools[{i}].function.name")
+            raise invalid(f"tools[{i}].function.name", "must be a string")
         if function["name"] in names:
             field = f"tools[{i}].function.name"
             raise RequestError(f"{field}: there are two tools {function['name']!r}", field=field)
         names.add(function["name"])
         parameters, field = function.get("parameters"), f"tools[{i}].function.parameters"
         if not isinstance(parameters, dict | None):
-            raise RequestError(f"{field} must be a JSON schema, an object", field=field)
+            raise invalid(field, "must be a JSON schema, an object")
         if parameters is not None and parameters.get("type", "object") != "object":
-            raise RequestError(f"{field}.type must be 'object': arguments have names", field=f"{field}.type")
+            raise invalid(f"{field}.type", "must be 'object': arguments have names")
 
 
-def _chosen(choice: Any) -> tuple[str, str | None]:
-    """The mode, and the function if one is named."""
+def _parse_choice(choice: Any) -> tuple[str, str | None]:
+    """The mode of a tool_choice, and the name of the function that it names."""
     if choice is None:
         return "auto", None
     if isinstance(choice, str):
         if choice not in MODES:
-            raise RequestError(f"tool_choice must be one of {', '.join(MODES)} or name a function", field="tool_choice")
+            raise invalid("tool_choice", f"must be one of {', '.join(MODES)} or name a function")
         return choice, None
     if not isinstance(choice, dict):
-        raise RequestError("tool_choice must be a string or an object", field="tool_choice")
+        raise invalid("tool_choice", "must be a string or an object")
     if choice.get("type") != "function":
         errors.refuse_unsupported("tool_choice", choice, ())
     function = choice.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError("tool_choice.function.name must be a string", field="tool_choice.function.name")
+        raise invalid("tool_choice.function.name", "must be a string")
     return "named", function["name"]
 
 
-def forced(choice: Any) -> bool:
-    """Whether calls are forced, so that the model need not see the tools to make them."""
-    return _chosen(choice)[0] in ("required", "named")
+def is_forced(choice: Any) -> bool:
+    """Whether calls are forced: then the prompt need not show the tools."""
+    return _parse_choice(choice)[0] in ("required", "named")
 
 
-def plan(
-    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, most: int | None = None, shape: Shape | None,
-    form: ToolFormat | None, no_form: str = NO_FORMAT, thinking: Thinking | None, tokenizer: Tokenizer,
-) -> Plan:  # fmt: skip
-    """How a body that has passed `check` is served.
+def make_plan(
+    tools: list[dict[str, Any]] | None, choice: Any, *, parallel: bool, max_calls: int | None = None,
+    response_format: ResponseFormat | None, form: ToolFormat | None, no_form: str = NO_FORMAT,
+    thinking: Thinking | None, tokenizer: Tokenizer,
+) -> ToolPlan:  # fmt: skip
+    """The plan for a body that has passed `check`.
 
-    `most`: calls in an answer, None: any number, or the default where a grammar makes them; one if they are not
-    `parallel`.  `shape`: of an answer that is no call; with one, or if calls are forced, there is no reasoning.
-    `form`, `thinking` and `tokenizer`: the server's; `no_form`: why there is no `form`, if so.  Raises RequestError.
+    `max_calls` None: no limit, or `DEFAULT_CALLS` where a grammar demands calls; without `parallel` it is 1.
+    `response_format`: of an answer without calls; with one, or with forced calls, there is no reasoning.  `form`: the
+    server's tool format, `no_form`: the message if it has none.  Raises RequestError.
     """
-    if most is not None and not 1 <= most <= MOST_CALLS:
-        raise RequestError(f"max_tool_calls must be from 1 to {MOST_CALLS}, got {most}", field="max_tool_calls")
-    most = most if parallel else 1
-    mode, name = _chosen(choice)
+    if max_calls is not None and not 1 <= max_calls <= MAX_CALLS:
+        raise invalid("max_tool_calls", f"must be from 1 to {MAX_CALLS}, got {max_calls}")
+    max_calls = max_calls if parallel else 1
+    mode, name = _parse_choice(choice)
     if not tools or mode == "none":
-        if shape is not None:
-            return Plan(form=shape.form, source=shape.source)
-        return UNREAD if thinking is None else Plan(Reading(thinking=thinking))
+        if response_format is not None:
+            return ToolPlan(structured_outputs=response_format.structured_outputs, source=response_format.source)
+        return PLAIN_TEXT if thinking is None else ToolPlan(OutputFormat(thinking=thinking))
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
     try:
         if name is not None:
-            chosen = _closed({name: functions[name]}, strict)
-            return Plan(Reading(named=name, functions=functions), forcing.arguments(chosen[name]), "tools")
+            schema = _closed({name: functions[name]}, strict)
+            return ToolPlan(
+                OutputFormat(named=name, functions=functions), tool_grammars.arguments(schema[name]), "tools"
+            )
         if mode == "required":
-            calls = forcing.list_of_calls(_closed(functions, strict), most=most or DEFAULT_CALLS)
-            return Plan(Reading(FORCED, functions=functions, most=most), calls, "tools")
+            calls = tool_grammars.list_of_calls(_closed(functions, strict), max_calls=max_calls or DEFAULT_CALLS)
+            return ToolPlan(OutputFormat(FORCED, functions=functions, max_calls=max_calls), calls, "tools")
         if form is None:
             field = "tools" if choice is None else "tool_choice"
             raise RequestError(f"{field}: {no_form}", field=field, code="unsupported")
-        reading = Reading(form, thinking if shape is None else None, functions, most=most)
-        kept = _kept(shape, form, functions, strict, tokenizer, most)
-        return Plan(reading, kept, "tools" if shape is None else shape.field)
+        output_format = OutputFormat(
+            form, thinking if response_format is None else None, functions, max_calls=max_calls
+        )
+        structured = _constraint(response_format, form, functions, strict, tokenizer, max_calls)
+        return ToolPlan(output_format, structured, "tools" if response_format is None else response_format.field)
     except RecursionError:
-        raise RequestError("tools are nested too deeply", field="tools") from None
+        raise invalid("tools", "are nested too deeply") from None
 
 
-def _kept(
-    shape: Shape | None, form: ToolFormat, functions: Functions, strict: Collection[str],
-    tokenizer: Tokenizer, most: int | None,
+def _constraint(
+    response_format: ResponseFormat | None, form: ToolFormat, functions: Functions, strict: Collection[str],
+    tokenizer: Tokenizer, max_calls: int | None,
 ) -> StructuredOutputs | None:  # fmt: skip
-    """What an output must keep to in which the model may call.  `strict`: the functions that are."""
+    """The structured outputs of an answer that may contain calls.  `strict`: names of strict functions."""
     try:
-        if shape is not None:
+        if response_format is not None:
             functions = _closed(functions, strict)
-            return forcing.answer_or_calls(shape.form, form, functions, tokenizer, most=most or DEFAULT_CALLS)
-        if not strict or form.bare:  # of bare calls nobody could tell which text begins one
+            return tool_grammars.answer_or_calls(
+                response_format.structured_outputs, form, functions, tokenizer, max_calls=max_calls or DEFAULT_CALLS
+            )
+        if not strict or form.bare:  # where a bare call begins is ambiguous
             return None
-        known = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
-        return forcing.text_or_calls(form, known, tokenizer, parallel=most != 1)
-    except forcing.Unforceable as error:
-        field = "tools" if shape is None else shape.field
-        what = "tools: strict functions" if shape is None else f"{field} and tools"
+        schemas = {name: schema if name in strict else ANY for name, schema in _closed(functions, strict).items()}
+        return tool_grammars.text_or_calls(form, schemas, tokenizer, parallel=max_calls != 1)
+    except tool_grammars.NotExpressible as error:
+        field = "tools" if response_format is None else response_format.field
+        what = "tools: strict functions" if response_format is None else f"{field} and tools"
         words = f"{what} cannot be put in a grammar, as {form.name} writes calls: {error}"
         raise RequestError(words, field=field, code="unsupported") from None
 
 
 def _closed(functions: Functions, strict: Collection[str]) -> Functions:
-    """The schemas of arguments, those of strict functions with closed objects."""
+    """The schemas of the arguments; objects are closed in those of strict functions."""
     closed = dict(functions)
     for name in strict:
         if name in closed:
@@ -217,57 +227,57 @@ def _closed(functions: Functions, strict: Collection[str]) -> Functions:
     return closed
 
 
-class Read(msgspec.Struct):
-    """What a delta or a whole answer says."""
+class ParsedDelta(msgspec.Struct):
+    """A delta or a whole answer, parsed."""
 
     content: str
     reasoning: str
     calls: list[ToolCall]
 
 
-def call_id(key: str, index: int, place: int) -> str:
-    """Of a call of a choice: nine letters, as Mistral's templates demand, and the same whoever reads the answer."""
-    digest = hashlib.sha256(f"{key}-{index}-{place}".encode()).digest()
+def call_id(key: str, index: int, call_index: int) -> str:
+    """The id of a call: nine letters, as Mistral's templates demand, from the request and the position only."""
+    digest = hashlib.sha256(f"{key}-{index}-{call_index}".encode()).digest()
     return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:9])
 
 
-class Reader:
-    """The choices of one reply.  `key`: of the request, which calls are named after."""
+class OutputParser:
+    """Parses the choices of one reply.  Ids of calls are made from `key`, the id of the request."""
 
-    def __init__(self, reading: Reading, key: str, *, inside: bool) -> None:
-        self._reading = reading
+    def __init__(self, output_format: OutputFormat, key: str, *, inside: bool) -> None:
+        self._format = output_format
         self._key = key
         self._inside = inside
         self._parsers: dict[int, Parser] = {}
 
-    def read(self, completion: ChoiceOutput) -> Read:
-        """The next part of its choice."""
+    def read(self, completion: ChoiceOutput) -> ParsedDelta:
+        """Parse the next delta of a choice."""
         index = completion.index
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = Parser(self._reading, inside=self._inside)
-        place = parser.num_calls - 1
+            parser = self._parsers[index] = Parser(self._format, inside=self._inside)
+        call_index = parser.num_calls - 1
         texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         calls: list[tuple[ToolCall, list[str]]] = []
         for kind, text in parser.push(completion.text or "", completion.finish_reason is not None):
             if kind == "call":
-                place += 1
+                call_index += 1
                 name = Function(text)
-                own = call_id(self._key, index, place)
-                calls.append((ToolCall(index=place, id=own, type="function", function=name), []))
+                new_id = call_id(self._key, index, call_index)
+                calls.append((ToolCall(index=call_index, id=new_id, type="function", function=name), []))
             elif kind == "arguments":
                 if not calls:
-                    calls.append((ToolCall(index=place, function=Function()), []))
+                    calls.append((ToolCall(index=call_index, function=Function()), []))
                 calls[-1][1].append(text)
             else:
                 texts[kind].append(text)
         for call, arguments in calls:
             call.function.arguments = "".join(arguments)
-        return Read("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
+        return ParsedDelta("".join(texts["content"]), "".join(texts["reasoning"]), [call for call, _ in calls])
 
     def finish_reason(self, completion: ChoiceOutput) -> str | None:
-        """Why a choice ended: it is "tool_calls" if it came to its own end with calls that are whole, and the model
-        was free to say which."""
+        """The finish reason: "tool_calls" if the choice stopped by itself, its last call is complete, and tool_choice
+        did not name the function."""
         parser = self._parsers[completion.index]
-        calls = completion.finish_reason == "stop" and parser.complete and self._reading.named is None
+        calls = completion.finish_reason == "stop" and parser.complete and self._format.named is None
         return "tool_calls" if calls else completion.finish_reason

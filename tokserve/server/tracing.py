@@ -1,6 +1,6 @@
-"""OpenTelemetry: a span per request, and within it spans for each choice's time in the queue, in prefill and decode.
+"""OpenTelemetry: a span per request, with spans for each choice's time in the queue, in prefill and in decode.
 
-The only importer of opentelemetry, and itself imported only if traces are wanted.  Spans are made when a request ends,
+The only importer of opentelemetry, and imported only with --otlp-traces-endpoint.  Spans are made when a request ends,
 from the times that the engine measured, so tracing costs nothing per token.
 """
 
@@ -63,7 +63,6 @@ class Trace:
         self._generation: Generation | None = None
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """Note the parameters."""
         self._generation = generation
         self._attributes["gen_ai.request.id"] = generation.key
         for name in PARAMS:
@@ -72,16 +71,15 @@ class Trace:
                 self._attributes[f"gen_ai.request.{name}"] = value
 
     def refused(self, error: RequestError) -> None:
-        """Note the error."""
         self._error = error
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
-        """Note a choice's times."""
+        """Keep a choice's times."""
         self._ends.append(completion)
         self._reasons.append(completion.finish_reason or "error")
 
     def aborted(self, cause: str, count: int) -> None:
-        """Note choices without times."""
+        """Keep the reasons of aborted choices."""
         self._reasons += [cause] * count
 
     def closed(self) -> None:
@@ -100,11 +98,11 @@ class Trace:
             span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
         inside = set_span_in_context(span, self._parent)
         for end in self._ends:
-            self._lay_out(end, inside)
+            self._add_phases(end, inside)
         span.end()
 
-    def _lay_out(self, end: ChoiceOutput, inside: Context) -> None:
-        """Make the spans of a choice's phases, as far as it got."""
+    def _add_phases(self, end: ChoiceOutput, inside: Context) -> None:
+        """Make the spans of the phases that a choice has reached."""
         queued, first, total = end.times
         phases = (
             ("queue", 0.0, queued or total),

@@ -1,7 +1,6 @@
 """Threads for work that grows with a request, so that the event loop never does it.
 
-Large work has threads of its own: what is merely not small does not wait behind it.  The log of which routes worked
-when is for `stalls`.  Must not know what the work is.
+Large work has separate threads, so that medium work does not wait for it.  `loop_monitor` reads the log of work.
 """
 
 from __future__ import annotations
@@ -17,34 +16,33 @@ from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from tokserve.server.watch import Watch
+from tokserve.server.disconnect import CancelOnDisconnect
 
 T = TypeVar("T")
-SMALL = 1 << 15  # bytes up to which work is done at once
-LARGE = 1 << 20  # bytes from which work has the threads for large work
-TRIMMED = 1 << 16  # bytes from which work leaves so much free memory that it is returned to the system
-RECENT = 64  # ended pieces of work that are remembered
+SMALL = 1 << 15  # work on fewer bytes is done in the event loop
+LARGE = 1 << 20  # work on so many bytes uses the threads for large work
+TRIMMED = 1 << 16  # after work on so many bytes, free memory is returned to the system
+RECENT = 64  # finished pieces of work in the log
 TRIM_SECONDS = 1.0  # between the end of large work and the return of free memory to the system
 
 
-class Work(NamedTuple):
-    """A piece of work that has ended, with its times by `time.monotonic`."""
+class FinishedWork(NamedTuple):
+    """A finished piece of work, with its times by `time.monotonic`."""
 
     route: str
     start: float
     end: float
 
 
-class Log:
-    """Which routes worked in threads, and when.  Safe to use from several threads."""
+class WorkLog:
+    """The log of work in threads, by route and time.  Thread-safe."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[str, float]] = {}
-        self._ended: deque[Work] = deque(maxlen=RECENT)
+        self._ended: deque[FinishedWork] = deque(maxlen=RECENT)
         self._count = 0
 
     def run(self, route: str, work: Callable[[], T]) -> T:
-        """Do the work, and remember when."""
         self._count = key = self._count + 1
         start = time.monotonic()
         self._running[key] = route, start
@@ -52,47 +50,47 @@ class Log:
             return work()
         finally:
             del self._running[key]
-            self._ended.append(Work(route, start, time.monotonic()))
+            self._ended.append(FinishedWork(route, start, time.monotonic()))
 
     def during(self, start: float, end: float) -> list[str]:
-        """The routes that worked at any time between `start` and `end`."""
+        """The routes with work between `start` and `end`."""
         running = [route for route, since in list(self._running.values()) if since < end]
         ended = [work.route for work in list(self._ended) if work.start < end and work.end > start]
         return list(dict.fromkeys(running + ended))
 
 
-LOG = Log()
+WORK_LOG = WorkLog()
 _medium = ThreadPoolExecutor(2, "tokserve-work")
 _large = ThreadPoolExecutor(2, "tokserve-large-work")
 _trims: set[asyncio.TimerHandle] = set()
 
 
 async def off_loop(request: Request, size: int, work: Callable[[], T]) -> T:
-    """The result of `work` on `size` bytes of a request whose body has been read; unless it is small, a thread does it.
+    """The result of `work` on `size` bytes of a request whose body has been read; done in a thread unless it is small.
 
-    Raises `Gone` if the client disconnects meanwhile.
+    Raises `ClientDisconnected`.
     """
     if size < SMALL:
         return work()
-    async with Watch(request.receive):
+    async with CancelOnDisconnect(request.receive):
         return await run(size, work)
-    raise AssertionError("a watch ends with a result or an exception")
+    raise AssertionError("CancelOnDisconnect ends with a result or an exception")
 
 
 async def run(size: int, work: Callable[[], T]) -> T:
-    """The result of `work` on `size` bytes, which is done in a thread.  Cancelling drops work that has not begun."""
+    """The result of `work` on `size` bytes, done in a thread.  Cancelling drops work that has not begun."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     route, context = task.get_name() if task else "", copy_context()
     pool = _medium if size < LARGE else _large
     try:
-        return await loop.run_in_executor(pool, lambda: context.run(LOG.run, route, work))
+        return await loop.run_in_executor(pool, lambda: context.run(WORK_LOG.run, route, work))
     finally:
         if size >= TRIMMED:
             trim_soon()
 
 
 def trim_soon() -> None:
-    """Return free memory to the system a little later: glibc keeps what large requests have used."""
+    """Schedule the return of free memory to the system: glibc keeps what large requests have used."""
     if not _trims:
         _trims.add(asyncio.get_running_loop().call_later(TRIM_SECONDS, _trim))
 
@@ -105,6 +103,6 @@ def _trim() -> None:
 
 
 def stop() -> None:
-    """Drop the work that has not begun; the process is about to end."""
+    """Drop the work that has not begun, at the end of the process."""
     for pool in (_medium, _large):
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,7 @@
 """Conversations to token ids, by the checkpoint's Jinja chat template.
 
-Templates are written for transformers; the environment here offers what they use and no more (it is a sandbox: a
-template may come with a request).  Messages are plain dictionaries.  Must not know HTTP; every error names a field of
-the request, or stops the start.
+Templates are written for transformers; the environment offers only what they use (it is a sandbox: a template may come
+with a request).  Messages are plain dictionaries.  Every error names a field of the request, or is a StartError.
 """
 
 from __future__ import annotations
@@ -22,20 +21,25 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokserve.errors import RequestError, StartError
+from tokserve.errors import RequestError, StartError, invalid
 from tokserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind, and its text
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}  # kind of a part, and the name of its text
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 NO_TOOLS = (
     "tools: this model's chat template does not show tools to the model: start the server with --chat-template FILE, a "
     'template that does; a call that tool_choice forces ("required" or a named function) needs no such template'
 )
 SAMPLE_CALL = {"id": "sample001", "type": "function", "function": {"name": "sample", "arguments": {"key": "value"}}}
-DEVELOPER = re.compile(r"""["']developer["']""")  # in a template that knows this role
-# what the code of a template may raise
+DEVELOPER = re.compile(r"""["']developer["']""")  # in templates that have this role
+# exceptions that a template may raise
 FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError,
     MemoryError,
@@ -47,7 +51,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for trainers; here it only renders its body."""
+    """`{% generation %}` marks the assistant's part for trainers; here only its body is rendered."""
 
     tags = {"generation"}
 
@@ -108,8 +112,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, override: str | None = None) -> None:
         self._tokenizer = tokenizer
-        own = tokenizer.chat_template if override is None else _read(override)
-        self._templates = {"default": own} if isinstance(own, str) else own or {}
+        template = tokenizer.chat_template if override is None else _read_template(override)
+        self._templates = {"default": template} if isinstance(template, str) else template or {}
         for name, source in self._templates.items():
             try:
                 _compile(source)
@@ -125,22 +129,16 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        documents: Sequence[dict[str, Any]] | None = None,
-        template: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
-        must_show_tools: bool = True,
         context: int | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Token ids of the conversation; see `text`.  `add_special_tokens`: add the tokenizer's own to those of the
-        template.  `context`: refuse a text that cannot fit into so many tokens, before it is tokenized."""
-        rendered = self.text(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tools=tools, documents=documents, template=template, kwargs=kwargs, must_show_tools=must_show_tools,
-        )  # fmt: skip
+        """Token ids of the conversation; `options` are those of `text`.
+
+        `add_special_tokens`: add the tokenizer's to those of the template.  `context`: refuse a text that cannot fit
+        into so many tokens, before it is tokenized.
+        """
+        rendered = self.text(messages, **options)
         if context is not None:
             self._tokenizer.check_fits(rendered, context, "messages")
         try:
@@ -165,18 +163,16 @@ class ChatTemplate:
 
         `add_generation_prompt` None: unless the final message is continued.  `template` replaces the
         checkpoint's, or names one of several.  `kwargs` are further variables of the template.  `must_show_tools`
-        False: a template that does not show `tools` is as good as one that does.  To a template that has no role
-        `developer`, its messages are the system's; one that does not walk through parts of a content has them joined
-        by newlines.  A message without content has an empty one, unless the template has a case of its own for an
-        assistant's without.
+        False: accept a template that does not show `tools`.  For a template without the role `developer`, its messages
+        become system messages; for one that does not iterate over parts of a content, they are joined by newlines.  A
+        message without content gets an empty one, unless the template treats an assistant's missing content
+        differently.
         """
         if add_generation_prompt and continue_final_message:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
-            )
+            raise invalid("continue_final_message", "and add_generation_prompt exclude each other")
         chat = [_plain_message(i, message) for i, message in enumerate(messages)]
         if not chat:
-            raise RequestError("messages must not be empty", field="messages")
+            raise invalid("messages", "must not be empty")
         variables = self._tokenizer.special_tokens | _checked_kwargs(kwargs)
         variables["tools"] = _objects("tools", tools)
         variables["documents"] = _objects("documents", documents)
@@ -202,17 +198,16 @@ class ChatTemplate:
                 message["content"] = _joined(message["content"])
         if mark:
             content = _marked_content(chat, mark)
-        rendered = _run(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
+        rendered = _render(source, variables | {"messages": chat}, "messages" if template is None else "chat_template")
         if must_show_tools and variables["tools"] is not None and "tools" not in _variables(source):
             raise RequestError(NO_TOOLS, field="tools")
         return _cut_at(rendered, mark, content) if mark else rendered
 
     def knows(self, template: str) -> bool:
-        """Whether this is the name of one of the templates."""
         return template in self._templates
 
     def reads(self, variable: str, template: str | None = None) -> bool:
-        """Whether the text can depend on a variable; `template` as in `text`, which must compile."""
+        """Whether the template uses a variable; `template` as in `text`, and must compile."""
         return variable in _variables(self._source(template, with_tools=False))
 
     def _source(self, template: str | None, with_tools: bool) -> str:
@@ -232,8 +227,8 @@ class ChatTemplate:
         return self._templates[name]
 
 
-def _read(override: str) -> str:
-    """The template: `override` itself, or the contents of the file of this name."""
+def _read_template(override: str) -> str:
+    """The template: `override`, or the contents of the file of this name."""
     if "{" in override or "\n" in override:
         return override
     try:
@@ -242,7 +237,7 @@ def _read(override: str) -> str:
         raise StartError(f"option chat_template: {override!r} cannot be read: {error}") from error
 
 
-def _run(source: str, variables: dict[str, Any], field: str) -> str:
+def _render(source: str, variables: dict[str, Any], field: str) -> str:
     try:
         return _compile(source).render(variables)
     except _Refusal as error:
@@ -263,7 +258,7 @@ def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], 
     chat = [message, *other] if role == "system" else [*(other if role == "assistant" else []), message]
     nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
     try:
-        rendered = _run(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
+        rendered = _render(source, dict(special_tokens) | nothing | {"messages": chat}, "messages")
     except RequestError:
         return False
     list_printed = re.search(r"""["']type["']""", rendered)
@@ -272,9 +267,9 @@ def _takes_parts(source: str, role: str, special_tokens: tuple[tuple[str, str], 
 
 @lru_cache(maxsize=64)
 def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, str], ...]) -> dict[str, str | None]:
-    """The content of an assistant's message that has none, as a template takes it: null, absent or empty.
+    """The content to give an assistant's message without content: null, absent or empty.
 
-    Null or absent if the template has a case of its own for that: it renders it otherwise than an empty text, and does
+    Null or absent if the template treats that differently: it renders something other than for an empty text, and does
     not print the null.  `calls`: the message has tool calls.
     """
     variables = dict(special_tokens) | {"tools": None, "documents": None, "add_generation_prompt": False}
@@ -284,7 +279,7 @@ def _without_content(source: str, calls: bool, special_tokens: tuple[tuple[str, 
     def rendered(content: dict[str, str | None]) -> str | None:
         message = {"role": "assistant", **content} | ({"tool_calls": [SAMPLE_CALL]} if calls else {})
         try:
-            return _run(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
+            return _render(source, variables | {"messages": [{"role": "user", "content": "?"}, message]}, "messages")
         except RequestError:
             return None
 
@@ -303,18 +298,18 @@ def _joined(content: str | list[dict[str, str]]) -> str:
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
     """A copy as templates expect it: text or parts of text, no nulls (a null content is absent), tool arguments as
     objects, reasoning under the names that templates read."""
-    where = f"messages[{index}]"
+    field = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object", field=where)
+        raise invalid(field, "must be an object")
     if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}.role must be a string", field=f"{where}.role")
+        raise invalid(f"{field}.role", "must be a string")
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        texts = [part_text(f"{where}.content[{j}]", part) for j, part in enumerate(content)]
+        texts = [part_text(f"{field}.content[{j}]", part) for j, part in enumerate(content)]
         plain["content"] = [{"type": "text", "text": text} for text in texts] or ""
     elif not isinstance(content, str):
-        raise RequestError(f"{where}.content must be a string or a list of parts", field=f"{where}.content")
+        raise invalid(f"{field}.content", "must be a string or a list of parts")
     if isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in plain["tool_calls"]]
     reasoning = next((plain[name] for name in REASONING_NAMES if name in plain), None)
@@ -325,26 +320,26 @@ def _developer_as_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge developer and system messages into one system message at the start: most templates take no others."""
     if all(message["role"] != "developer" for message in chat):
         return chat
-    said = [message for message in chat if message["role"] in ("system", "developer")]
-    content = "\n\n".join(_joined(message["content"]) for message in said if message.get("content"))
+    instructions = [message for message in chat if message["role"] in ("system", "developer")]
+    content = "\n\n".join(_joined(message["content"]) for message in instructions if message.get("content"))
     rest = [message for message in chat if message["role"] not in ("system", "developer")]
     return [{"role": "system", "content": content}, *rest]
 
 
-def part_text(where: str, part: Any) -> str:
-    """The text of a part of a content.  Raises RequestError naming `where` or what is wrong in it."""
+def part_text(field: str, part: Any) -> str:
+    """The text of a part of a content.  Raises RequestError naming `field` or a path in it."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise RequestError(f"{where} must be an object", field=where)
+        raise invalid(field, "must be an object")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         code = "unsupported" if isinstance(kind, str) else None
         known = ", ".join(TEXT_PARTS)
-        raise RequestError(f"{where}.type must be text ({known}), got {kind!r}", field=f"{where}.type", code=code)
+        raise invalid(f"{field}.type", f"must be text ({known}), got {kind!r}", code=code)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{TEXT_PARTS[kind]} must be a string", field=f"{where}.{TEXT_PARTS[kind]}")
+        raise invalid(f"{field}.{TEXT_PARTS[kind]}", "must be a string")
     return text
 
 
@@ -361,7 +356,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    for name in OWN_VARIABLES:
+    for name in RESERVED_VARIABLES:
         if kwargs and name in kwargs:
             raise RequestError(
                 f"chat_template_kwargs must not hold {name!r}: it is a field of the request",
@@ -373,7 +368,7 @@ def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 def _objects(field: str, values: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for i, value in enumerate(values or ()):
         if not isinstance(value, dict):
-            raise RequestError(f"{field}[{i}] must be an object", field=f"{field}[{i}]")
+            raise invalid(f"{field}[{i}]", "must be an object")
     return list(values) if values else None
 
 

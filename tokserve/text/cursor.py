@@ -1,7 +1,7 @@
 """Reads a text forward while it arrives: the next character, literal, word, marker, JSON string or JSON object.
 
-Every step waits where it must see more, so what it finds does not depend on how the text was cut into pushes.  Steps
-are generators: `yield from` them.  Knows just enough JSON to find where a value ends; must not know what is read.
+Every step waits for the text that it needs, so results do not depend on how the text was split into pushes.  Steps are
+generators: `yield from` them.  JSON is parsed only as far as needed to find the end of a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields where it must see more text
+Steps = Generator[None, None, T]  # yields where it needs more text
 _WORD = re.compile(r"[\w.:-]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -22,7 +22,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class Markers:
-    """Texts to look for in a text that is still arriving."""
+    """Texts to search for in a text that is still arriving."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
@@ -34,7 +34,7 @@ class Markers:
         return re.compile("|".join(map(re.escape, self._texts)) if self._texts else r"(?!)")
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first match from `at` on.  Each first character must occur nowhere else in any marker: none overlap."""
+        """The first match from `at` on.  The first character of a marker occurs nowhere else in any: none overlap."""
         return self._pattern.search(text, at)
 
     def safe(self, text: str, at: int) -> int:
@@ -46,16 +46,16 @@ class Markers:
 
 
 class Cursor:
-    """A position in a text.  `at` may be set back to an earlier value, unless text was passed to `say` since.
+    """A position in a text.  `at` may be set back to an earlier value, unless text was passed to `emit` since.
 
-    A step that does not find what it looks for leaves `at` where it stopped.  `gap`: the white space before the last
+    A step without a result leaves `at` where it stopped.  `gap`: the white space before the last
     marker found.
     """
 
     def __init__(self) -> None:
         self.at = 0
         self.gap = ""
-        self._text = ""  # what may still be read again
+        self._text = ""  # the part that may be read again
         self._final = False
 
     def push(self, text: str, final: bool) -> None:
@@ -64,7 +64,7 @@ class Cursor:
         self._final = final
 
     def since(self, start: int) -> str:
-        """What was read from `start` on; white space at its end counts as not read."""
+        """The text from `start` to `at`, without white space at its end, which is put back."""
         text = self._text[start : self.at].rstrip()
         self.at = start + len(text)
         return text
@@ -76,8 +76,8 @@ class Cursor:
         yield
         return True
 
-    def _settle(self) -> None:
-        """Forget what was read: nothing goes back before this point."""
+    def _discard(self) -> None:
+        """Discard the text before `at`: it is not read again."""
         self._text = self._text[self.at :]
         self.at = 0
 
@@ -93,7 +93,7 @@ class Cursor:
                 return ""
 
     def literal(self, *texts: str) -> Steps[str | None]:
-        """The one of `texts` that comes next, and go past it; None: none does."""
+        """Read the one of `texts` that comes next; None: none does."""
         longest = max(map(len, texts))
         while True:
             rest = self._text[self.at : self.at + longest]
@@ -105,7 +105,7 @@ class Cursor:
                 return None
 
     def word(self) -> Steps[str]:
-        """The letters that come next, and go past them; "" if the text ends with them."""
+        """Read the letters that come next; "" if the text ends with them."""
         start, at = self.at, self.at
         while True:
             word = _WORD.match(self._text, at)
@@ -118,32 +118,32 @@ class Cursor:
                 self.at = at
                 return ""
 
-    def until(self, markers: Markers, say: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
-        """Say the text up to a marker, and go past it; None: there is none.  `exact`: say white space before it too."""
+    def until(self, markers: Markers, emit: Callable[[str], None], *, exact: bool = False) -> Steps[str | None]:
+        """Emit the text up to a marker, and read it; None: there is none.  `exact`: emit white space before it, too."""
         while True:
-            found = markers.find(self._text, self.at)
-            end = found.start() if found else markers.safe(self._text, self.at)
-            if self._final and not found:
+            match = markers.find(self._text, self.at)
+            end = match.start() if match else markers.safe(self._text, self.at)
+            if self._final and not match:
                 end = len(self._text)
             elif not exact:
                 end = self.at + len(self._text[self.at : end].rstrip())
-            say(self._text[self.at : end])
-            if found:
-                self.gap = self._text[end : found.start()]
-                self.at = found.end()
-                return found.group()
+            emit(self._text[self.at : end])
+            if match:
+                self.gap = self._text[end : match.start()]
+                self.at = match.end()
+                return match.group()
             self.at = end
-            self._settle()
+            self._discard()
             if not (yield from self._more()):
                 return None
 
-    def object(self, say: Callable[[str], None] | None) -> Steps[str | None]:
-        """The JSON object that comes next: passed to `say` as it arrives, else returned; None: it has no end."""
+    def object(self, emit: Callable[[str], None] | None) -> Steps[str | None]:
+        """Read the JSON object that comes next: passed to `emit` as it arrives, or returned; None: it does not end."""
         depth, inside, at = 0, False, self.at
         while True:
-            while found := (_IN_STRING if inside else _OUTSIDE).search(self._text, at):
-                at = found.end()
-                match found.group():
+            while match := (_IN_STRING if inside else _OUTSIDE).search(self._text, at):
+                at = match.end()
+                match match.group():
                     case "\\":
                         at += 1
                     case '"':
@@ -155,29 +155,29 @@ class Cursor:
                 if depth == 0:
                     text = self._text[self.at : at]
                     self.at = at
-                    if say is None:
+                    if emit is None:
                         return text
-                    say(text)
+                    emit(text)
                     return ""
             at = max(at, len(self._text))
-            if say is not None:
-                say(self._text[self.at :])
+            if emit is not None:
+                emit(self._text[self.at :])
                 at -= len(self._text)
                 self.at = len(self._text)
-                self._settle()
+                self._discard()
             if not (yield from self._more()):
                 self.at = len(self._text)
                 return None
 
     def string(self) -> Steps[str | None]:
-        """The JSON string that comes next; None: there is none."""
+        """Read the JSON string that comes next; None: there is none."""
         if (yield from self.peek()) != '"':
             return None
         at = self.at + 1
         while True:
-            while found := _IN_STRING.search(self._text, at):
-                at = found.end()
-                if found.group() == '"':
+            while match := _IN_STRING.search(self._text, at):
+                at = match.end()
+                if match.group() == '"':
                     text = self._text[self.at : at]
                     self.at = at
                     try:

@@ -1,9 +1,9 @@
-"""Token ids to text while they arrive; text that was returned is final.
+"""Turns token ids into text while they arrive; text that was returned is final.
 
-Three things are held back until they are settled: the bytes of an incomplete character, a run of byte-fallback
+Three things are held back until they are decided: the bytes of an incomplete character, a run of byte-fallback
 tokens (one wrong byte changes how the whole run decodes), and text that may be the beginning of a stop string.
-The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does not depend on how the ids were cut into
-pushes.  Must not know requests, nor why they end.
+The joined deltas equal `Tokenizer.decode` of all ids, and a stop match does not depend on how the ids were split into
+pushes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
-_MAX_UNSETTLED = 16  # most tokens that wait for the end of a character, in a decoder of unknown kind
+_MAX_HELD = 16  # limit of tokens held for the end of a character, with a decoder of unknown kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class StopHit:
 
 
 class _TextStream(Protocol):
-    """Settled text of ids that arrive in any portions; `rewind` goes back to a `mark`."""
+    """The final text of ids that arrive in portions; `rewind` goes back to a `mark`."""
 
     def feed(self, ids: Sequence[int]) -> str: ...
     def finish(self) -> str: ...
@@ -57,7 +57,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decode the new tokens after the last settled one, and subtract that one's text.
+    """For any other decoder: decode the new tokens together with the last final one, and subtract its text.
 
     How a token decodes depends on whether there is one before it (leading space), not on which.
     """
@@ -66,7 +66,7 @@ class _WindowStream:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special else frozenset()
         self._spaces = spaces
-        self._anchor: list[int] = []  # settled tokens whose text is not empty
+        self._anchor: list[int] = []  # final tokens whose text is not empty
         self._anchor_len = 0
         self._pending: list[int] = []
 
@@ -82,7 +82,7 @@ class _WindowStream:
         ready = len(self._pending)
         while ready and self._pending[ready - 1] in self._tokenizer.byte_ids:
             ready -= 1
-        return self._settle(ready, final=False) if ready else ""
+        return self._flush(ready, final=False) if ready else ""
 
     def _join_special(self, token: int) -> str:
         """One token; consecutive added tokens are joined without spaces."""
@@ -93,11 +93,11 @@ class _WindowStream:
             return text
         return self._extend([token])
 
-    def _settle(self, ready: int, final: bool) -> str:
+    def _flush(self, ready: int, final: bool) -> str:
         window = self._anchor + self._pending[:ready]
         text = self._decode(window)
         unfinished = not final and text.endswith("\ufffd") and not self._tokenizer.byte_ids
-        if unfinished and ready <= _MAX_UNSETTLED:
+        if unfinished and ready <= _MAX_HELD:
             return ""
         delta = text[self._anchor_len :]
         del self._pending[:ready]
@@ -113,7 +113,7 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def finish(self) -> str:
-        return self._settle(len(self._pending), final=True) if self._pending else ""
+        return self._flush(len(self._pending), final=True) if self._pending else ""
 
     def mark(self) -> Any:
         return self._anchor, self._anchor_len, list(self._pending)
@@ -150,11 +150,11 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._count = 0  # tokens pushed
         self._held = ""
-        self._floor = 0  # a match must end after this many characters of what is held
+        self._floor = 0  # a match must end after this many characters of the held text
         self.hit: StopHit | None = None
 
     def push(self, ids: Sequence[int], final: bool = False) -> tuple[str, StopHit | None]:
-        """Text that is settled now, and the stop match if this push completed one (later pushes return nothing).
+        """Text that is final now, and the stop match if this push completed one (later pushes return nothing).
 
         `final`: these are the last ids; nothing stays held.
         """
@@ -172,27 +172,26 @@ class Detokenizer:
 
     def _advance(self, ids: Sequence[int], final: bool) -> tuple[str, StopHit | None]:
         start = self._stream.mark()
-        settled = self._stream.feed(ids)
-        text = self._held + settled
+        text = self._held + self._stream.feed(ids)
         first, self._count = self._count, self._count + len(ids)
         if 0 < self._count <= self._min_tokens:
             self._floor = len(text)
         if final:
             text += self._stream.finish()
-        found = self._stop.find(text, self._floor)
-        if found is None:
+        match = self._stop.find(text, self._floor)
+        if match is None:
             cut = len(text) if final else self._stop.safe(text)
             self._held = text[cut:]
             self._floor = max(0, self._floor - cut)
             return text[:cut], None
-        begin, end = found
+        begin, end = match
         self._stream.rewind(start)
         index = first + self._completing(ids, end - len(self._held))
         self.hit = StopHit(text[begin:end], max(index, 0))
         return text[: end if self._include_stop else begin], self.hit
 
     def _completing(self, ids: Sequence[int], length: int) -> int:
-        """The index of the first of `ids` after which `length` characters are settled."""
+        """The index of the first of `ids` after which `length` characters are final."""
         for index, token in enumerate(ids):
             length -= len(self._stream.feed((token,)))
             if length <= 0:

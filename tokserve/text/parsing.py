@@ -1,10 +1,10 @@
 """Parses an answer's text into content, reasoning and tool calls while it arrives.
 
-One parser for streams and whole answers: it reads forward and waits where it needs to see more, so its output does not
-depend on how the text was cut into pushes.  Text that may be a marker, or the head of a call, is held until that is
-settled; a call is reported as soon as its name is known and its arguments begin.  What only looked like a call becomes
-content.  White space next to a marker belongs to the marker: templates insert it.  How a model's calls look is in a
-`ToolFormat`; must not know models, tokens or HTTP.
+Streams and whole answers use the same parser: it reads forward and waits for more text where it needs it, so its output
+does not depend on how the text was split into pushes.  Text that may be a marker, or the head of a call, is held until
+that is decided; a call is reported as soon as its name is known and its arguments begin.  Text that only resembled a
+call becomes content.  White space next to a marker belongs to the marker: templates insert it.  A `ToolFormat` says how
+a model writes calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SILENT = ("id", "type")  # keys of such a call that are ignored
 
 
 class Segment(NamedTuple):
-    """A piece of an answer.  "call": one begins, `text` is its name; "arguments": more JSON text of the last call."""
+    """A piece of an answer.  "call": the beginning of a call, by name; "arguments": more JSON of the last call."""
 
     kind: Kind
     text: str
@@ -39,7 +39,7 @@ class ToolFormat:
     `body`: "json" is an object with name and arguments, or a list of them; "named" is a name, an optional `separator`,
     and the arguments as an object; "xml" is `<function=NAME>` around `<parameter=KEY>` elements.  `bare`: calls may
     also come first without a marker, with ";" or nothing between them.  `frames`: the markers before and after all
-    calls, without a meaning.
+    calls, which are skipped.
     """
 
     name: str
@@ -51,13 +51,12 @@ class ToolFormat:
     frames: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
-        """All markers of the format."""
         return tuple(mark for mark in (*self.opens, self.closes, self.separator, *self.frames) if mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How a model marks its reasoning, which can only be first.  `assumed`: it is there even without `opens`."""
+    """How a model marks its reasoning, which can only come first.  `assumed`: it needs no `opens`."""
 
     name: str
     opens: str
@@ -65,24 +64,24 @@ class Thinking:
     assumed: bool = False
 
     def begun(self, prompt: str) -> bool:
-        """Whether an answer to a prompt that ends like this begins inside the reasoning."""
+        """Whether the answer to a prompt with this end begins inside the reasoning."""
         tail = prompt.rstrip()
         return tail.endswith(self.opens) or (self.assumed and not tail.endswith(self.closes))
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How answers to one request are read.
+class OutputFormat:
+    """How answers to one request are parsed.
 
     `functions`: the JSON schemas of the arguments by name.  `named`: the answer is only this function's arguments.
-    `most`: calls after so many are dropped.
+    `max_calls`: further calls are dropped.
     """
 
     tools: ToolFormat | None = None
     thinking: Thinking | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     named: str | None = None
-    most: int | None = None
+    max_calls: int | None = None
 
     def markers(self) -> tuple[str, ...]:
         """All markers that an answer may contain."""
@@ -90,11 +89,11 @@ class Reading:
         return (*(self.tools.markers() if self.tools else ()), *thinking)
 
 
-class _End(Enum):
-    """What became of a call."""
+class _CallStatus(Enum):
+    """The result of parsing a call."""
 
-    NONE = 0  # it is no call, and nothing was reported
-    BROKEN = 1  # it was reported, and is incomplete
+    NONE = 0  # not a call, and nothing was reported
+    BROKEN = 1  # reported, and incomplete
     WHOLE = 2
 
 
@@ -107,19 +106,19 @@ class Parser:
     `num_calls`: calls reported so far; `complete`: the last of them has all its arguments.
     """
 
-    def __init__(self, reading: Reading, *, inside: bool = False) -> None:
+    def __init__(self, output_format: OutputFormat, *, inside: bool = False) -> None:
         self.num_calls = 0
         self.complete = False
-        self._reading = reading
+        self._format = output_format
         self._inside = inside
         self._text = Cursor()
         self._out: list[Segment] = []
-        self._trim = False  # white space that comes now belongs to a marker
+        self._trim = False  # white space that follows belongs to a marker
         self._has_content = False
         self._steps = self._answer()
 
     def push(self, text: str, final: bool = False) -> list[Segment]:
-        """What is settled now.  `final`: this is the end of the answer."""
+        """The segments that are decided now.  `final`: this is the end of the answer."""
         self._text.push(text, final)
         next(self._steps, None)
         out, self._out = self._out, []
@@ -127,42 +126,42 @@ class Parser:
 
     # output
 
-    def _say(self, kind: Kind, text: str) -> None:
+    def _emit_text(self, kind: Kind, text: str) -> None:
         if self._trim:
             text = text.lstrip()
         if not text:
             return
         self._trim = False
         self._has_content |= kind == "content"
-        self._put(kind, text)
+        self._emit(kind, text)
 
-    def _put(self, kind: Kind, text: str) -> None:
-        most = self._reading.most
-        if kind in ("call", "arguments") and most is not None and self.num_calls > most:
+    def _emit(self, kind: Kind, text: str) -> None:
+        max_calls = self._format.max_calls
+        if kind in ("call", "arguments") and max_calls is not None and self.num_calls > max_calls:
             return
         self._out.append(Segment(kind, text))
 
     def _content(self, text: str) -> None:
-        self._say("content", text)
+        self._emit_text("content", text)
 
     def _arguments(self, text: str) -> None:
         if text:
-            self._put("arguments", text)
+            self._emit("arguments", text)
 
-    def _tell(self, name: str) -> None:
+    def _begin_call(self, name: str) -> None:
         self.num_calls += 1
         self.complete = False
-        self._put("call", name)
+        self._emit("call", name)
 
     # the answer
 
     def _answer(self) -> Steps[None]:
-        reading = self._reading
-        if reading.thinking is not None:
-            yield from self._reasoning(reading.thinking)
-        form = reading.tools
-        if reading.named is not None:
-            yield from self._only_arguments(reading.named)
+        output_format = self._format
+        if output_format.thinking is not None:
+            yield from self._reasoning(output_format.thinking)
+        form = output_format.tools
+        if output_format.named is not None:
+            yield from self._only_arguments(output_format.named)
         elif form is not None and form.bare:
             yield from self._bare_calls(form)
         if form is None:
@@ -171,7 +170,7 @@ class Parser:
         markers = Markers(*form.opens, *form.frames)
         while (marker := (yield from self._text.until(markers, self._content))) is not None:
             if marker in form.frames:
-                yield from self._leave()
+                yield from self._after_marker()
             else:
                 yield from self._marked_calls(form, marker)
 
@@ -183,7 +182,7 @@ class Parser:
             if not self._inside:
                 return
         self._trim = True
-        yield from self._text.until(Markers(thinking.closes), lambda text: self._say("reasoning", text))
+        yield from self._text.until(Markers(thinking.closes), lambda text: self._emit_text("reasoning", text))
         self._trim = True
 
     def _only_arguments(self, name: str) -> Steps[None]:
@@ -191,9 +190,9 @@ class Parser:
         if (yield from self._text.peek()) != "{":
             self._text.at = start
             return
-        self._tell(name)
+        self._begin_call(name)
         yield from self._streamed()
-        yield from self._leave()
+        yield from self._after_marker()
 
     def _bare_calls(self, form: ToolFormat) -> Steps[None]:
         while True:
@@ -207,7 +206,7 @@ class Parser:
             if first not in ("{", "["):
                 self._text.at = start
                 return
-            if (yield from self._calls(form)) is _End.NONE:
+            if (yield from self._calls(form)) is _CallStatus.NONE:
                 self._content(self._text.since(start))
                 return
             self._trim = not self._has_content
@@ -215,28 +214,28 @@ class Parser:
     def _marked_calls(self, form: ToolFormat, marker: str) -> Steps[None]:
         gap, start = self._text.gap, self._text.at
         end = yield from self._calls(form)
-        if end is _End.NONE:
+        if end is _CallStatus.NONE:
             self._content(gap + marker + self._text.since(start))
             return
-        if form.closes and end is _End.BROKEN:  # what is wrong with it is left out
-            found = yield from self._text.until(Markers(form.closes, *form.opens), lambda text: None)
-            if found in form.opens:
-                self._text.at -= len(found)
+        if form.closes and end is _CallStatus.BROKEN:  # skip the invalid rest
+            marker_found = yield from self._text.until(Markers(form.closes, *form.opens), lambda text: None)
+            if marker_found in form.opens:
+                self._text.at -= len(marker_found)
         elif form.closes:
             behind = self._text.at
             yield from self._text.peek()
             if (yield from self._text.literal(form.closes)) is None:
                 self._text.at = behind
-        yield from self._leave()
+        yield from self._after_marker()
 
-    def _leave(self) -> Steps[None]:
+    def _after_marker(self) -> Steps[None]:
         """After a marker: white space that ends the answer, or begins its content, is not part of the content."""
         self._trim = not self._has_content
         start = self._text.at
         if (yield from self._text.peek()):
             self._text.at = start
 
-    def _calls(self, form: ToolFormat) -> Steps[_End]:
+    def _calls(self, form: ToolFormat) -> Steps[_CallStatus]:
         first = yield from self._text.peek()
         if form.body == "xml":
             return (yield from self._element())
@@ -248,72 +247,72 @@ class Parser:
         before = self.num_calls
         while True:
             end = yield from self._json_call(form)
-            if end is not _End.WHOLE:
-                return self._wrong(before)
+            if end is not _CallStatus.WHOLE:
+                return self._broken_or_none(before)
             behind = yield from self._text.peek()
             if behind not in (",", "]"):
-                return _End.BROKEN
+                return _CallStatus.BROKEN
             self._text.at += 1
             if behind == "]":
-                return _End.WHOLE
+                return _CallStatus.WHOLE
 
-    def _wrong(self, before: int) -> _End:
-        return _End.BROKEN if self.num_calls > before else _End.NONE
+    def _broken_or_none(self, before: int) -> _CallStatus:
+        return _CallStatus.BROKEN if self.num_calls > before else _CallStatus.NONE
 
     # JSON
 
-    def _json_call(self, form: ToolFormat) -> Steps[_End]:
+    def _json_call(self, form: ToolFormat) -> Steps[_CallStatus]:
         """{"name": ..., "arguments": {...}} in any order."""
         if (yield from self._text.peek()) != "{":
-            return _End.NONE
+            return _CallStatus.NONE
         before, name, held = self.num_calls, "", ""
         mark = "{"
         while mark != "}":
             self._text.at += 1
             key = yield from self._text.string()
             if key is None or (yield from self._text.peek()) != ":":
-                return self._wrong(before)
+                return self._broken_or_none(before)
             self._text.at += 1
             if key == "name" and not name:
                 name = (yield from self._text.string()) or ""
-                if not name or (form.bare and name not in self._reading.functions):
-                    return self._wrong(before)
+                if not name or (form.bare and name not in self._format.functions):
+                    return self._broken_or_none(before)
             elif key in ARGUMENTS and not held:
                 if name and (yield from self._text.peek()) == "{":
-                    held = "told"
-                    self._tell(name)
+                    held = "reported"
+                    self._begin_call(name)
                     if not (yield from self._streamed()):
-                        return _End.BROKEN
+                        return _CallStatus.BROKEN
                 elif not (held := (yield from self._held_arguments())):
-                    return self._wrong(before)
+                    return self._broken_or_none(before)
             elif key not in SILENT or (yield from self._text.string()) is None:
-                return self._wrong(before)
+                return self._broken_or_none(before)
             mark = yield from self._text.peek()
             if mark not in (",", "}"):
-                return self._wrong(before)
+                return self._broken_or_none(before)
         self._text.at += 1
         if self.num_calls == before:
             if not name:
-                return _End.NONE
-            self._tell(name)
+                return _CallStatus.NONE
+            self._begin_call(name)
             self._arguments(held or "{}")
             self.complete = True
-        return _End.WHOLE
+        return _CallStatus.WHOLE
 
-    def _named_call(self, form: ToolFormat) -> Steps[_End]:
+    def _named_call(self, form: ToolFormat) -> Steps[_CallStatus]:
         """NAME, the separator, and {...}."""
         name = yield from self._text.word()
         if not name:
-            return _End.NONE
+            return _CallStatus.NONE
         if form.separator:
             yield from self._text.literal(form.separator)
         if (yield from self._text.peek()) != "{":
-            return _End.NONE
-        self._tell(name)
-        return _End.WHOLE if (yield from self._streamed()) else _End.BROKEN
+            return _CallStatus.NONE
+        self._begin_call(name)
+        return _CallStatus.WHOLE if (yield from self._streamed()) else _CallStatus.BROKEN
 
     def _held_arguments(self) -> Steps[str]:
-        """Arguments before the name, or as JSON text in a string, or null; "": they are not valid arguments."""
+        """Arguments before the name, or as JSON text in a string, or null; "" if they are not valid."""
         first = yield from self._text.peek()
         if first == "{":
             return (yield from self._text.object(None)) or ""
@@ -329,37 +328,37 @@ class Parser:
 
     # elements
 
-    def _element(self) -> Steps[_End]:
+    def _element(self) -> Steps[_CallStatus]:
         """<function=NAME>, <parameter=KEY> elements, </function>."""
         if (yield from self._text.literal("<function=")) is None:
-            return _End.NONE
+            return _CallStatus.NONE
         name = yield from self._text.word()
         if not name or (yield from self._text.literal(">")) is None:
-            return _End.NONE
-        properties = (self._reading.functions.get(name) or {}).get("properties")
+            return _CallStatus.NONE
+        properties = (self._format.functions.get(name) or {}).get("properties")
         before = "{"
         while True:
             yield from self._text.peek()
             mark = yield from self._text.literal("<parameter=", "</function>")
             if mark is None:
-                return _End.NONE if before == "{" else _End.BROKEN
+                return _CallStatus.NONE if before == "{" else _CallStatus.BROKEN
             key = ""
             if mark == "<parameter=":
                 key = yield from self._text.word()
                 if not key or (yield from self._text.literal(">")) is None:
-                    return _End.NONE if before == "{" else _End.BROKEN
+                    return _CallStatus.NONE if before == "{" else _CallStatus.BROKEN
             if before == "{":
-                self._tell(name)
+                self._begin_call(name)
             if not key:
                 self._arguments("{}" if before == "{" else "}")
                 self.complete = True
-                return _End.WHOLE
+                return _CallStatus.WHOLE
             self._arguments(f"{before}{_json(key)}: ")
             before = ", "
             yield from self._text.literal("\n")
             schema = properties.get(key) if isinstance(properties, dict) else None
             if not (yield from self._value(schema if isinstance(schema, dict) else {})):
-                return _End.BROKEN
+                return _CallStatus.BROKEN
 
     def _value(self, schema: dict[str, Any]) -> Steps[bool]:
         """Report a parameter's text as JSON: a string, unless its schema allows another type that it parses as."""

@@ -1,7 +1,4 @@
-"""Stop strings as one automaton (Aho-Corasick): what a search costs depends on the text, not on how many there are.
-
-Must not know tokens.
-"""
+"""Stop strings as one automaton (Aho-Corasick): the cost of a search depends on the text, not on their number."""
 
 from __future__ import annotations
 
@@ -30,7 +27,9 @@ class StopStrings:
         longest."""
         if not self._longest:
             return None
-        for last, length in self._automaton.iter(text, max(0, floor - self._longest + 1)):  # at a place, longest first
+        for last, length in self._automaton.iter(
+            text, max(0, floor - self._longest + 1)
+        ):  # longest first at each position
             if last >= floor:
                 return last + 1 - length, last + 1
         return None

@@ -1,8 +1,7 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json, without torch or transformers.
 
-The `tokenizers` library encodes and decodes; this file adds what a server needs besides: the special tokens and chat
-templates, which are spread over several JSON files, and the exact bytes of a single token.  Must not know requests,
-streams or messages.
+The `tokenizers` library encodes and decodes; this file adds the special tokens and chat templates, which are spread
+over several JSON files, and the exact bytes of a single token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokserve.errors import RequestError, StartError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG = 1 << 12  # ids that take a millisecond to decode
-SLACK = 4  # how much a normalizer may shorten a text
+SLACK = 4  # factor by which a normalizer may shorten a text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
@@ -100,19 +99,17 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """Text of the beginning-of-sequence token."""
         return self.special_tokens.get("bos_token")
 
     @property
     def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token."""
         return self.special_tokens.get("eos_token")
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token: a text of more bytes than this for each of n tokens has more than n tokens.
+        """Bytes of the longest token: a text of more than n times so many bytes has more than n tokens.
 
-        Where a normalizer may shorten the text, this is higher than that by `SLACK`.
+        Multiplied by `SLACK` where a normalizer may shorten the text.
         """
         added = {entry.content for entry in self._backend.get_added_tokens_decoder().values()}
         spelled = self._backend.get_vocab(with_added_tokens=False).keys() - added
@@ -120,11 +117,11 @@ class Tokenizer:
         longest = max(max(sizes, default=1), max(map(len, map(str.encode, added)), default=1))
         return longest if self.is_byte_level and self._backend.normalizer is None else longest * SLACK
 
-    def check_fits(self, text: str, context: int, field: str, least: int = 0) -> None:
-        """Raise `RequestError` naming `field` for a text of more bytes than `context` tokens can have, and `least`."""
-        if 4 * len(text) <= max(context, least):  # a character has at most 4 bytes, and a token at least one
+    def check_fits(self, text: str, context: int, field: str, min_bytes: int = 0) -> None:
+        """Raise `RequestError` naming `field` for a text of over `min_bytes` that `context` tokens cannot have."""
+        if 4 * len(text) <= max(context, min_bytes):  # a character has at most 4 bytes, and a token at least one
             return
-        bound = max(least, context * self.bytes_per_token)
+        bound = max(min_bytes, context * self.bytes_per_token)
         size = len(text) if len(text) > bound else len(text.encode("utf-8", "surrogatepass"))
         if size > bound:
             raise RequestError(
@@ -135,12 +132,12 @@ class Tokenizer:
 
     def id_of(self, token: str) -> int | None:
         """The id of the token spelled `token` in the vocabulary."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.  Raises RequestError for invalid Unicode."""
-        try:  # `encode` holds the interpreter's lock while it works; this does not, and takes half the time
+        try:  # `encode` would hold the interpreter's lock, and take twice the time
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             raise RequestError("text must be valid Unicode, but it holds half of a surrogate pair") from None
@@ -159,8 +156,8 @@ class Tokenizer:
 
     def spelling(self, token: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`), None if there is no such id."""
-        found: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
-        return found
+        text: str | None = self._backend.id_to_token(token) if 0 <= token < 1 << 32 else None
+        return text
 
     def token(self, token: int) -> str:
         """The text of one token inside a text; part of a character becomes U+FFFD."""
@@ -227,8 +224,8 @@ def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | Non
             case {"type": "Metaspace", "replacement": str(mark)}:
                 spelled = spelled.replace(mark, " ")
             case {"type": "ByteFallback"}:
-                found = _BYTE_TOKEN.fullmatch(spelled)
-                byte = bytes.fromhex(found[1]) if found else None
+                match = _BYTE_TOKEN.fullmatch(spelled)
+                byte = bytes.fromhex(match[1]) if match else None
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Strip", "stop": 0} if fused:
@@ -240,14 +237,14 @@ def _sentence_piece(spelled: str, decoders: list[dict[str, Any]]) -> bytes | Non
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`NAMED_TOKENS`, which may be strings or objects with a content."""
-    found = {}
+    named = {}
     for name in NAMED_TOKENS:
         value = config.get(name)
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[name] = value
-    return found
+            named[name] = value
+    return named
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
@@ -277,16 +274,16 @@ def _texts(value: Any) -> list[str]:
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     """The template files, or else tokenizer_config.json's template or list of named templates."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     paths = [("default", directory / "chat_template.jinja")]
     paths += [(path.stem, path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
     try:
-        found = {name: path.read_text(encoding="utf-8") for name, path in paths if path.is_file()}
+        templates = {name: path.read_text(encoding="utf-8") for name, path in paths if path.is_file()}
     except (OSError, ValueError) as error:
         raise StartError(f"a chat template of {directory} cannot be read: {error}") from error
     value = config.get("chat_template")
-    if not found and isinstance(value, list):
-        found = {str(entry["name"]): str(entry["template"]) for entry in value}
-    elif not found and isinstance(value, str):
-        found = {"default": value}
-    return found["default"] if list(found) == ["default"] else found or None
+    if not templates and isinstance(value, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in value}
+    elif not templates and isinstance(value, str):
+        templates = {"default": value}
+    return templates["default"] if list(templates) == ["default"] else templates or None

@@ -1,7 +1,7 @@
-"""GET /: the status page, one file (`page.html`) that uses this server's own routes only.
+"""GET /: the status page, one file (`status_page.html`) that uses only routes of this server.
 
-The Content-Security-Policy allows its one style and its one script by their hashes, so that no injected script can
-run.  The page holds no data: it requests what it shows with the API key that the user enters.
+The Content-Security-Policy allows its style and its script by their hashes, so that no injected script can run.  The
+page holds no data: it requests what it shows with the API key that the user enters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from starlette.responses import Response
 from tokserve.errors import NotFound
 from tokserve.server.serving import Serving
 
-FILE = Path(__file__).with_name("page.html")
+FILE = Path(__file__).with_name("status_page.html")
 
 
 @cache
-def _made() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers."""
+def _load() -> tuple[bytes, dict[str, str]]:
     text = FILE.read_text(encoding="utf-8")
     style, script = (_digest(text, tag) for tag in ("style", "script"))
     policy = (
@@ -48,5 +47,5 @@ async def page(serving: Serving, request: Request) -> Response:
     """GET /: the status page"""
     if not serving.config.server.ui:
         raise NotFound("there is no status page (--ui)", code="unknown_route")
-    text, headers = _made()
+    text, headers = _load()
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")

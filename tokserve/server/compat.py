@@ -1,9 +1,8 @@
-"""What becomes of the fields of the text routes that this server gives no effect, as data.
+"""Compatibility tables: the names of OpenAI and of other servers.
 
-A field that a body's model declares has an effect.  Of the others that OpenAI's or other servers' clients send, each is
-either *ignored*, because the answer is what it would be without it, and named in `X-Ignored-Fields`; or *refused*,
-because it would be another one.  Values that ask for nothing are neither.  A field that is not here is unknown.
-docs/fields.md is this table.
+A field that a body declares has an effect.  Other known fields of the text routes are *ignored* and named in
+`X-Ignored-Fields`, if the answer is the same without them, or *refused*, if it would differ.  Values without an effect
+are accepted.  Fields that are not in these tables are unknown.  docs/fields.md shows the tables of fields.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 
-class Field(NamedTuple):
-    """`idle`: values that ask for nothing; null is always one.  `note`: why, or what to send instead.
+class FieldRule(NamedTuple):
+    """`no_effect`: values without an effect; null is always one.  `note`: the reason, or what to send instead.
 
-    `strict`: ignored, but with --strict it is refused, because it asks for another text.
+    `strict`: refused with --strict, because the text would differ.
     """
 
     treatment: Literal["ignored", "refused"]
-    idle: tuple[Any, ...] = ()
+    no_effect: tuple[Any, ...] = ()
     note: str = ""
     strict: bool = False
 
 
-def _ignored(*idle: Any, note: str = "", strict: bool = False) -> Field:
-    return Field("ignored", idle, note, strict)
+def _ignored(*no_effect: Any, note: str = "", strict: bool = False) -> FieldRule:
+    return FieldRule("ignored", no_effect, note, strict)
 
 
-def _refused(*idle: Any, note: str = "") -> Field:
-    return Field("refused", idle, note)
+def _refused(*no_effect: Any, note: str = "") -> FieldRule:
+    return FieldRule("refused", no_effect, note)
 
 
-FieldTable = dict[str, Field]
+FieldTable = dict[str, FieldRule]
 
 VERBOSITY = _ignored("medium", note="no template reads it", strict=True)
-_TAG = "no user is told apart and nothing is stored"
+_TAG = "users are not distinguished and nothing is stored"
 _CACHE = "the prefix cache needs no hints"
 _OUTPUTS = "use structured_outputs"
 
@@ -80,7 +79,7 @@ OTHERS: FieldTable = {
 }
 TEXT: FieldTable = OPENAI | OTHERS
 _STATELESS = "nothing is stored, the whole conversation comes in input"
-# of /v1/responses: also what chat has by other names, and what it says about the prompt
+# of /v1/responses: also fields that chat has under other names, and those about the prompt
 RESPONSES: FieldTable = TEXT | {
     "access_programs": _ignored(),
     "add_generation_prompt": _refused(True),
@@ -106,13 +105,32 @@ RESPONSES: FieldTable = TEXT | {
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),
 }
-# of objects inside a body, by their path
+# fields of objects inside a body, by their path
 INNER: FieldTable = {
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
 }
+# names of structured outputs elsewhere, with the values that have no effect (null never has one)
+OTHER_NAMES: dict[str, tuple[Any, ...]] = {
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
+    "guided_decoding": (), "guided_decoding_backend": (), "guided_whitespace_pattern": (), "regex": (), "ebnf": (),
+    "json_schema": (),
+}  # fmt: skip
+# options inside structured_outputs, likewise
+IGNORED_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "disable_fallback": (False,), "structural_tag": (), "_backend": (), "_backend_was_auto": (False,),
+}  # fmt: skip
+# metrics that vLLM has, too
+VLLM_METRICS = frozenset({
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens",
+    "generation_tokens", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+})  # fmt: skip
 
 
-def idle(field: Field, value: Any) -> bool:
-    """Whether a value asks for nothing."""
-    return value is None or (type(value), value) in [(type(each), each) for each in field.idle]
+def has_no_effect(field: FieldRule, value: Any) -> bool:
+    """Whether a value has no effect."""
+    return value is None or (type(value), value) in [(type(no_effect), no_effect) for no_effect in field.no_effect]

@@ -1,7 +1,7 @@
-"""How request bodies arrive: bounds on the size, the time and the values of each, and on the memory of all together.
+"""Reads and decodes request bodies, with limits on size, time and values of one body and on the memory of all.
 
-Every POST route reads through here, so that limits and refusals are the same everywhere.  A body is bounded before it
-is decoded, because decoding holds the interpreter's lock and multiplies its size.  Must not know what the values mean.
+Every POST route reads its body here.  Limits are checked before a body is decoded, because decoding holds the
+interpreter's lock and multiplies its size.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from starlette.requests import Request
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
 from tokserve.server import body, errors
-from tokserve.server.watch import Gone
+from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.workers import off_loop
 
 Buffer = bytes | bytearray | memoryview
-HELD = "tokserve.body_memory"  # in the scope: bytes that the request's body counts for
-FREE = 1 << 18  # bytes of a body that do not count: small requests pass when large ones have used up the memory
-VALUE_BYTES = 32  # memory that a decoded value takes, about
-CONTAINER_VALUES = 8  # values that an object or a list counts as: they take as long to decode
-NAME_VALUES = 3  # and a name of an entry of an object, with its value
-COUNTED = 1 << 13  # bytes from which the values of a body are counted
+HELD = "tokserve.body_memory"  # key in the scope: bytes of memory counted for the request's body
+FREE = 1 << 18  # bytes of a body that are not counted: small requests pass when large ones use all the memory
+VALUE_BYTES = 32  # approximate memory of a decoded value
+CONTAINER_VALUES = 8  # an object or a list counts as so many values: it takes as long to decode
+NAME_VALUES = 3  # and an entry of an object as so many, with its name and value
+COUNTED = 1 << 13  # values are counted in bodies of at least so many bytes
 COUNTED_AT_ONCE = 1 << 20
-PATIENCE = 10  # times `body_timeout` that a whole body may take
+PATIENCE = 10  # a whole body may take so many times `body_timeout`
 RETRY_SECONDS = 2
 
 
-class Bodies:
-    """The bodies in memory, and the limits for each."""
+class BodyReader:
+    """Reads bodies within the limits, and counts the memory of all that are not released."""
 
     def __init__(self, limits: LimitsConfig, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -43,8 +43,8 @@ class Bodies:
     async def read(self, request: Request) -> Buffer:
         """The whole body.
 
-        Raises `TooLarge` once it is known to be too large, `TimedOut` if it does not arrive, `Overloaded` if there is
-        no memory left for it, `Gone` if the client leaves.
+        Raises `TooLarge` as soon as that is known, `TimedOut` if it does not arrive, `Overloaded` if there is no memory
+        left for it, `ClientDisconnected`.
         """
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity"):
@@ -55,13 +55,13 @@ class Bodies:
         length = request.headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()
-        held = _Pages(int(length) if length.isdigit() else 0)
-        whole = False
+        buffer = _BodyBuffer(int(length) if length.isdigit() else 0)
+        complete = False
         try:
-            async with asyncio.timeout(self._timeout) as patience:
-                read = await self._receive(request, held, patience)
-            whole = True
-            return read
+            async with asyncio.timeout(self._timeout) as timeout:
+                content = await self._receive(request, buffer, timeout)
+            complete = True
+            return content
         except TimeoutError:
             raise TimedOut(
                 f"the body did not arrive: no bytes for {self._timeout:g} s (--body-timeout), or not all of it in "
@@ -69,31 +69,31 @@ class Bodies:
                 code="body_timeout",
             ) from None
         finally:
-            if not whole:
-                held.clear()  # the error's traceback would keep them
+            if not complete:
+                buffer.clear()  # the error's traceback would keep the memory
 
-    async def _receive(self, request: Request, held: _Pages, patience: asyncio.Timeout) -> Buffer:
+    async def _receive(self, request: Request, buffer: _BodyBuffer, timeout: asyncio.Timeout) -> Buffer:
         loop = asyncio.get_running_loop()
         end = loop.time() + PATIENCE * self._timeout
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise ClientDisconnected
             piece: bytes = message.get("body", b"")
-            size = held.size + len(piece)
+            size = buffer.size + len(piece)
             if size > self._max_bytes:
                 raise self._too_large()
             if size > FREE:
                 self._hold(request, size)
-            if not (held.size or message.get("more_body", False)):
+            if not (buffer.size or message.get("more_body", False)):
                 return piece
-            held.add(piece)
+            buffer.add(piece)
             if not message.get("more_body", False):
-                return held.whole()
-            patience.reschedule(min(end, loop.time() + self._timeout))
+                return buffer.content()
+            timeout.reschedule(min(end, loop.time() + self._timeout))
 
     async def decode(self, request: Request, raw: Buffer) -> Any:
-        """The body as dictionaries and lists, by its content type."""
+        """The body as dictionaries and lists, decoded by its content type."""
         packed = body.is_msgpack(request)
 
         def work() -> Any:
@@ -104,7 +104,7 @@ class Bodies:
 
     async def load(self, request: Request) -> tuple[Any, int]:
         """The whole body as dictionaries and lists, and its size in bytes."""
-        body.is_msgpack(request)  # refuses other content types before it waits for a body
+        body.is_msgpack(request)  # refuses other content types before reading the body
         raw = await self.read(request)
         return await self.decode(request, raw), len(raw)
 
@@ -122,7 +122,7 @@ class Bodies:
         self._hold(request, len(raw) + VALUE_BYTES * values)
 
     def _hold(self, request: Request, size: int) -> None:
-        """Count a request's body as `size` bytes."""
+        """Count `size` bytes of memory for a request's body."""
         before = request.scope.get(HELD, 0)
         after = max(before, size - FREE)
         if self._held + after - before > self._max_held:
@@ -134,16 +134,16 @@ class Bodies:
         request.scope[HELD] = after
 
     def release(self, request: Request) -> None:
-        """The request's body is no longer needed; a second call does nothing."""
+        """Give back the memory counted for a request's body; a second call does nothing."""
         self._held -= request.scope.pop(HELD, 0)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body is larger than {self._max_bytes >> 20} MiB (--max-body-mb)", code="body_too_large")
 
 
-class _Pages:
-    """The part of a body that has arrived.  A large one has pages of its own: if its length was announced it is never
-    copied, and it leaves nothing behind."""
+class _BodyBuffer:
+    """The part of a body that has been received.  A large one is in mapped pages: not copied if its length was
+    announced, and returned to the system."""
 
     def __init__(self, announced: int) -> None:
         self.size = 0
@@ -152,7 +152,6 @@ class _Pages:
         self._pages: mmap.mmap | None = None
 
     def add(self, piece: bytes) -> None:
-        """Append."""
         size = self.size + len(piece)
         if self._pages is None and size <= FREE:
             self._small += piece
@@ -165,24 +164,22 @@ class _Pages:
 
     def _grow(self, size: int) -> None:
         """Move to `size` bytes of pages, which take no memory until they are written."""
-        before = self.whole()
+        before = self.content()
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages[: self.size] = before
         self._small, self._pages = bytearray(), pages
 
-    def whole(self) -> Buffer:
-        """All of it."""
+    def content(self) -> Buffer:
         return self._small if self._pages is None else memoryview(self._pages)[: self.size]
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._small.clear()
         if self._pages is not None:
             self._pages.close()
 
 
 def _json_values(raw: Buffer) -> int:
-    """About how many values there are; characters in strings count too, where they look like a value's end."""
+    """The approximate number of values; commas, colons and brackets within strings count too."""
     values = 0
     for start in range(0, len(raw), COUNTED_AT_ONCE):
         part = bytes(raw[start : start + COUNTED_AT_ONCE])
@@ -191,10 +188,10 @@ def _json_values(raw: Buffer) -> int:
     return values
 
 
-def _packed_values(raw: Buffer, most: int) -> int:
-    """How many values there are in msgpack, or a number above `most`; what is not msgpack ends the count."""
+def _packed_values(raw: Buffer, limit: int) -> int:
+    """The number of values in msgpack, or a number above `limit`; counting ends where it is not msgpack."""
     at = values = 0
-    while at < len(raw) and values <= most:
+    while at < len(raw) and values <= limit:
         kind = raw[at]
         values += 1
         if 0x80 <= kind < 0xA0 or 0xDC <= kind < 0xE0:
@@ -203,18 +200,18 @@ def _packed_values(raw: Buffer, most: int) -> int:
     return values
 
 
-_FIXED = {  # bytes after the first, of the kinds with a length of their own
+_FIXED = {  # types of fixed length: bytes after the first
     0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
     0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-_COUNTED = {  # of those with a length in the bytes that follow: how many bytes, and what comes besides
+_COUNTED = {  # types with a length field: its bytes, and further bytes
     0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1),
     0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0),
 }  # fmt: skip
 
 
 def _entries(raw: Buffer, at: int, kind: int) -> int:
-    """How many entries a map has; none for an array."""
+    """The number of entries of a map; 0 for an array."""
     if kind < 0x90:
         return kind - 0x80
     width = {0xDE: 2, 0xDF: 4}.get(kind, 0)
@@ -226,6 +223,6 @@ def _size_after(raw: Buffer, at: int, kind: int) -> int:
     if 0xA0 <= kind < 0xC0:
         return kind - 0xA0
     if kind in _COUNTED:
-        width, more = _COUNTED[kind]
-        return width + more + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
+        width, extra = _COUNTED[kind]
+        return width + extra + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
     return _FIXED.get(kind, 0)

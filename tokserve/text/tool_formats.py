@@ -1,7 +1,7 @@
-"""The formats in which models write tool calls and reasoning, and how a chat template shows which one a model uses.
+"""The formats in which models write tool calls and reasoning, and how to recognise the one of a chat template.
 
-A format is a row of a table, which `parsing` interprets.  The names are those of vLLM's parsers.  Must not know models
-by name: a template that can render a call in a conversation shows its format.
+A format is a row of a table, which `parsing` interprets.  The names are those of vLLM's parsers.  The format of a model
+is recognised by the call that its template renders in a conversation, not by the model's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from tokserve.errors import RequestError
 from tokserve.text.chat import ChatTemplate, Message
-from tokserve.text.parsing import Parser, Reading, Thinking, ToolFormat
+from tokserve.text.parsing import OutputFormat, Parser, Thinking, ToolFormat
 
 F = TypeVar("F", ToolFormat, Thinking)
 
@@ -33,10 +33,10 @@ TOOL_FORMATS = (
         separator="<｜tool▁sep｜>",  # noqa: RUF001
         frames=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # noqa: RUF001
     ),
-    # {"name": "f", "parameters": {"a": 1}} and nothing else, of a function that there is: Llama 3.1 to 3.3
+    # {"name": "f", "parameters": {"a": 1}} and nothing else, of a known function: Llama 3.1 to 3.3
     ToolFormat("llama3_json", opens=("<|python_tag|>",), bare=True),
 )
-# What "required" makes every model write: [{"name": "f", "parameters": {"a": 1}}]
+# The output of every model with "required": [{"name": "f", "parameters": {"a": 1}}]
 FORCED = ToolFormat("forced", bare=True)
 THINKING = (
     Thinking("qwen3", "<think>", "</think>"),
@@ -59,10 +59,10 @@ def named(table: tuple[F, ...], name: str) -> F:
 
 
 def recognise(template: ChatTemplate) -> ToolFormat | None:
-    """The format in which a template renders the calls of an earlier turn; None if it renders none, or is unknown."""
+    """The format in which a template renders calls of an earlier turn; None if it renders none, or is unknown."""
     tools = [{"type": "function", "function": FUNCTION}]
     try:
-        # an answer begins after the generation prompt, which however may end in a marker that begins like a call's
+        # an answer follows the generation prompt, which may end in a marker that begins like a call's
         question, prompt = (template.text([QUESTION], tools=tools, add_generation_prompt=g) for g in (False, True))
         history: list[Message] = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         whole = template.text(history, tools=tools, add_generation_prompt=False)
@@ -73,15 +73,17 @@ def recognise(template: ChatTemplate) -> ToolFormat | None:
 
 
 def _behind(prefix: str, whole: str) -> str:
-    """`whole` without the beginning that the two share."""
+    """`whole` without the common beginning."""
     return whole[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False))) :]
 
 
 def _reads(form: ToolFormat, turn: str) -> bool:
-    """Whether this format finds exactly the call in the turn."""
-    said = Parser(Reading(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(turn, final=True)
-    names = [text for kind, text in said if kind == "call"]
-    arguments = "".join(text for kind, text in said if kind == "arguments")
+    """Whether the turn, parsed in this format, has exactly the call."""
+    segments = Parser(OutputFormat(tools=form, functions={FUNCTION["name"]: FUNCTION["parameters"]})).push(
+        turn, final=True
+    )
+    names = [text for kind, text in segments if kind == "call"]
+    arguments = "".join(text for kind, text in segments if kind == "arguments")
     try:
         return names == [FUNCTION["name"]] and msgspec.json.decode(arguments) == ARGUMENTS
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
-"""The three kinds of request, and what is read from their replies.  Must not know sockets, clocks or statistics.
+"""Makes the requests of the three backends, and parses their replies.
 
-Only the fields that are measured are declared, so that the decoder skips the rest of a chunk (logprobs, say): the
-client must cost little beside the server.
+Only the measured fields are declared, so that the decoder skips the rest of a chunk (logprobs, say): the client shares
+the machine with the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATHS: dict[Backend, str] = {
 FAILED = ("error", "abort", "deadline")  # finish reasons of a request that was not served to its end
 
 
-class Delta(msgspec.Struct):
+class MessageText(msgspec.Struct):
     """A piece of a chat message, or all of it."""
 
     content: str | None = None
@@ -35,46 +35,46 @@ class Delta(msgspec.Struct):
         return self.content or self.reasoning_content or self.reasoning or ""
 
 
-class Choice(msgspec.Struct):
+class ReplyChoice(msgspec.Struct):
     """The union of the three routes' choices."""
 
     index: int = 0
     token_ids: list[int] | None = None
     text: str | None = None
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: MessageText | None = None
+    message: MessageText | None = None
     finish_reason: str | None = None
 
 
-class PromptDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+class ReplyPromptDetails(msgspec.Struct):
+    """usage.prompt_tokens_details."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReplyUsage(msgspec.Struct):
     """The server's own counts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: ReplyPromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
+class ReplyChunk(msgspec.Struct):
     """An event of a stream, or a whole reply."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ReplyChoice] = []
+    usage: ReplyUsage | None = None
     error: msgspec.Raw | None = None
 
 
 class BadReply(Exception):
-    """The reply is not what was asked for; the message says why."""
+    """The reply cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestShape:
-    """What all requests of a run have in common."""
+    """The common options of all requests of a run."""
 
     backend: Backend = "tokens"
     model: str = ""
@@ -120,17 +120,17 @@ class EventLines:
 
 
 @dataclass(slots=True)
-class Reply:
-    """One request's reply as it comes in.  Times are the caller's clock in seconds.
+class ReceivedReply:
+    """One request's reply while it arrives.  Times are the caller's clock in seconds.
 
     A delivery is an event in which a choice received tokens: `first` is the first of all, `gaps` the times between
-    deliveries of the same choice.  Over chat only text is seen: tokens without any in front of the first delay it.
+    deliveries of the same choice.  Over chat, tokens without text are not seen, so they delay `first`.
     """
 
     shape: RequestShape
     first: float | None = None
     gaps: list[float] = field(default_factory=list)
-    usage: Usage | None = None
+    usage: ReplyUsage | None = None
     counted: int = 0  # token ids received
     finished: dict[int, str] = field(default_factory=dict)
     output_ids: list[int] = field(default_factory=list)  # of choice 0
@@ -152,7 +152,7 @@ class Reply:
         for choice in chunk.choices:
             self._take_choice(choice, now)
 
-    def _take_choice(self, choice: Choice, now: float) -> None:
+    def _take_choice(self, choice: ReplyChoice, now: float) -> None:
         index, ids = choice.index, choice.token_ids or ()
         message = choice.delta or choice.message
         text = message.text() if message else choice.text or ""
@@ -176,7 +176,7 @@ class Reply:
         self._begun.setdefault(index, now)
 
     def check(self) -> None:
-        """Raise BadReply unless every choice came to a proper end."""
+        """Raise BadReply unless every choice was served to its end."""
         if len(self.finished) != self.shape.n:
             raise BadReply(f"the reply ended early: {len(self.finished)} of {self.shape.n} choices finished")
         if bad := [reason for reason in self.finished.values() if reason in FAILED]:
@@ -199,18 +199,18 @@ class Reply:
         return sum(self._latest[i] - self._begun[i] for i in self._begun) / later
 
 
-_DECODER = msgspec.json.Decoder(Chunk)
+_DECODER = msgspec.json.Decoder(ReplyChunk)
 
 
-class Memory:
-    """A conversation so far, in the form that the backend wants."""
+class ConversationHistory:
+    """A conversation so far, in the form of the backend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._messages: list[dict[str, str]] = []
         self._prompt: Prompt | None = None
 
-    def ask(self, new: Prompt) -> Any:
+    def next_prompt(self, new: Prompt) -> Any:
         """The whole prompt of the next turn, which adds `new`."""
         if self._backend == "openai-chat":
             self._messages.append({"role": "user", "content": str(new)})
@@ -220,8 +220,7 @@ class Memory:
         self._prompt = new if self._prompt is None else joined(self._prompt, new)
         return self._prompt
 
-    def hear(self, reply: Reply) -> None:
-        """Append choice 0 of the reply."""
+    def add_reply(self, reply: ReceivedReply) -> None:
         text = "".join(reply.output_text)
         if self._backend == "openai-chat":
             self._messages.append({"role": "assistant", "content": text})

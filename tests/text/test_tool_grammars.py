@@ -18,10 +18,10 @@ from tests.engine.grammars import Matcher
 from tokserve.engine.grammar import Compiler
 from tokserve.errors import RequestError
 from tokserve.params import StructuredOutputs
-from tokserve.text import forced
-from tokserve.text.formats import TOOL_FORMATS, named
-from tokserve.text.parsing import Parser, Reading
+from tokserve.text import tool_grammars
+from tokserve.text.parsing import OutputFormat, Parser
 from tokserve.text.tokenizer import Tokenizer
+from tokserve.text.tool_formats import TOOL_FORMATS, named
 
 EOS = "<|im_end|>"
 MARKERS = sorted({mark for form in TOOL_FORMATS for mark in form.markers()})
@@ -128,9 +128,9 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
 
 def either(marks: str, form: str, answer: dict[str, Any], **options: Any) -> StructuredOutputs:
     functions = options.pop("functions", FUNCTIONS)
-    made = forced.answer_or_calls(
+    made = tool_grammars.answer_or_calls(
         StructuredOutputs(**answer), named(TOOL_FORMATS, form), functions, tokenizer(marks),
-        **({"most": 16} | options),
+        **({"max_calls": 16} | options),
     )  # fmt: skip
     made.validate()
     return made
@@ -153,7 +153,7 @@ def follows(compiler: Compiler, marks: str, asked: StructuredOutputs, text: str)
 def calls(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls that are read."""
     content, found = "", []
-    for kind, part in Parser(Reading(named(TOOL_FORMATS, form), functions=FUNCTIONS)).push(text, final=True):
+    for kind, part in Parser(OutputFormat(named(TOOL_FORMATS, form), functions=FUNCTIONS)).push(text, final=True):
         if kind == "call":
             found.append((part, ""))
         elif kind == "arguments":
@@ -171,7 +171,7 @@ def test_calls_are_taken_as_the_model_writes_them(compilers: dict[str, Compiler]
         found = calls(form, text)[1]
         assert found == expected[: len(found)] and found
         assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text), text
-        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, most=1) == (len(found) == 1), text
+        assert takes(compilers[marks], marks, form, ANSWERS["json"][0], text, max_calls=1) == (len(found) == 1), text
         for wrong in (text.replace('"Oslo"', '"Rom"').replace("\nOslo", "\nRom"), text.replace("weather", "water")):
             assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], wrong), wrong
         assert not takes(compilers[marks], marks, form, ANSWERS["json"][0], '{"right": true}' + text)
@@ -236,27 +236,29 @@ ONE_CALL = {
 def test_beside_an_answer_there_are_at_most_so_many_calls(compilers: dict[str, Compiler], form: str) -> None:
     between = "; " if form == "llama3_json" else "\n"
     functions = {"cities": {"type": "object"}}
-    for most in (1, 2, 16):
+    for limit in (1, 2, 16):
         for count in (1, 2, 3, 16, 17):
             text = between.join([ONE_CALL[form]] * count)
-            taken = takes(compilers["text"], "text", form, ANSWERS["json"][0], text, most=most, functions=functions)
-            assert taken == (count <= most), (most, count)
+            taken = takes(
+                compilers["text"], "text", form, ANSWERS["json"][0], text, max_calls=limit, functions=functions
+            )
+            assert taken == (count <= limit), (limit, count)
 
 
 def test_a_forced_list_has_at_most_so_many_calls(compilers: dict[str, Compiler]) -> None:
     call = '{"name": "cities", "parameters": {}}'
-    for most in (1, 3, 16):
-        made = forced.list_of_calls({"cities": {"type": "object"}}, most=most).plain()
+    for limit in (1, 3, 16):
+        made = tool_grammars.list_of_calls({"cities": {"type": "object"}}, max_calls=limit).plain()
         for count in (1, 3, 4, 16, 17):
             text = f"[{', '.join([call] * count)}]"
-            assert follows(compilers["text"], "text", made, text) == (count <= most), (most, count)
+            assert follows(compilers["text"], "text", made, text) == (count <= limit), (limit, count)
 
 
 @pytest.mark.parametrize("marks", ["text", "added", "special"])
 @pytest.mark.parametrize("form", [name for name in NAMES if name != "llama3_json"])
 def test_calls_within_any_text(compilers: dict[str, Compiler], form: str, marks: str) -> None:
     def takes_text(text: str, parallel: bool = True) -> bool:
-        made = forced.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)
+        made = tool_grammars.text_or_calls(named(TOOL_FORMATS, form), FUNCTIONS, tokenizer(marks), parallel=parallel)
         return follows(compilers[marks], marks, made, text)
 
     other = "[ARGS]" if form in ("hermes", "qwen3_coder") else "</tool_call>"
@@ -309,8 +311,8 @@ def test_elements_that_may_be_strings_are_any_text(
     ("form", "functions", "why"),
     [
         ("qwen3_coder", {"f": {"anyOf": [{}]}}, "anyOf"), ("qwen3_coder", {"f": {"properties": []}}, "properties"),
-        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "no JSON schema"), ("hermes", {"a b": {}}, None),
-        ("qwen3_coder", {"f": {"\ud800": 1}}, "no JSON schema"),
+        ("qwen3_coder", {"f": {"properties": {"a": 5}}}, "not a JSON schema"), ("hermes", {"a b": {}}, None),
+        ("qwen3_coder", {"f": {"\ud800": 1}}, "not a JSON schema"),
         ("qwen3_coder", {"f": {"properties": {"a b": {}}}}, "'a b'"), ("mistral", {"a b": {}}, "'a b'"),
         ("qwen3_coder", {"f": {"properties": {"a": {"$ref": "#/properties/a"}}}}, "#/properties/a"),
         ("qwen3_coder", {"f": {"properties": {"a": ROUND}, "$defs": {"A": ROUND}}}, "'a' of 'f'"),
@@ -322,10 +324,12 @@ def test_elements_that_may_be_strings_are_any_text(
 def test_what_cannot_be_put_in_a_grammar(form: str, functions: dict[str, Any], why: str | None) -> None:
     def make() -> StructuredOutputs:
         answer = StructuredOutputs(json_object=True)
-        return forced.answer_or_calls(answer, named(TOOL_FORMATS, form), functions, tokenizer("text"), most=16)
+        return tool_grammars.answer_or_calls(
+            answer, named(TOOL_FORMATS, form), functions, tokenizer("text"), max_calls=16
+        )
 
     if why is None:
         assert make().kind == "grammar"
         return
-    with pytest.raises(forced.Unforceable, match=re.escape(why)):
+    with pytest.raises(tool_grammars.NotExpressible, match=re.escape(why)):
         make()

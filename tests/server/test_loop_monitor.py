@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokserve.server import workers
-from tokserve.server.stalls import Stalls
+from tokserve.server.loop_monitor import LoopMonitor
 
 
 def watched(work: Coroutine[Any, Any, None]) -> list[float]:
@@ -18,7 +18,7 @@ def watched(work: Coroutine[Any, Any, None]) -> list[float]:
     late: list[float] = []
 
     async def scene() -> None:
-        watching = asyncio.create_task(Stalls(late.append, 0.01).watch())
+        watching = asyncio.create_task(LoopMonitor(late.append, 0.01).watch())
         await asyncio.sleep(0.03)
         await asyncio.create_task(work, name="POST /somewhere")
         while not late or max(late) < 0.3:
@@ -57,7 +57,7 @@ def test_the_route_of_a_thread_that_holds_the_lock_is_named(caplog: pytest.LogCa
 
 def test_quiet_loops_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
-        watching = asyncio.create_task(Stalls(lambda late: None, 0.01).watch())
+        watching = asyncio.create_task(LoopMonitor(lambda late: None, 0.01).watch())
         await asyncio.sleep(0.1)
         watching.cancel()
 

@@ -1,7 +1,4 @@
-"""How large the reply to a request will be, as far as its parameters say before it is generated.
-
-Must not know routes: a route says what an alternative takes in its format.
-"""
+"""Estimates the size of a reply from the request's parameters, before anything is generated."""
 
 from __future__ import annotations
 
@@ -10,17 +7,17 @@ from collections.abc import Sequence
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
 
-OBJECT_BYTES = 96  # of JSON for a token with its logprob, or an alternative to it
+OBJECT_BYTES = 96  # JSON of a token with its logprob, or of an alternative, as an object
 COLUMN_BYTES = 24  # the same in columns
-TOKEN_BYTES = 16  # of JSON for an id and its text
+TOKEN_BYTES = 16  # JSON of an id and its text
 
 
 def reply_bytes(
     lengths: Sequence[int], params: SamplingParams, context: int, vocab_size: int, *,
     stream: bool, score_each: bool, entry_bytes: int,
 ) -> int:  # fmt: skip
-    """At most about how many bytes.  `lengths`: of the prompts, in tokens.  Of a stream only what comes at once counts:
-    the prompts' logprobs."""
+    """An upper estimate in bytes.  `lengths`: of the prompts, in tokens; `entry_bytes`: of a logprob in the reply's
+    format.  Of a stream only the prompts' logprobs count, which are sent at once."""
     repeats = params.n if score_each else 1
     total = 0
     for length in lengths:
@@ -44,13 +41,13 @@ def _width(top: int, vocab_size: int) -> int:
     return vocab_size if top == -1 else top
 
 
-def check(size: int, most: int, params: SamplingParams) -> None:
+def check(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `most` bytes."""
-    if size <= most:
+    if size <= limit:
         return
     at_fault = [name for name in ("prompt_logprobs", "logprobs") if getattr(params, name) is not None]
     raise RequestError(
-        f"the reply may have {size >> 20} MiB, and at most {most >> 20} are served (--max-reply-bytes): ask for fewer "
+        f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): ask for fewer "
         "choices, tokens or logprobs, for logprobs in columns, or for a stream",
         field=at_fault[-1] if at_fault else "n", code="reply_too_large",
     )  # fmt: skip

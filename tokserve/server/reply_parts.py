@@ -1,7 +1,7 @@
-"""A large reply is sent while it is made: its JSON has holes, which are filled one after the other.
+"""Encodes large replies in parts, while they are sent.
 
-What fills a hole is made when its turn has come, in a thread, and is gone when it has been sent, so a reply takes the
-memory of its columns and not of its JSON.  Must not know what the parts mean.
+A value is deferred: the JSON of the reply has a mark in its place, and the value is encoded in a thread when the bytes
+before it have been sent.  So a reply takes the memory of its columns, not that of its JSON.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokserve.server import body, workers
-from tokserve.server.watch import Gone, Watch
+from tokserve.server.disconnect import CancelOnDisconnect, ClientDisconnected
 
-MARK = b"\0"  # no JSON contains it
+MARK = b"\0"  # does not occur in JSON
 PART = 4096  # values in a part of a list: a few milliseconds of work
 
-Fill = Callable[[], Iterator[bytes]]
+PartEncoder = Callable[[], Iterator[bytes]]
 
 
-class Holes:
-    """The parts of one reply that are made later."""
+class DeferredParts:
+    """The deferred values of one reply."""
 
     def __init__(self) -> None:
-        self._fills: list[Fill] = []
+        self._encoders: list[PartEncoder] = []
 
-    def put(self, fill: Fill) -> Raw:
-        """A value whose JSON `fill` makes, in parts."""
-        self._fills.append(fill)
-        return Raw(MARK + str(len(self._fills) - 1).encode() + MARK)
+    def defer(self, encoder: PartEncoder) -> Raw:
+        """A placeholder for the value that `encoder` encodes."""
+        self._encoders.append(encoder)
+        return Raw(MARK + str(len(self._encoders) - 1).encode() + MARK)
 
-    def filled(self, json: bytes) -> Iterator[bytes]:
-        """The whole JSON, in parts."""
-        for place, part in enumerate(json.split(MARK)):
-            if place % 2:
-                yield from self._fills[int(part)]()
+    def encode(self, json: bytes) -> Iterator[bytes]:
+        """The JSON of the reply, in parts; `json` has the placeholders."""
+        for index, part in enumerate(json.split(MARK)):
+            if index % 2:
+                yield from self._encoders[int(part)]()
             else:
                 yield part
 
 
-def whole(make: Callable[[], Any]) -> Fill:
-    """A value in one part."""
+def single_part(make: Callable[[], Any]) -> PartEncoder:
+    """Encodes the value that `make` returns, in one part."""
 
     def fill() -> Iterator[bytes]:
         yield body.encode_json(make())
@@ -52,8 +52,8 @@ def whole(make: Callable[[], Any]) -> Fill:
     return fill
 
 
-def listed(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Iterator[bytes]:
-    """A list of `count` entries of about `width` values, in parts; `make` makes those from one place to another."""
+def encode_list(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Iterator[bytes]:
+    """Encode a list of `count` entries of about `width` values; `make(begin, end)` returns some of them."""
     step = max(1, PART // (width + 1))
     yield b"["
     for start in range(0, count, step):
@@ -62,8 +62,8 @@ def listed(count: int, width: int, make: Callable[[int, int], list[Any]]) -> Ite
     yield b"]"
 
 
-class FilledReply(Response):
-    """A 200 with JSON that is made while it is sent.  A client that disconnects ends it."""
+class PartedResponse(Response):
+    """A 200 whose JSON is encoded while it is sent.  Ends when the client disconnects."""
 
     def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str]) -> None:
         self.background = None
@@ -74,16 +74,16 @@ class FilledReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with Watch(receive):
+            async with CancelOnDisconnect(receive):
                 while part := await workers.run(workers.LARGE, partial(_joined, self._parts)):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except Gone:
+        except ClientDisconnected:
             pass
 
 
 def _joined(parts: Iterator[bytes], size: int = 1 << 16) -> bytes:
-    """The next parts together, of `size` bytes or more; b"" at the end."""
+    """The next parts, joined to at least `size` bytes; b"" at the end."""
     joined = bytearray()
     for part in parts:
         joined += part

@@ -5,15 +5,15 @@ import pytest
 
 from tests.server.test_logprobs import columns
 from tokserve.client.outputs import Logprobs
-from tokserve.server import columns as read
 from tokserve.server import logprobs
+from tokserve.server import logprobs_parser as read
 
 
 def back(row: Logprobs, own: int, top: int, named: tuple[int, ...] = ()) -> tuple[list[int], list[float]]:
     written = {"content": [{"token_id": entry.token_id, "logprob": entry.logprob, "rank": entry.rank, "top_logprobs": [
         {"token_id": other.token_id, "logprob": other.logprob, "rank": other.rank} for other in entry.top_logprobs]}
         for entry in logprobs.objects(row, [own], top).content]}  # fmt: skip
-    found = read.output(written, [own], top, named, "logprobs")
+    found = read.parse_output(written, [own], top, named, "logprobs")
     return np.frombuffer(found.top_ids, "<i4").tolist(), np.frombuffer(found.top_logprobs, "<f4").tolist()
 
 

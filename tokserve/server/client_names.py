@@ -1,7 +1,7 @@
-"""Which client a request is from: the API key that it carries, or the address that it comes from.
+"""Names the client of a request, by its API key or its address.
 
-Clients are served in turns.  An address is that of the connection, unless the operator names a header that the reverse
-proxy in front sets: anybody can send a header.  Must not know routes, nor whether a key is right.
+The engine serves clients in turns.  The address is that of the connection, or comes from a header that the operator
+has named (`--client-header`) and a reverse proxy sets: any client can send a header.  Keys are checked in `auth`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 from tokserve.config import ServerConfig
 
-PEER = "tokserve.peer"  # in the scope: the address at the other end of the connection, None for a Unix socket
-NETWORK = 64  # bits of an IPv6 address that one client is assigned
-LONGEST = 64  # characters of a name that is not an address
+PEER = "tokserve.peer"  # key in the scope: the peer's address, None for a Unix socket
+NETWORK = 64  # bits of the IPv6 network that is counted as one client
+LONGEST = 64  # limit of characters of a name that is not an address
 
 
-class Clients:
-    """See the module."""
+class ClientNames:
+    """Names clients by the server's options."""
 
     def __init__(self, server: ServerConfig) -> None:
-        self._by_key = bool(server.api_key)  # then every request carries a key that is right
+        self._by_key = bool(server.api_key)  # then `auth` has checked the key of every request
         self._header = (
             None if server.client_header is None else server.client_header.lower().encode("latin-1", "replace")
         )
 
     def name(self, scope: Mapping[str, Any]) -> str:
-        """The client's name; "" if nothing tells it from others.  It holds no key."""
+        """The client's name, which does not contain its key; "" for an unknown client."""
         if self._by_key:
             key = _header(scope, b"authorization").partition(b" ")[2].strip()
             if key:
@@ -41,12 +41,12 @@ class Clients:
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> bytes:
-    """The last header of this name: the one that is nearest to the proxy."""
-    return next((bytes(value) for given, value in reversed(scope["headers"]) if given == name), b"")
+    """The last header of this name, which the nearest proxy has set."""
+    return next((bytes(value) for header, value in reversed(scope["headers"]) if header == name), b"")
 
 
 def _network(text: str) -> str:
-    """The address, of IPv6 the network; other names are cut."""
+    """An IPv4 address, an IPv6 network, or another name, truncated."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -1,6 +1,6 @@
-"""--log-requests: a line when a request is accepted or refused, and a line when it ends.
+"""--log-requests: logs a line when a request is accepted or refused, and a line when it ends.
 
-Counts and times, never prompts or outputs.  `log` adds the request's id.
+The lines have counts and times, never prompts or outputs.  `log` adds the request's id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokserve.server.generation import Generation
 logger = logging.getLogger(__name__)
 
 
-class Journal:
-    """The observer of one request that logs it."""
+class RequestLog:
+    """Observes one request and logs it."""
 
     def __init__(self) -> None:
         self._generation: Generation | None = None
@@ -26,17 +26,16 @@ class Journal:
         self._queued = self._first = self._total = 0.0
 
     def accepted(self, generation: Generation, params: SamplingParams) -> None:
-        """Log the beginning."""
         self._generation = generation
         usage = generation.usage()
-        _say(
+        _log_event(
             "accepted", prompts=len(generation.streams), prompt_tokens=usage.prompt_tokens, n=params.n,
             max_tokens=params.max_tokens,
         )  # fmt: skip
 
     def refused(self, error: RequestError) -> None:
-        """Log a refusal; nothing else is logged for the request."""
-        _say("refused", status=error.status, code=error.code, field=error.field)
+        """Log a refusal, the only line of the request."""
+        _log_event("refused", status=error.status, code=error.code, field=error.field)
 
     def finished(self, completion: ChoiceOutput, prompt_tokens: int, output_tokens: int) -> None:
         """Count for the last line."""
@@ -50,19 +49,19 @@ class Journal:
         self._reasons[cause] += count
 
     def closed(self) -> None:
-        """Log the end: why the choices ended, tokens, and the engine's times in seconds from arrival: to the last slot,
-        the first token and the last end of any choice."""
+        """Log the end: why the choices ended, numbers of tokens, and the engine's times in seconds from arrival: until
+        the last choice got a slot, the first token came, and the last choice ended."""
         if self._generation is None:
             return
         usage = self._generation.usage()
-        _say(
+        _log_event(
             "ended", reasons=dict(self._reasons), prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens, output_tokens=usage.completion_tokens,
             queued=round(self._queued, 6), first_token=round(self._first, 6), total=round(self._total, 6),
         )  # fmt: skip
 
 
-def _say(event: str, **fields: Any) -> None:
+def _log_event(event: str, **fields: Any) -> None:
     words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)
     logger.info("request %s: %s", event, words, extra={"fields": {"event": f"request_{event}"} | fields})
 

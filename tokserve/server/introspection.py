@@ -1,4 +1,4 @@
-"""Routes that observe the server and change nothing: health, models, version, metrics, load, configuration."""
+"""Read-only routes: health, readiness, models, version, metrics, load, configuration, OpenAPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 import tokserve
-from tokserve.errors import EngineDead, NotFound, RequestError
+from tokserve.errors import EngineDead, NotFound, invalid
 from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
@@ -22,8 +22,8 @@ FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
 
 
-class Model(msgspec.Struct):
-    """A served model, as OpenAI lists it."""
+class ModelCard(msgspec.Struct):
+    """A model or adapter in OpenAI's form."""
 
     id: str
     created: int
@@ -35,13 +35,13 @@ class Model(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """All names the server answers to."""
+    """All models and adapters of the server."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: str = "list"
 
 
-# what keeps the server from serving: the first that holds is reported, or else the engine's state
+# conditions under which the server does not serve; /ready reports the first that holds, or else the engine's state
 CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
     ("dead", lambda serving: serving.llm.dead is not None),
     ("restarting", lambda serving: serving.llm.down is not None),
@@ -52,7 +52,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Serving], bool]], ...] = (
 
 
 class Readiness(msgspec.Struct):
-    """ready, updating (new weights arrive while the old ones serve), or why new requests are not served."""
+    """ready, updating (weights are being transferred while the current ones serve), or why requests are not served."""
 
     status: str
 
@@ -70,7 +70,7 @@ async def health(serving: Serving, request: Request) -> Response:
     """GET /health: 200 while the engine is alive and not hung; `?deep=1` asks the engine itself"""
     _check_alive(serving)
     if request.query_params.get("deep", "0").lower() not in ("0", "false", ""):
-        await serving.probe("check", DEEP_SECONDS)  # of the KV accounting
+        await serving.probe("check", DEEP_SECONDS)  # checks the accounting of KV blocks
     return body.reply(request, {})
 
 
@@ -105,12 +105,12 @@ async def model(serving: Serving, request: Request) -> Response:
     return body.reply(request, _model(serving, name))
 
 
-def _model(serving: Serving, name: str) -> Model:
-    created, length = serving.place.created, serving.llm.ready.max_model_len
+def _model(serving: Serving, name: str) -> ModelCard:
+    created, length = serving.api_process.created, serving.llm.ready.max_model_len
     if name in serving.names:
-        return Model(name, created, serving.config.model.model, length)
+        return ModelCard(name, created, serving.config.model.model, length)
     path = next((adapter.path for adapter in serving.llm.status.adapters if adapter.name == name), name)
-    return Model(name, created, path, length, parent=serving.name)
+    return ModelCard(name, created, path, length, parent=serving.name)
 
 
 async def load(serving: Serving, request: Request) -> Response:
@@ -122,25 +122,25 @@ async def load(serving: Serving, request: Request) -> Response:
     )
 
 
-async def scrape(serving: Serving, request: Request) -> Response:
+async def prometheus_metrics(serving: Serving, request: Request) -> Response:
     """GET /metrics"""
     await serving.llm.refresh(FRESH_SECONDS)
     return Response(serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
 
-async def about(serving: Serving, request: Request) -> Response:
+async def configuration(serving: Serving, request: Request) -> Response:
     """GET /server_info: the resolved configuration without its secrets, and the facts of the start"""
-    wanted = request.query_params.get("config_format")
-    if wanted not in (None, "json", "text"):
-        raise RequestError("config_format must be json or text", field="config_format")
-    config, status = _shown(serving.config), serving.llm.status
-    theirs = {} if wanted is None else {"vllm_config": _as_vllm(serving, config, wanted)}
+    config_format = request.query_params.get("config_format")
+    if config_format not in (None, "json", "text"):
+        raise invalid("config_format", "must be json or text")
+    config, status = _without_secrets(serving.config), serving.llm.status
+    vllm_config = {} if config_format is None else {"vllm_config": _as_vllm(serving, config, config_format)}
     return body.reply(
         request,
         {
             "config": config,
-            **theirs,
-            "api_server": serving.place.index,
+            **vllm_config,
+            "api_server": serving.api_process.index,
             "facts": serving.llm.ready.facts,
             "adapters": {adapter.name: adapter.generation for adapter in status.adapters},
             "engine": {name: getattr(serving.llm.ready, name) for name in ENGINE_FIELDS}
@@ -153,8 +153,8 @@ async def about(serving: Serving, request: Request) -> Response:
     )  # fmt: skip
 
 
-def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
-    """The configuration under the names that vLLM's clients read from its `VllmConfig`."""
+def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
+    """The configuration under the names of vLLM's `VllmConfig`, which its clients read."""
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
     named = {
         "model_config": config["model"] | {"dtype": f"torch.{config['model']['dtype']}"},
@@ -163,23 +163,23 @@ def _as_vllm(serving: Serving, config: dict[str, Any], wanted: str) -> Any:
         "parallel_config": alone,
         "weight_transfer_config": config["weights"]["weight_transfer_config"],
     }
-    return named if wanted == "json" else str(named)
+    return named if config_format == "json" else str(named)
 
 
-def _shown(config: Any) -> dict[str, Any]:
+def _without_secrets(config: Any) -> dict[str, Any]:
     groups: dict[str, Any] = msgspec.to_builtins(config)
     for name in ("api_key", "admin_api_key"):
         groups["server"][name] = len(groups["server"][name] or [])
     return groups
 
 
-async def describe(serving: Serving, request: Request) -> Response:
+async def openapi_schema(serving: Serving, request: Request) -> Response:
     """GET /openapi.json"""
     return body.reply(request, request.app.openapi())
 
 
-async def no_text(serving: Serving, request: Request) -> Response:
-    """404, for the text routes of a tokens-only server"""
+async def refuse_text_route(serving: Serving, request: Request) -> Response:
+    """404: the text routes of a tokens-only server"""
     raise NotFound(
         f"{request.url.path} needs a tokenizer, and this is a tokens-only server (--tokens-only): "
         "send token ids to /inference/v1/generate",

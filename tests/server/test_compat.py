@@ -1,6 +1,6 @@
 """What becomes of each field of the text routes: the table, the documentation of it, and that the routes keep to it.
 
-`python -m tests.server.test_fields` writes the tables of docs/fields.md anew.
+`python -m tests.server.test_compat` writes the tables of docs/fields.md anew.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from openai.resources.responses import Responses as SdkResponses
 from pydantic import BaseModel
 
 from tests.server.fake_llm import Site, says, site
-from tokserve.server import fields, structured
-from tokserve.server.fields import Field
+from tokserve.server import compat
+from tokserve.server.compat import FieldRule
 from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
 
 DOCS = Path(__file__).parents[2] / "docs" / "fields.md"
@@ -38,14 +38,14 @@ OPENAI = {
 }
 
 
-def treatment(route: str, name: str) -> Field | None:
+def treatment(route: str, name: str) -> FieldRule | None:
     """None: the field has an effect, or is not known."""
     body = ROUTES[route][0]
     outer = name.partition(".")[0]
-    if name in fields.INNER:
-        return fields.INNER[name] if outer in body.model_fields else None
-    if name in structured.OTHER_NAMES:
-        return Field("refused", structured.OTHER_NAMES[name], "use structured_outputs")
+    if name in compat.INNER:
+        return compat.INNER[name] if outer in body.model_fields else None
+    if name in compat.OTHER_NAMES:
+        return FieldRule("refused", compat.OTHER_NAMES[name], "use structured_outputs")
     return None if name in body.model_fields else body.others.get(name)
 
 
@@ -67,7 +67,7 @@ def inner_fields(body: type[RequestBody]) -> list[str]:
 
 
 def names(*, of_openai: bool) -> list[str]:
-    every = {*fields.INNER, *structured.OTHER_NAMES}
+    every = {*compat.INNER, *compat.OTHER_NAMES}
     for body, _ in ROUTES.values():
         every |= {*body.model_fields, *body.others}
     return sorted(name for name in every if (name.partition(".")[0] in OPENAI) == of_openai)
@@ -78,7 +78,7 @@ def table(*, of_openai: bool) -> str:
     for name in names(of_openai=of_openai):
         known = [found for route in ROUTES if (found := treatment(route, name)) is not None]
         notes = list(dict.fromkeys(found.note for found in known if found.note))
-        values = dict.fromkeys(json.dumps(value) for found in known for value in found.idle)
+        values = dict.fromkeys(json.dumps(value) for found in known for value in found.no_effect)
         if values:
             notes.append(f"asks for nothing: {', '.join(f'`{value}`' for value in values)}")
         if any(found.strict for found in known):
@@ -98,7 +98,7 @@ def documented(text: str) -> str:
 
 def test_the_documented_table_is_the_one_in_the_code() -> None:
     text = DOCS.read_text()
-    assert documented(text) == text, "python -m tests.server.test_fields writes it anew"
+    assert documented(text) == text, "python -m tests.server.test_compat writes it anew"
 
 
 def test_every_field_that_openais_sdk_can_send_is_in_the_table() -> None:
@@ -109,9 +109,9 @@ def test_every_field_that_openais_sdk_can_send_is_in_the_table() -> None:
 
 def test_a_field_is_declared_or_in_the_table_and_never_both() -> None:
     for body, _ in ROUTES.values():
-        assert not body.others.keys() & {name for name in body.model_fields if name not in fields.TEXT}
+        assert not body.others.keys() & {name for name in body.model_fields if name not in compat.TEXT}
     for body in (ChatBody, CompletionBody, ResponsesBody):
-        assert not fields.INNER.keys() & set(inner_fields(body))
+        assert not compat.INNER.keys() & set(inner_fields(body))
 
 
 ODD = {"a": 1}  # a value that no field has as one that asks for nothing
@@ -131,7 +131,7 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
         if found is None:
             continue
         for server in (lenient, strict):
-            for value in (None, *found.idle):
+            for value in (None, *found.no_effect):
                 answer = ask(server, route, name, value)
                 assert answer.status_code == 200, (name, value, answer.text)
                 assert "x-ignored-fields" not in answer.headers, (name, value)

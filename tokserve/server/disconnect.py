@@ -1,4 +1,4 @@
-"""Cancels the work for a request when its client disconnects.  Must not know what the work is."""
+"""Cancels the work for a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import asyncio
 from starlette.types import Receive
 
 
-class Gone(Exception):
-    """The client has disconnected; nobody reads the response."""
+class ClientDisconnected(Exception):
+    """The client has disconnected: a response would not be read."""
 
 
-class Watch:
-    """`async with Watch(receive): ...` cancels its body when the client disconnects, and then raises `Gone`."""
+class CancelOnDisconnect:
+    """`async with CancelOnDisconnect(receive): ...` cancels its body when the client disconnects, and raises
+    `ClientDisconnected`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._gone = False
+        self._disconnected = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -28,10 +29,10 @@ class Watch:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._disconnected = True
         self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watcher.cancel()
-        if self._gone and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise Gone
+        if self._disconnected and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise ClientDisconnected

@@ -8,14 +8,14 @@ import pytest
 
 from tests.server.fake_llm import site
 from tokserve.config import ServerConfig
-from tokserve.server.clients import LONGEST, PEER, Clients
+from tokserve.server.client_names import LONGEST, PEER, ClientNames
 
 GENERATE = "/inference/v1/generate"
 
 
 def name(peer: str | None = "10.0.0.1", *headers: tuple[str, str], **options: Any) -> str:
     scope = {PEER: peer, "headers": [(key.lower().encode(), value.encode()) for key, value in headers]}
-    return Clients(ServerConfig(**options)).name(scope)
+    return ClientNames(ServerConfig(**options)).name(scope)
 
 
 def test_an_address_is_a_client() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from tests.server.fake_llm import byte_tokenizer
 from tests.text.tool_templates import SHOWS, UNKNOWN
-from tokserve.text import formats
+from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
-from tokserve.text.parsing import Parser, Reading
+from tokserve.text.parsing import OutputFormat, Parser
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 QUESTION = [{"role": "user", "content": "1+1?"}]
@@ -26,26 +26,26 @@ def template(source: str) -> ChatTemplate:
 
 @pytest.mark.parametrize(("name", "source"), SHOWS)
 def test_a_template_shows_its_format(name: str, source: str) -> None:
-    found = formats.recognise(template(source))
+    found = tool_formats.recognise(template(source))
     assert found is not None and found.name == name
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_template_that_shows_none_that_is_known(kind: str) -> None:
-    assert formats.recognise(template(UNKNOWN[kind])) is None
+    assert tool_formats.recognise(template(UNKNOWN[kind])) is None
 
 
 @pytest.mark.parametrize(("name", "source"), SHOWS)
 def test_calls_that_a_template_writes_are_read_back(name: str, source: str) -> None:
     """What a client sends back as history is what it was told, so the next prompt begins with the last answer."""
-    chat, form = template(source), formats.named(formats.TOOL_FORMATS, name)
+    chat, form = template(source), tool_formats.named(tool_formats.TOOL_FORMATS, name)
     calls = CALLS[:1] if name == "llama3_json" else CALLS  # whose template shows one
     turn = {"role": "assistant", "content": None, "tool_calls": calls}
     prompt = chat.text(QUESTION, tools=TOOLS, add_generation_prompt=False)
     whole = chat.text([*QUESTION, turn], tools=TOOLS, add_generation_prompt=False)
     assert whole.startswith(prompt)
     answer = whole[len(prompt) :].replace("<|start_header_id|>assistant<|end_header_id|>\n\n", "")
-    reading = Reading(form, functions={"add": TOOLS[0]["function"]["parameters"]})  # type: ignore[index]
+    reading = OutputFormat(form, functions={"add": TOOLS[0]["function"]["parameters"]})  # type: ignore[index]
     said = Parser(reading).push(answer, final=True)
     told = [text for kind, text in said if kind == "call"]
     arguments = "".join(text if kind == "arguments" else "\n" for kind, text in said if kind in ("call", "arguments"))

@@ -12,14 +12,14 @@ from starlette.requests import Request
 
 from tokserve.config import LimitsConfig
 from tokserve.errors import Overloaded, RequestError, TimedOut, TooLarge
-from tokserve.server.bodies import FREE, HELD, Bodies
-from tokserve.server.watch import Gone
+from tokserve.server.body_reader import FREE, HELD, BodyReader
+from tokserve.server.disconnect import ClientDisconnected
 
 MIB = 1 << 20
 
 
-def bodies(**limits: Any) -> Bodies:
-    return Bodies(LimitsConfig(**limits), 64 * MIB)
+def bodies(**limits: Any) -> BodyReader:
+    return BodyReader(LimitsConfig(**limits), 64 * MIB)
 
 
 def request(pieces: list[bytes], *, ends: bool = True, packed: bool = False, announced: bool = False) -> Request:
@@ -70,7 +70,7 @@ def test_a_client_that_leaves() -> None:
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    with pytest.raises(Gone):
+    with pytest.raises(ClientDisconnected):
         asyncio.run(bodies().read(Request({"type": "http", "headers": []}, receive)))
 
 

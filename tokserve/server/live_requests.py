@@ -1,4 +1,4 @@
-"""GET /inference/v1/requests: the requests of all API processes that have not ended, for the status page."""
+"""GET /inference/v1/requests: the requests in flight of all API processes, for the status page."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokserve.errors import RequestError
+from tokserve.errors import invalid
 from tokserve.server import body
 from tokserve.server.serving import Serving
 
-SHOWN, MOST = 100, 10_000
+DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
 class LiveRequest(msgspec.Struct):
-    """One HTTP request; counts are over its choices that have not ended, times in seconds."""
+    """One HTTP request; counts are over its choices that have not ended, times are in seconds."""
 
     request_id: str
     group_id: str | None
@@ -38,10 +38,10 @@ class LiveRequests(msgspec.Struct):
     requests: list[LiveRequest]
 
 
-async def requests(serving: Serving, request: Request) -> Response:
+async def list_requests(serving: Serving, request: Request) -> Response:
     """GET /inference/v1/requests: live requests, oldest first, at most `?limit=`"""
-    limit = request.query_params.get("limit", str(SHOWN))
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MOST):
-        raise RequestError(f"limit must be 0 to {MOST}", field="limit")
-    found = await serving.llm.call("requests", limit=int(limit))
-    return body.reply(request, msgspec.convert(found, LiveRequests))
+    limit = request.query_params.get("limit", str(DEFAULT_LIMIT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and int(limit) <= MAX_LIMIT):
+        raise invalid("limit", f"must be 0 to {MAX_LIMIT}")
+    reply = await serving.llm.call("requests", limit=int(limit))
+    return body.reply(request, msgspec.convert(reply, LiveRequests))

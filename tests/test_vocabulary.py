@@ -1,0 +1,153 @@
+"""The vocabulary of docs/glossary.md: one class per name, and no word of the old dialect in names, comments or text."""
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tokserve"
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
+
+# Retired words and what is said instead; the section "Retired words" of docs/glossary.md is this table.
+CLASSES = {
+    "Answered": "ReplyContext",
+    "Delivery": "RequestState",
+    "Drawing": "PendingSample",
+    "Drawn": "SampledTokens",
+    "Ends": "LogitsRows",
+    "Extra": "RareFields",
+    "Flight": "Generation (server), InFlightStep (engine), PendingStep (runner)",
+    "Follower": "GrammarState",
+    "Following": "MaskWorker",
+    "Holes": "DeferredParts",
+    "Order": "GenerateRequest",
+    "Prepared": "EngineRequest",
+    "Pulse": "Heartbeat",
+    "Terms": "RequestOptions",
+    "Undecided": "PendingGrammars",
+    "Verdict": "SubmitReply",
+}
+WORDS = {  # in a name of anything, as a whole word
+    "judge": "check, resolve",
+    "promise": "pending",
+    "promises": "pending",
+    "renew": "set_epoch",
+    "rid": "request_id",
+    "settle": "cache_full_blocks (a block), flush (text), resolve (a future)",
+    "withdraw": "drop_pending",
+    "looks_back": "needs_history",
+    "stands_alone": "is_batch_invariant",
+}
+VARIABLES = {  # as the name of a variable or a parameter: it names its content
+    "asked": "body, params",
+    "each": "the singular of what is iterated over",
+    "found": "match, result",
+    "own": "what it is: source, row, length",
+    "there": "what it counts: num_slots",
+    "told": "sent, parsed",
+    "wanted": "num_tokens, requested",
+}
+PHRASES = {  # in comments, docstrings and messages
+    "business": "owned by, decided in",
+    "must not know": "(the layering test says it)",
+    "nobody": "no process, no client",
+    "somebody": "a caller, a client",
+    "whoever": "any caller, the caller",
+}
+RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
+
+# packages that still speak the old dialect
+PENDING = (
+    "client/", "engine/", "executor/", "layers/", "models/", "ops/", "runner/", "device.py", "messages.py", "params.py",
+    "plan.py", "server/body.py", "server/chat.py", "server/completions.py", "server/generation.py", "server/render.py",
+    "server/schemas.py", "server/serving.py", "server/tokens.py",
+)  # fmt: skip
+# class names that several of these files use
+DUPLICATES = {"Block", "Call", "Choice", "Chunk", "Flight", "Render", "Reply", "Requests", "Submission"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """(line, kind, name) of what a file defines: classes, functions, variables, parameters and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.lineno, "class", node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, "function", node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, "variable", node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, "variable", node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, "attribute", node.attr
+
+
+def _texts(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of comments and strings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield token.start[0], token.string
+
+
+def retired_words(source: str) -> list[str]:
+    """`line: old -> new` for each retired word of a file."""
+    lines = []
+    for line, kind, name in _names(ast.parse(source)):
+        bare = name.strip("_")
+        if kind == "class" and bare in CLASSES:
+            lines.append(f"{line}: class {name} -> {CLASSES[bare]}")
+        for word, instead in WORDS.items():
+            if f"_{word}_" in f"_{bare.lower()}_":
+                lines.append(f"{line}: {kind} {name} -> {instead}")
+        if kind == "variable" and bare in VARIABLES:
+            lines.append(f"{line}: {kind} {name} -> {VARIABLES[bare]}")
+    for line, text in _texts(source):
+        for phrase, instead in PHRASES.items():
+            if re.search(rf"\b{phrase}\b", " ".join(text.split()), re.IGNORECASE):
+                lines.append(f"{line}: text {phrase!r} -> {instead}")
+    return lines
+
+
+def test_no_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{_name(path)}:{node.lineno}")
+    repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES}
+    assert not repeated
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not _name(path).startswith(PENDING)], ids=_name)
+def test_no_retired_words(path: Path) -> None:
+    assert not retired_words(path.read_text()), "see docs/glossary.md"
+
+
+def test_the_scan_finds_every_kind_of_word() -> None:
+    source = '''
+class _Verdict:
+    """Nobody reads it; must
+    not know why."""
+
+    def settle_block(self, asked: int) -> None:
+        self.rid = found = asked  # whoever asks
+'''
+    said = "\n".join(retired_words(source))
+    for word in ("_Verdict", "settle_block", "asked", "rid", "found", "nobody", "must not know", "whoever"):
+        assert word in said, said
+    assert not retired_words("settled = grid = foundation = order = 1  # in order, settled")
+
+
+def test_the_glossary_lists_the_retired_words() -> None:
+    section = (ROOT / "docs" / "glossary.md").read_text().partition("## Retired words")[2]
+    rows = dict(re.findall(r"^\| `?([^|`]+?)`? \| ([^|]+?) \|$", section, re.MULTILINE)[1:])
+    assert rows == RETIRED
