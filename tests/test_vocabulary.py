@@ -63,11 +63,7 @@ PHRASES = {  # in comments, docstrings and messages
 RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
 
 # packages that still speak the old dialect
-PENDING = (
-    "client/", "engine/", "executor/", "layers/", "models/", "ops/", "runner/", "device.py", "messages.py", "params.py",
-    "plan.py", "server/body.py", "server/chat.py", "server/completions.py", "server/generation.py", "server/render.py",
-    "server/schemas.py", "server/serving.py", "server/tokens.py",
-)  # fmt: skip
+PENDING = ("engine/", "executor/", "layers/", "models/", "ops/", "runner/", "device.py", "messages.py", "plan.py")
 # class names that several of these files use
 DUPLICATES = {"Block", "Call", "Choice", "Chunk", "Flight", "Render", "Reply", "Requests", "Submission"}
 

@@ -434,3 +434,14 @@ def test_tokens_only_serves_tokens() -> None:
 def test_the_last_version_is_that_of_the_last_choice_that_has_tokens() -> None:
     made = ChoiceOutput(0, [5, 6], weight_versions=[("1", 0, 1), ("2", 1, 2)])
     assert last_version([made, ChoiceOutput(1, [])]) == "2" and last_version([ChoiceOutput(0, [])]) is None
+
+
+def test_prompts_are_counted_without_unpacking_them() -> None:
+    s = site(says("ab"))
+    body = {"token_ids": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+    events = s.events(GENERATE, body)
+    assert events[-1]["usage"]["prompt_tokens"] == len(PROMPT)
+    [stream] = s.llm.made
+    assert stream._prompt_ids is None and stream.prompt_len == len(PROMPT)
+    s.events(GENERATE, body | {"return_token_ids": True})
+    assert s.llm.made[-1]._prompt_ids == PROMPT

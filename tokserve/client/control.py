@@ -188,8 +188,8 @@ async def collective_rpc(
 ) -> list[Any]:  # fmt: skip
     """Call a method of the worker extension between two steps: a result per worker.  Arguments and results must be
     plain values."""
-    asked = engine.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
-    results: list[Any] = await asyncio.wait_for(asked, timeout)
+    call = engine.call("collective_rpc", method=method, args=list(args), kwargs=dict(kwargs or {}))
+    results: list[Any] = await asyncio.wait_for(call, timeout)
     return results
 
 

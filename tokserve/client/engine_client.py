@@ -151,7 +151,7 @@ class EngineClient:
         """Send requests as one submission.  Raises Conflict, RequestError for values that no message can hold."""
         call_id = self._next_call()
         self.requests.add(call_id, requests)
-        engine_requests = [each for request in requests for each in request.engine_requests]
+        engine_requests = [choice for request in requests for choice in request.engine_requests]
         request_id = engine_requests[0].request_id.rpartition("#")[0]
         try:
             self.send(Submit(call_id, request_id, engine_requests, client))

@@ -101,7 +101,7 @@ class Inputs:
             )
             for index, task in enumerate(tasks)
         ]
-        choices = self._choices(request, [each.request_id for each in engine_requests])
+        choices = self._choices(request, [engine_request.request_id for engine_request in engine_requests])
         return RequestState(request.request_id, request.prompt, seed, choices, engine_requests)
 
     def _choices(self, request: GenerateRequest, request_ids: Sequence[str]) -> list[ChoiceState]:

@@ -95,7 +95,7 @@ class LLM:
         parsed = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
         chosen, adapters = self._params(sampling_params, len(parsed)), self._adapters(lora_request, len(parsed))
         streams = self._wait(self._open(parsed, chosen, adapters))
-        self._queued += zip(streams, [each.text for each in parsed], chosen, strict=True)
+        self._queued += zip(streams, [prompt.text for prompt in parsed], chosen, strict=True)
         return [stream.request_id for stream in streams]
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
@@ -220,13 +220,13 @@ class LLM:
             )
         if len(params) != count:
             raise RequestError(f"there are {count} prompts and {len(params)} sampling_params", field="sampling_params")
-        return [typed(SamplingParams, each) for each in params]
+        return [typed(SamplingParams, value) for value in params]
 
     async def _serve(
         self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str], bar: Any
     ) -> list[RequestOutput]:
         streams = await self._open(parsed, params, adapters)
-        return await _gather(list(zip(streams, [each.text for each in parsed], params, strict=True)), bar)
+        return await _gather(list(zip(streams, [prompt.text for prompt in parsed], params, strict=True)), bar)
 
     async def _open(
         self, parsed: Sequence[ParsedPrompt], params: Sequence[SamplingParams], adapters: Sequence[str]
@@ -235,9 +235,9 @@ class LLM:
         text = self.tokenizer is not None
         async with AsyncExitStack() as stack:
             streams = []
-            for prompt, each, adapter in zip(parsed, params, adapters, strict=True):
+            for prompt, sampling, adapter in zip(parsed, params, adapters, strict=True):
                 stream = self._llm.stream(
-                    prompt.ids, each, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter
+                    prompt.ids, sampling, stream=False, text=text, cache_salt=prompt.cache_salt, lora_request=adapter
                 )
                 streams.append(await stack.enter_async_context(stream))
             stack.pop_all()
@@ -299,7 +299,7 @@ async def _gather(started: Sequence[Started], bar: Any) -> list[RequestOutput]:
             tasks.append(asyncio.ensure_future(_finish(stream, bar)))
             stack.callback(tasks[-1].cancel)
         results = await asyncio.gather(*tasks)
-    return [request_output(*each, done) for each, done in zip(started, results, strict=True)]
+    return [request_output(*request, done) for request, done in zip(started, results, strict=True)]
 
 
 async def _finish(stream: Stream, bar: Any) -> list[ChoiceOutput]:

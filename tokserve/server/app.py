@@ -211,7 +211,7 @@ def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Call
 def _echoed_id(request: Request) -> dict[str, str]:
     """The header with the client's request id, for errors; an id in the body is known once that has been read."""
     try:
-        given = request.scope.get(GIVEN_ID) or body.given_request_id(request, None)
+        request_id = request.scope.get(GIVEN_ID) or body.given_request_id(request, None)
     except RequestError:
         return {}
     return {"X-Request-Id": request_id} if request_id else {}

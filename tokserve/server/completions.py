@@ -26,6 +26,7 @@ from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.logprobs import TextLogprobs
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
@@ -227,7 +228,7 @@ class Render:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: ChoiceOutput, holes: Holes | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
         """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
         choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
@@ -266,7 +267,7 @@ class Render:
             return prompt
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
-    def _begin(self, choice: Choice, scores: Logprobs | None, holes: Holes | None) -> str:
+    def _begin(self, choice: Choice, scores: Logprobs | None, holes: DeferredParts | None) -> str:
         """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()

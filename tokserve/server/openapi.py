@@ -1,7 +1,7 @@
 """Makes /openapi.json from the table of routes; bodies are msgspec structs or pydantic models.
 
-Types come from the structs and models, and ranges of parameters and options from `params`.  What the routes check
-beyond these is in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
+Types come from the structs and models, and ranges of parameters and options from `params`.  Checks of the routes beyond
+these are repeated in the tables below, so that generated clients (and fuzzers) make bodies that are accepted.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tokserve.server.serving import Serving
 _REF = "#/components/schemas/{name}"
 JsonSchema = dict[str, Any]
 
-IDS: Described = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+IDS: JsonSchema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 # limits by field, for the branch of its schema that has the type
-NUMBERS: dict[str, Described] = declared.limits(int, float)
+NUMBERS: dict[str, JsonSchema] = declared.limits(int, float)
 NUMBERS |= {
     "max_completion_tokens": NUMBERS["max_tokens"], "max_output_tokens": NUMBERS["max_tokens"],
-    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MOST_CALLS},
+    "top_logprobs": NUMBERS["logprobs"], "max_tool_calls": {"minimum": 1, "maximum": MAX_CALLS},
 }  # fmt: skip
-OTHERS: dict[str, Described] = declared.limits(str, list[int]) | {
+OTHERS: dict[str, JsonSchema] = declared.limits(str, list[int]) | {
     "request_id": {"pattern": f"^[ -~]{{1,{MAX_ID}}}$"}, "token_ids": IDS, "tokens": IDS, "messages": {
         "minItems": 1, "items": {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]},
     },
     "logit_bias": {"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
 }  # fmt: skip
 OTHERS |= {name: IDS | OTHERS[name] for name in ("allowed_token_ids", "logprob_token_ids")}
-PROMPT: Described = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
+PROMPT: JsonSchema = {"anyOf": [{"type": "string", "minLength": 1}, IDS, {"type": "array", "minItems": 1, "items": {
     "anyOf": [{"type": "string", "minLength": 1}, IDS]}}]}  # fmt: skip
 ONE_OF_REQUIRED = {
     "GenerateBody": ("token_ids", "token_ids_b64"),

@@ -21,8 +21,9 @@ from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
 from tokserve.server.chat import Call
 from tokserve.server.generation import Generation
-from tokserve.server.items import Conversation, Item
 from tokserve.server.replies import StopDetail, WeightVersion, versions
+from tokserve.server.reply_parts import DeferredParts
+from tokserve.server.response_items import InputMessages, Item, OutputItems
 from tokserve.server.schemas import ChatBody, GeneratingBody, ResponsesBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
@@ -118,9 +119,9 @@ class ResponsesReply(msgspec.Struct, kw_only=True):
 
 async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/responses"""
-    asked, call = await read(serving, request)
+    request_body, call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
-    render = Render(serving, generation, asked, call)
+    render = ResponsesRenderer(serving, generation, request_body, call)
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
         return sse.EventStream(
@@ -156,56 +157,13 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]
         as_chat = await off_loop(request, size, converse)
         call = await chat.call_of(serving, request, as_chat, [], size)
     except RequestError as error:
-        raise _renamed(error, conversation.places) from None
-    fields = FieldPaths("input", others={name: _here(theirs, ()) for name, theirs in call.fields.others.items()})
-    return asked, call._replace(ignored=ignored + [_here(name, ()) for name in call.ignored], fields=fields)
-
-
-def _converse(asked: ResponsesBody, conversation: Conversation) -> None:
-    """Add the body's input to the conversation."""
-    if asked.input is None:
-        raise RequestError("input is required", field="input")
-    if not asked.input and isinstance(asked.input, list):
-        raise RequestError("input must not be empty", field="input")
-    if asked.instructions is not None:
-        conversation.say("instructions", {"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        conversation.say("input", {"role": "user", "content": asked.input})
-    else:
-        for i, item in enumerate(asked.input):
-            conversation.add(f"input[{i}]", item)
-
-
-def _as_chat(asked: ResponsesBody, conversation: Conversation) -> ChatBody:
-    """The chat body that asks for the same.  Its fields have been checked as those of this one."""
-    text = asked.text or schemas.TextOptions()
-    included = asked.include or []
-    for i, name in enumerate(included):
-        if name not in INCLUDED:
-            errors.refuse_unsupported(f"include[{i}]", name)
-    wanted = LOGPROBS in included
-    if asked.top_logprobs and not wanted:
-        raise RequestError(f'top_logprobs needs "{LOGPROBS}" in include', field="top_logprobs")
-    form = text.format
-    if asked.structured_outputs is not None and form not in (None, {"type": "text"}):
-        raise RequestError("give structured_outputs or text.format, not both", field="text.format")
-    if form is not None and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
-    as_chat: ChatBody = ChatBody.model_construct(
-        **{name: getattr(asked, name) for name in GeneratingBody.model_fields},
-        messages=conversation.messages,
-        max_completion_tokens=asked.max_output_tokens,
-        logprobs=wanted,
-        top_logprobs=asked.top_logprobs,
-        response_format=form,
-        tools=None if asked.tools is None else [_nested(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
-        tool_choice=_nested("tool_choice", asked.tool_choice) if _names(asked.tool_choice) else asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        max_tool_calls=asked.max_tool_calls,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
-        chat_template_kwargs=asked.chat_template_kwargs,
+        raise _with_responses_field(error, conversation.fields) from None
+    fields = FieldPaths(
+        "input", others={name: _responses_field(chat_field, ()) for name, chat_field in call.fields.others.items()}
     )
-    return as_chat
+    return request_body, call._replace(
+        ignored=ignored + [_responses_field(name, ()) for name in call.ignored], fields=fields
+    )
 
 
 def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None:
@@ -238,7 +196,7 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBo
         raise RequestError("give structured_outputs or text.format, not both", field="text.format")
     if text_format is not None and text_format.get("type") == "json_schema":
         text_format = {"type": "json_schema", "json_schema": {k: v for k, v in text_format.items() if k != "type"}}
-    return ChatBody.model_construct(
+    as_chat: ChatBody = ChatBody.model_construct(
         **{name: getattr(request_body, name) for name in GeneratingBody.model_fields},
         messages=conversation.messages,
         max_completion_tokens=request_body.max_output_tokens,
@@ -256,6 +214,7 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBo
         reasoning_effort=request_body.reasoning.effort if request_body.reasoning else None,
         chat_template_kwargs=request_body.chat_template_kwargs,
     )
+    return as_chat
 
 
 def _names_function(choice: Any) -> bool:

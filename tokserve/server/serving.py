@@ -33,6 +33,7 @@ from tokserve.server.body import encode_json, given_request_id
 from tokserve.server.body_reader import BodyReader
 from tokserve.server.client_names import ClientNames
 from tokserve.server.counters import ApiProcess, SharedCounters
+from tokserve.server.disconnect import CancelOnDisconnect
 from tokserve.server.generation import Generation, Observer
 from tokserve.server.metrics import Metrics
 from tokserve.server.request_log import RequestLog
@@ -150,8 +151,8 @@ class Serving:
         if server.enable_auto_tool_choice is False:
             return None
         if server.tool_call_parser != "auto":
-            return formats.named(formats.TOOL_FORMATS, server.tool_call_parser)
-        recognised = formats.recognise(self.template)
+            return tool_formats.named(tool_formats.TOOL_FORMATS, server.tool_call_parser)
+        recognised = tool_formats.recognise(self.template)
         if recognised is not None:
             logger.info("tool calls: %s, as the chat template writes them", recognised.name)
         elif server.enable_auto_tool_choice:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.server import compat, declared, errors, logprobs, sse, structured
+from tokserve.server import compat, declared, errors, logprobs, reply_size, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.replies import StopDetail, WeightVersion, versions
@@ -255,7 +255,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     await serving.find_model(body.model)
     generate = serving.request_of(request, body, params, text=body.output_mode == "text")
     prompt, fields = prompt_of(body)
-    entry_bytes = estimate.OBJECT_BYTES if body.logprobs_format in (None, "objects") else estimate.COLUMN_BYTES
+    entry_bytes = reply_size.OBJECT_BYTES if body.logprobs_format in (None, "objects") else reply_size.COLUMN_BYTES
     generation = await serving.start(request, generate, [prompt], fields, entry_bytes=entry_bytes)
     body.token_ids, body.token_ids_b64, body.sampling_params = None, None, UNSET  # what would keep the body
     render = _Render(serving, generation, body, params, packed=wants_msgpack(request))
