@@ -21,6 +21,7 @@ from tokserve.server import declared
 from tokserve.server.body import MAX_ID
 from tokserve.server.errors import ErrorBody
 from tokserve.server.serving import Serving
+from tokserve.server.tools import MAX_CALLS
 
 _REF = "#/components/schemas/{name}"
 JsonSchema = dict[str, Any]
