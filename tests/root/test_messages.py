@@ -4,19 +4,28 @@ import numpy as np
 import pytest
 
 from tokserve import messages as m
-from tokserve.params import SamplingParams
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams
+from tokserve.prompt import Feature, TokenPrompt
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        m.Submit(
-            4, "r", [m.Add("r#0", b"1234", SamplingParams(logit_bias={5: -1.5}, bad_token_sequences=[[1]]), -3)], "g"
-        ),
+        m.Submit(4, "r", [
+            m.EngineRequest(
+                "r#0", TokenPrompt(b"1234"), SamplingParams(logit_bias={5: -1.5}, bad_token_sequences=[[1]]),
+                RequestOptions(stream=True, group_id="g", deadline_ms=7), -3,
+            ),
+            m.EngineRequest(
+                "r#1", TokenPrompt(b"12341234", (Feature("embeddings", b"h", 1, 1, b"0123"),)),
+                PoolingParams("mean", normalize=False), RequestOptions(), 0,
+            ),
+        ], "client"),
         m.Abort(["a", "b"], "abort_user"),
+        m.Stall(["a"], True),
         m.Call(7, "reset", {"level": 1}),
     ],
-)
+)  # fmt: skip
 def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
     assert m.decode_to_engine(m.encode(message)) == message
 
@@ -24,12 +33,12 @@ def test_messages_to_the_engine_survive(message: m.ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Step(m.StepStats(3), ["r"], m.pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
-        m.Step(m.StepStats(), ["r"], b"", m.pack_ids([0]), [], [
-            m.Extra(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, spans=[("0", 0, 5)])
+        m.StepOutput(m.StepStats(3), ["r"], m.pack_ids([9]), b"", [m.RowLogprobs(m.Logprobs(b"abcd", b"efgh"))]),
+        m.StepOutput(m.StepStats(), ["r"], b"", m.pack_ids([0]), [], [
+            m.RareFields(0, m.Finish("stop", "stop_sequence", [1, 2]), m.Logprobs(), 16, weight_versions=[("0", 0, 5)])
         ]),
         m.Reply(4, {"a": "aborted"}),
-        m.Verdict(4, "queue_full", "the queue is full", 3),
+        m.SubmitReply(4, "queue_full", "the queue is full", 3),
         m.Ready(64, 100, 8, 16, [2], "0", {"ops": {"linear": "torch"}}),
         m.Dead("why", expected=True),
     ],
@@ -44,8 +53,8 @@ def test_ids_are_packed_as_little_endian_int32() -> None:
 
 
 def test_one_token_of_a_stream_is_a_few_bytes_and_its_request() -> None:
-    rids = [f"0123456789abcdef{i}" for i in range(64)]
-    step = m.Step(m.StepStats(), rids, m.pack_ids(range(64)))
+    request_ids = [f"0123456789abcdef{i}" for i in range(64)]
+    step = m.StepOutput(m.StepStats(), request_ids, m.pack_ids(range(64)))
     assert len(m.encode(step)) < 64 * 24 + 50
 
 
@@ -54,12 +63,12 @@ def test_rows_of_a_step() -> None:
         own = m.pack_ids(range(first, first + count))
         return m.Logprobs(own, own, own * width, own * width, width)
 
-    assert list(m.Step(m.StepStats()).rows()) == []
-    plain = m.Step(m.StepStats(), ["a", "b"], m.pack_ids([7, 8]))
+    assert list(m.StepOutput(m.StepStats()).rows()) == []
+    plain = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([7, 8]))
     assert list(plain.rows()) == [("a", [7], None, None), ("b", [8], None, None)]
     one, two = m.RowLogprobs(logprobs(5, 3, 0), m.pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), m.pack_ids([1]))
-    end = m.Extra(2, m.Finish("abort", "abort_user"))
-    mixed = m.Step(
+    end = m.RareFields(2, m.Finish("abort", "abort_user"))
+    mixed = m.StepOutput(
         m.StepStats(), ["a", "b", "c", "d"], m.pack_ids([1, 2, 3, 4]), m.pack_ids([1, 1, 0, 2]), [one, two], [end]
     )
     assert list(mixed.rows()) == [
@@ -68,7 +77,7 @@ def test_rows_of_a_step() -> None:
         ("c", [], None, end),
         ("d", [3, 4], logprobs(6, 2, 0), None),
     ]
-    every = m.Step(m.StepStats(), ["a", "b"], m.pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
+    every = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
     assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
 
 
