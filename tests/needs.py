@@ -86,6 +86,7 @@ EXTENSION = Need(
     "the compiled extension",
     (
         "e2e/test_fleet.py",
+        "layers/test_parallel.py",
         "models/conftest.py",
         "ops/test_arithmetic.py",
         "ops/test_cpu.py",

@@ -63,9 +63,9 @@ PHRASES = {  # in comments, docstrings and messages
 RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
 
 # packages that still speak the old dialect
-PENDING = ("engine/", "executor/", "layers/", "models/", "ops/", "runner/", "device.py", "messages.py", "plan.py")
+PENDING: tuple[str, ...] = ()
 # class names that several of these files use
-DUPLICATES = {"Block", "Call", "Choice", "Chunk", "Flight", "Render", "Reply", "Requests", "Submission"}
+DUPLICATES: set[str] = set()
 
 
 def _name(path: Path) -> str:

@@ -141,15 +141,17 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def scatter(self, counts: list[int], to: list[Logprobs | None]) -> None:
         """Write each row's logprobs to its index of `to`; `counts`: tokens of every row of the step."""
-        own, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
+        token_logprobs, ranks, top_ids, top_logprobs, width, mode = msgspec.structs.astuple(self.columns)
         end = 0
         for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
             start, end = end, end + 4 * counts[row]
             if width:
                 wide = slice(start * width, end * width)
-                to[row] = Logprobs(own[start:end], ranks[start:end], top_ids[wide], top_logprobs[wide], width, mode)
+                to[row] = Logprobs(
+                    token_logprobs[start:end], ranks[start:end], top_ids[wide], top_logprobs[wide], width, mode
+                )
             else:
-                to[row] = Logprobs(own[start:end], ranks[start:end], b"", b"", 0, mode)
+                to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
 
 
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -130,7 +130,7 @@ def test_trl(lab: Lab) -> None:
     world = lab.server.get("/get_world_size").json()["world_size"] + 1
     port, groups = free_port(), []
     joining = threading.Thread(
-        target=lambda: groups.append(broadcast.Group("gloo", "127.0.0.1", port, 0, world, 120)), daemon=True
+        target=lambda: groups.append(broadcast.TransferGroup("gloo", "127.0.0.1", port, 0, world, 120)), daemon=True
     )
     joining.start()
     options = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}

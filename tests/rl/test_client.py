@@ -16,7 +16,7 @@ from safetensors.torch import load
 
 from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import ServerError, TokserveClient
-from tokserve.rl.broadcast import Group
+from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.client import _safetensors
 
 Answer = httpx.Response | Exception
@@ -66,7 +66,7 @@ def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: 
         others_came.wait(60)
         formed.set()
 
-    monkeypatch.setattr("tokserve.rl.client.Group", group)
+    monkeypatch.setattr("tokserve.rl.client.TransferGroup", group)
     script: dict[str, list[Answer]] = {"/init_weight_transfer_engine": [refusal(409)]}
     try:
         _, error = run(script, lambda client: client.join("gloo", "127.0.0.1", 1))
@@ -108,7 +108,7 @@ def test_prompts_are_lists_of_ids_or_nothing_is_sent(prompts: Any) -> None:
 
 def test_a_backend_that_there_is_not_is_told_before_anybody_is_met() -> None:
     with pytest.raises(RequestError, match="backend must be one of gloo, nccl, got 'mpi'"):
-        Group("mpi", "127.0.0.1", 1, 0, 2, 1.0)
+        TransferGroup("mpi", "127.0.0.1", 1, 0, 2, 1.0)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2**31], [-(2**31) - 1], np.array([2**32 + 5])])

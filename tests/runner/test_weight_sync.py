@@ -140,7 +140,7 @@ class Trainer:
 
     def __init__(self, runner: Runner, backend: str = "gloo", **more: Any) -> None:
         port = free_port()
-        self.group: broadcast.Group | None = None
+        self.group: broadcast.TransferGroup | None = None
         self._thread = threading.Thread(target=self._join, args=(backend, port), daemon=True)
         self._thread.start()
         options = {
@@ -151,7 +151,7 @@ class Trainer:
         self._thread.join()
 
     def _join(self, backend: str, port: int) -> None:
-        self.group = broadcast.Group(backend, "127.0.0.1", port, 0, 2, 120)
+        self.group = broadcast.TransferGroup(backend, "127.0.0.1", port, 0, 2, 120)
 
     def send(self, tensors: Iterator[Tensor] | list[Tensor], **options: Any) -> threading.Thread:
         assert self.group is not None
@@ -159,7 +159,7 @@ class Trainer:
         thread.start()
         return thread
 
-    def _send(self, group: broadcast.Group, tensors: Any, options: dict[str, Any]) -> None:
+    def _send(self, group: broadcast.TransferGroup, tensors: Any, options: dict[str, Any]) -> None:
         try:
             broadcast.send(group, tensors, **options)
         except TransferFailed:
@@ -380,7 +380,7 @@ DYING = """
 import os, sys
 from safetensors.torch import load_file
 from tokserve.rl import broadcast
-group = broadcast.Group("gloo", "127.0.0.1", int(sys.argv[1]), 0, 2, 120)
+group = broadcast.TransferGroup("gloo", "127.0.0.1", int(sys.argv[1]), 0, 2, 120)
 broadcast.send(group, list(load_file(sys.argv[2]).values())[:5], packed=False)
 os._exit(1)
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokserve.config import LoraConfig
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests, Wait
+from tokserve.engine.command import STEP_BOUNDARY, Command, RunningRequests, Wait
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
@@ -30,7 +30,7 @@ class Adapters:
     """
 
     def __init__(
-        self, config: LoraConfig, requests: LiveRequests, cache: PrefixCache, executor: Executor, taken: list[str]
+        self, config: LoraConfig, requests: RunningRequests, cache: PrefixCache, executor: Executor, taken: list[str]
     ) -> None:
         self._config = config
         self._requests = requests

@@ -48,7 +48,7 @@ class Admission:
     ) -> None:
         self.num_received = 0  # requests that were accepted, and the number of the next
         self.closed = False  # for good: the engine is about to end
-        self.pending = PendingGrammars(emit, self._withdraw, fail)
+        self.pending = PendingGrammars(emit, self._drop_refused, fail)
         self._fair = config.scheduler.fair_clients
         self._max_of_client = config.scheduler.max_requests_per_client
         self._reject_while_paused = config.server.reject_while_paused
@@ -127,7 +127,7 @@ class Admission:
             self._deadlines.add(request)
             self._scheduler.add(request)
 
-    def _withdraw(self, request: Request) -> None:
+    def _drop_refused(self, request: Request) -> None:
         """Take out a request that is refused after all; no output tells its end."""
         request.end("error", "error", request.received)
         self._scheduler.drop(request)

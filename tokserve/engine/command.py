@@ -26,7 +26,7 @@ Command = Generator[Wait, None, Any]
 P = ParamSpec("P")
 
 
-class LiveRequests(Protocol):
+class RunningRequests(Protocol):
     """The requests that have not ended."""
 
     @property

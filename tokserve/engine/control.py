@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests
+from tokserve.engine.command import STEP_BOUNDARY, Command, RunningRequests
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.engine.weights import Weights
@@ -26,7 +26,12 @@ class Control:
     """`frozen`, `idle_is_fine` and `status` are for the core; `commands` is the table, with that of the weights."""
 
     def __init__(
-        self, requests: LiveRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, weight_version: str
+        self,
+        requests: RunningRequests,
+        scheduler: Scheduler,
+        cache: PrefixCache,
+        executor: Executor,
+        weight_version: str,
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler

@@ -4,7 +4,7 @@ It loads the tokenizer once and forks a child for every trial.  A child can be k
 time are limited, and what it allocated is gone with it.  The process has one thread, so forking it is safe; it ends at
 the end of stdin, and its children end with it.
 
-A line of JSON on stdin is `Start` or `Stop`; a line on stdout is a `Result`, after `READY`.
+A line of JSON on stdin is `Start` or `StopTrial`; a line on stdout is a `Result`, after `READY`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Start(msgspec.Struct, frozen=True, tag=0):
     grammar: StructuredOutputs
 
 
-class Stop(msgspec.Struct, frozen=True, tag=1):
+class StopTrial(msgspec.Struct, frozen=True, tag=1):
     """Kill a trial.  No result follows, unless it has been sent already."""
 
     number: int
@@ -142,7 +142,7 @@ def _limit() -> None:
 def serve(compiler: Compiler) -> None:
     """Until the end of stdin."""
     children = Children(compiler)
-    orders = msgspec.json.Decoder(Start | Stop)
+    orders = msgspec.json.Decoder(Start | StopTrial)
     stdin, stdout, rest = sys.stdin.fileno(), sys.stdout.fileno(), b""
     os.write(stdout, READY)
     while True:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokserve.engine.grammar import Cost, unusable
-from tokserve.engine.trial_process import MEMORY, READY, Model, Result, Start, Stop
+from tokserve.engine.trial_process import MEMORY, READY, Model, Result, Start, StopTrial
 from tokserve.engine.turns import Turns
 from tokserve.errors import RequestError, Unavailable
 from tokserve.params import StructuredOutputs
@@ -178,7 +178,7 @@ class Trials:
     def _stop(self, trial: Trial) -> None:
         """Kill it in the process."""
         self._running = {slow: other for slow, other in self._running.items() if other is not trial}
-        self._send(Stop(trial.number))
+        self._send(StopTrial(trial.number))
 
     # --- the process ---
 
@@ -197,7 +197,7 @@ class Trials:
         self._end_process()
         return False
 
-    def _send(self, order: Start | Stop) -> None:
+    def _send(self, order: Start | StopTrial) -> None:
         if self._process is not None:
             stdin = self._process.stdin
             assert stdin is not None

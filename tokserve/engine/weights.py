@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokserve.engine.command import STEP_BOUNDARY, Command, LiveRequests, Wait
+from tokserve.engine.command import STEP_BOUNDARY, Command, RunningRequests, Wait
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
 from tokserve.errors import Conflict, RequestError
@@ -47,7 +47,7 @@ class Weights:
     """`is_settled`: no sleep is about to drop the weights.  `commands` is the table."""
 
     def __init__(
-        self, requests: LiveRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
+        self, requests: RunningRequests, scheduler: Scheduler, cache: PrefixCache, executor: Executor, version: str,
         is_settled: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._requests = requests
@@ -106,9 +106,9 @@ class Weights:
                 f"({reason}): push weights"
             )
             self.lost = True
-            self._renew(self.version, Origin(), was.epoch + 1)
+            self._set_epoch(self.version, Origin(), was.epoch + 1)
         elif self.epoch != was.epoch:
-            self._renew(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
+            self._set_epoch(was.weight_version, Origin(was.source, was.stamp, was.pushed), was.epoch)
         if was.lost:
             self.quarantine, self.lost = was.quarantine, True
         self.failure = "the engine ended while it was open" if was.state == "updating" else was.failure
@@ -229,12 +229,12 @@ class Weights:
         self.loaded = True
         self.quarantine = self.failure = None
         self.lost = self.modified_by_rpc = False
-        self._renew(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
+        self._set_epoch(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
         yield from self._background("forget_weights")
         return done
 
-    def _renew(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
+    def _set_epoch(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
         """Begin a new epoch: KV of the old one is never found again."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self.origin = origin
@@ -257,7 +257,7 @@ class Weights:
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
-        self._renew(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
+        self._set_epoch(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
         if self.lost and self.loaded:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}

@@ -23,7 +23,7 @@ from tokserve.models.provenance import Provenance
 from tokserve.models.spec import BlockSpec, DecoderSpec
 
 
-class Block:
+class DecoderBlock:
     """One layer: norm, attention, norm, feed-forward; with post-norms, a norm after attention and feed-forward too."""
 
     def __init__(self, hidden: int, spec: BlockSpec, options: LayerOptions) -> None:
@@ -88,13 +88,13 @@ class Decoder:
             multiplier=spec.embedding_multiplier,
             head=self.head if spec.tied else None,
         )
-        self.blocks = [Block(spec.hidden, block, options) for block in spec.blocks]
+        self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
         self.norm = RMSNorm(spec.hidden, spec.norm, self.dtype)
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
 
-    def _chain(self) -> list[tuple[Block, RMSNorm, Tensor]]:
+    def _chain(self) -> list[tuple[DecoderBlock, RMSNorm, Tensor]]:
         """Each block with the norm that follows it and its rope table."""
         following = [*(block.attention_norm for block in self.blocks[1:]), self.norm]
         tables = [self.rope_tables[self.spec.ropes.index(block.attention.rope)] for block in self.spec.blocks]

@@ -77,7 +77,7 @@ def load(
         result = f"stay {spec.format.name}, with their scales," if native else f"become {becomes}"
         logger.info("the checkpoint's %s weights %s as they are loaded", spec.format.name, result)
     if spec.tied and HEAD in entries:
-        spec, entries = _settle_tie(spec, entries)
+        spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
     parameters = decoder.parameters_by_name()
     weights.check(entries, parameters, str(directory))
@@ -127,7 +127,7 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _settle_tie(spec: DecoderSpec, entries: dict[str, weights.Entry]) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
+def _resolve_tie(spec: DecoderSpec, entries: dict[str, weights.Entry]) -> tuple[DecoderSpec, dict[str, weights.Entry]]:
     """A tied model's checkpoint may store the shared weight under either name or both; like transformers,
     take what is there, and believe the tensors rather than the config if the two differ.
     """

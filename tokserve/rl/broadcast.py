@@ -45,7 +45,7 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 BACKENDS: dict[str, tuple[Callable[..., Any], str]] = {"gloo": (_gloo, "cpu"), "nccl": (_nccl, "cuda")}
 
 
-class Group:
+class TransferGroup:
     """A process group, independent of any other in this process.  The constructor blocks until all ranks have joined;
     `interrupted`, set from another thread, ends the wait for rank 0.
 
@@ -172,7 +172,7 @@ def num_bytes(declared: Declared) -> int:
 
 
 def receive(
-    group: Group, declared: Sequence[Declared], *, packed: bool, buffer_bytes: int = PACKED_BYTES
+    group: TransferGroup, declared: Sequence[Declared], *, packed: bool, buffer_bytes: int = PACKED_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) in the order of `declared`; each tensor is valid until the next one is requested."""
     if not packed:
@@ -190,7 +190,7 @@ def receive(
             yield name, aligned.view(dtype).view(shape)
 
 
-def send(group: Group, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes: int = PACKED_BYTES) -> None:
+def send(group: TransferGroup, tensors: Iterable[Tensor], *, packed: bool, buffer_bytes: int = PACKED_BYTES) -> None:
     """Send tensors to `receive` on the other ranks."""
     ready = (tensor.detach().to(group.device).contiguous() for tensor in tensors)
     if not packed:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import broadcast
-from tokserve.rl.broadcast import Group
+from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.digests import checksums
 
 MSGPACK = "application/msgpack"
@@ -74,7 +74,7 @@ class TokserveClient:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
 
     async def __aenter__(self) -> TokserveClient:
         return self
@@ -193,7 +193,7 @@ class TokserveClient:
         """
         options = {"backend": backend, "master_address": address, "master_port": port, "rank_offset": rank_offset,
                    "world_size": world_size}  # fmt: skip
-        meeting = _in_thread(lambda: Group(backend, address, port, 0, world_size, timeout))
+        meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
         self._group, _ = await asyncio.gather(
             meeting, self._control("/init_weight_transfer_engine", {"init_info": options})
         )
@@ -244,7 +244,7 @@ class TokserveClient:
         mismatches: list[str] = (await self._control("/weight_checker", request))["mismatches"]
         return mismatches
 
-    async def _broadcast(self, group: Group, named: Sequence[tuple[str, Tensor]]) -> None:
+    async def _broadcast(self, group: TransferGroup, named: Sequence[tuple[str, Tensor]]) -> None:
         names = [name for name, _ in named]
         dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named]
         shapes = [list(tensor.shape) for _, tensor in named]
@@ -286,9 +286,9 @@ class TokserveClient:
             raise _error(answer)
 
 
-async def _in_thread(form: Callable[[], Group]) -> Group:
+async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:
     """`form()` in a daemon thread, which does not keep the program from ending if the caller gives up."""
-    formed: Future[Group] = Future()
+    formed: Future[TransferGroup] = Future()
 
     def run() -> None:
         try:

@@ -80,13 +80,13 @@ class CudaBackend:
 
     def begin(self, plan: StepPlan, *, needs_history: bool) -> StepPlan:
         drafts_in_flight = any(len(result.plan.draft_token_ids) for result, _ in self._in_flight)
-        self.settle(wait=needs_history or drafts_in_flight)
+        self.record_finished(wait=needs_history or drafts_in_flight)
         plan = self.slots.corrected(plan)
         if len(plan.draft_token_ids):
             self.slots.write_drafts(plan)
         return plan
 
-    def settle(self, *, wait: bool) -> None:
+    def record_finished(self, *, wait: bool) -> None:
         """Write sampled tokens into the host's tables; those of steps that may still run only with `wait`."""
         while len(self._in_flight) > (0 if wait else self._max_in_flight):
             result, generation = self._in_flight.popleft()

@@ -24,7 +24,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
-from tokserve.rl.broadcast import Group
+from tokserve.rl.broadcast import TransferGroup
 from tokserve.runner import weight_sources as sources
 
 SPARE = 1.1  # free memory over the size of the weights that staging beside them needs
@@ -64,7 +64,7 @@ class WeightSync:
         self._staging: Staging | None = None
         self._complete: Decoder | None = None
         self._old: Decoder | None = None  # replaced, not yet given back
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._meeting = threading.Event()  # set: the trainer is not waited for
         self._stream: tuple[str, sources.SafetensorsStream] | None = None
 
@@ -79,7 +79,7 @@ class WeightSync:
         if backend not in broadcast.BACKENDS:
             if "master_address" in options:
                 raise RequestError(
-                    f"the backend is {backend}, which meets nobody: start the server with --weight-transfer-config "
+                    f"the backend is {backend}, which forms no process group: start the server with --weight-transfer-config "
                     'and {"backend": "gloo"} or "nccl"',
                     field="init_info.master_address",
                 )
@@ -97,7 +97,7 @@ class WeightSync:
             address = socket.gethostbyname(group.master_address)
         except OSError as error:
             raise RequestError(f"master_address: {error.strerror or error}", field="init_info.master_address") from None
-        self._group = Group(
+        self._group = TransferGroup(
             backend, address, group.master_port, group.rank_offset, group.world_size,
             self._config.weight_transfer_timeout, self._meeting,
         )  # fmt: skip

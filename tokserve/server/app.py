@@ -51,7 +51,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 
 ENDPOINTS = (
-    Endpoint(("POST",), "/inference/v1/generate", tokens.generate_tokens, tokens.GenerateBody, reply=tokens.Reply),
+    Endpoint(
+        ("POST",), "/inference/v1/generate", tokens.generate_tokens, tokens.GenerateBody, reply=tokens.GenerateReply
+    ),
     Endpoint(
         ("POST",), "/inference/v1/abort_requests", aborts.abort_requests, aborts.AbortBody, reply=aborts.AbortReply
     ),

@@ -42,7 +42,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
 
     index: int
@@ -55,13 +55,13 @@ class Choice(msgspec.Struct):
     weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
-class Reply(msgspec.Struct):
+class ChatReply(msgspec.Struct):
     """The whole answer."""
 
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: Any = None
@@ -92,7 +92,7 @@ class ChunkChoice(msgspec.Struct):
     weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
-class Chunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct):
     """An event of a stream."""
 
     id: str
@@ -116,7 +116,7 @@ async def chat_tokens(serving: Serving, request: Request) -> Response:
     return await _chat(serving, request, with_tokens=True)
 
 
-class Call(NamedTuple):
+class ChatCall(NamedTuple):
     """A chat body, read: what is to be generated."""
 
     body: ChatBody
@@ -131,7 +131,7 @@ class Call(NamedTuple):
 async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Response:
     call = await read(serving, request, with_tokens=with_tokens)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
-    render = Render(
+    render = ChatRenderer(
         serving, generation, call.body, call.params, reader_of(serving, call.plan, generation.key, call.prompt)
     )
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
@@ -140,7 +140,7 @@ async def _chat(serving: Serving, request: Request, *, with_tokens: bool) -> Res
     return await sse.answer(generation, request, render.reply, headers)
 
 
-async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> Call:
+async def read(serving: Serving, request: Request, *, with_tokens: bool, replies: bool = True) -> ChatCall:
     """The body with its messages as ids.  `replies` False: what comes back is no chat reply, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, ChatBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
@@ -149,7 +149,7 @@ async def read(serving: Serving, request: Request, *, with_tokens: bool, replies
 
 async def call_of(
     serving: Serving, request: Request, body: ChatBody, ignored: list[str], size: int, *, with_tokens: bool = False
-) -> Call:
+) -> ChatCall:
     """What a body that has passed `schemas.parse` comes to.  `size`: its bytes."""
 
     def plan_and_params() -> tuple[ToolPlan, SamplingParams]:
@@ -173,7 +173,7 @@ async def call_of(
     others = {"logprobs": "top_logprobs", "extra_args": "vllm_xargs"}
     others["max_tokens"] = schemas.output_limit(body)[1]
     fields = _fields(plan.source, "tokens" if with_tokens else "messages", **others)
-    return Call(body, ignored, params, generate, prompt, fields, plan)
+    return ChatCall(body, ignored, params, generate, prompt, fields, plan)
 
 
 def _fields(source: str | None, prompt: str = "messages", **others: str) -> FieldPaths:
@@ -255,7 +255,7 @@ def _delta(read: ParsedDelta) -> Delta:
     return Delta(UNSET, read.content or UNSET, read.reasoning or UNSET, read.calls or UNSET)
 
 
-class Render:
+class ChatRenderer:
     """Completions as chat's JSON.  `reader` None: their text is the content."""
 
     def __init__(
@@ -280,21 +280,21 @@ class Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> ChatReply:
         """The whole answer; with `holes`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
             scores = self._prompt_logprobs(columns, holes)
         choices = [
-            Choice(
+            ChatChoice(
                 c.index, self._message(c), self._logprobs(c, holes), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
         ]  # fmt: skip
         generation = self._generation
-        reply = Reply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
+        reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
         reply.system_fingerprint = generation.fingerprint
         if self._ids:
             reply.prompt_token_ids, reply.weight_version = generation.prompt_ids(), last_version(completions)
@@ -357,8 +357,8 @@ class Render:
         self._begun.add(delta.index)
         return sse.event(encode_json(chunk))
 
-    def _chunk(self, choice: ChunkChoice) -> Chunk:
-        chunk = Chunk(self._id, self._created, self._model, [choice])
+    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
+        chunk = ChatChunk(self._id, self._created, self._model, [choice])
         if self._usage:
             chunk.usage = self._generation.usage() if self._continuous else None
         return chunk
@@ -370,6 +370,6 @@ class Render:
         """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        chunk = Chunk(self._id, self._created, self._model, [])
+        chunk = ChatChunk(self._id, self._created, self._model, [])
         chunk.usage = self._generation.usage()
         return sse.event(encode_json(chunk))

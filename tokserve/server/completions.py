@@ -37,7 +37,7 @@ MAX_PROMPTS = 4096
 MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
 
     index: int
@@ -52,20 +52,20 @@ class Choice(msgspec.Struct):
     prompt_logprobs: Any = UNSET
 
 
-class Reply(msgspec.Struct):
+class CompletionReply(msgspec.Struct):
     """The whole answer, or an event of a stream."""
 
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     weight_version: str | UnsetType | None = UNSET
     object: str = "text_completion"
 
 
-class Call(NamedTuple):
+class CompletionCall(NamedTuple):
     """A completions body, read and checked."""
 
     body: CompletionBody
@@ -82,7 +82,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     call = await read(serving, request)
     body = call.body
     generation = await serving.start(request, call.generate, call.ids, call.fields)
-    render = Render(serving, generation, body, call.params, call.prompts)
+    render = CompletionRenderer(serving, generation, body, call.params, call.prompts)
     if schemas.output_limit(body)[0] == 0:
         generation.adjust = drop_output
     headers = {"X-Request-Id": call.generate.request_id, **schemas.ignored_header(call.ignored)}
@@ -91,7 +91,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     return await sse.answer(generation, request, render.reply, headers)
 
 
-async def read(serving: Serving, request: Request, *, replies: bool = True) -> Call:
+async def read(serving: Serving, request: Request, *, replies: bool = True) -> CompletionCall:
     """Read the body, and tokenize its prompts.  `replies` False: the reply is not a completion, and may be msgpack."""
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
@@ -108,7 +108,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
     fields = FieldPaths("prompt[0]" if listed and len(prompts) == 1 else "prompt", others=others)
-    return Call(body, ignored, params, generate, prompts, ids, fields)
+    return CompletionCall(body, ignored, params, generate, prompts, ids, fields)
 
 
 def drop_output(c: ChoiceOutput) -> ChoiceOutput:
@@ -192,7 +192,7 @@ def tokenized(serving: Serving, prompts: list[str | list[int]], special: bool, l
     return made
 
 
-class Render:
+class CompletionRenderer:
     """Completions as this route's JSON."""
 
     def __init__(
@@ -216,21 +216,23 @@ class Render:
         self._usage, self._continuous = schemas.usage_options(body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
+    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> CompletionReply:
         """The whole answer; with `holes`, logprobs are made later."""
         choices = [self._choice(c, holes) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:
                 setattr(choice, name, None)
         generation = self._generation
-        reply = Reply(self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint)
+        reply = CompletionReply(
+            self._id, self._created, self._model, choices, generation.usage(), generation.fingerprint
+        )
         if self._ids:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> CompletionChoice:
         """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
-        choice = Choice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
+        choice = CompletionChoice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
         if begins:
             prompt = self._begin(choice, c.prompt_logprobs, holes)
@@ -267,7 +269,7 @@ class Render:
             return prompt
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
-    def _begin(self, choice: Choice, scores: Logprobs | None, holes: DeferredParts | None) -> str:
+    def _begin(self, choice: CompletionChoice, scores: Logprobs | None, holes: DeferredParts | None) -> str:
         """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
@@ -291,7 +293,7 @@ class Render:
         choice = self._choice(delta)
         if not (begins or choice.text or delta.token_ids or delta.finish_reason):
             return b""
-        reply = Reply(self._id, self._created, self._model, [choice])
+        reply = CompletionReply(self._id, self._created, self._model, [choice])
         if self._usage:
             reply.usage = self._generation.usage() if self._continuous else None
         if delta.finish_reason is not None:
@@ -302,4 +304,6 @@ class Render:
         """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(encode_json(Reply(self._id, self._created, self._model, [], self._generation.usage())))
+        return sse.event(
+            encode_json(CompletionReply(self._id, self._created, self._model, [], self._generation.usage()))
+        )

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import NotFound, RequestError, invalid
 from tokserve.server import body, chat, errors, logprobs, schemas, sse, tools
-from tokserve.server.chat import Call
+from tokserve.server.chat import ChatCall
 from tokserve.server.generation import Generation
 from tokserve.server.replies import StopDetail, WeightVersion, versions
 from tokserve.server.reply_parts import DeferredParts
@@ -139,7 +139,7 @@ async def stored(serving: Serving, request: Request) -> Response:
     )
 
 
-async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, Call]:
+async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, ChatCall]:
     """The body, and the chat call made from it; errors name the fields of the body."""
     request_body, ignored, size = await schemas.read(serving, request, ResponsesBody)
     schemas.check_stream(request_body, body.wants_msgpack(request))
@@ -258,7 +258,7 @@ def _ignore_event(name: str, fields: dict[str, Any]) -> None:
 class ResponsesRenderer:
     """Renders one answer as JSON, or as typed events."""
 
-    def __init__(self, serving: Serving, generation: Generation, request_body: ResponsesBody, call: Call) -> None:
+    def __init__(self, serving: Serving, generation: Generation, request_body: ResponsesBody, call: ChatCall) -> None:
         self._generation = generation
         self._model = serving.answers_as(request_body.model)
         self._body = request_body

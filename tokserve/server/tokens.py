@@ -108,7 +108,7 @@ class PackedGenerateBody(_Generate, kw_only=True):
 AnyBody = GenerateBody | PackedGenerateBody
 
 
-class Choice(msgspec.Struct):
+class GenerateChoice(msgspec.Struct):
     """A choice, or a delta of one."""
 
     index: int
@@ -121,14 +121,14 @@ class Choice(msgspec.Struct):
     text: str | Raw | UnsetType | None = UNSET
 
 
-class Reply(msgspec.Struct):
+class GenerateReply(msgspec.Struct):
     """The whole answer."""
 
     request_id: str
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[GenerateChoice]
     usage: Usage
     prompt_logprobs: Any
     seed: int
@@ -138,11 +138,11 @@ class Reply(msgspec.Struct):
     object: str = "inference.generate"
 
 
-class Chunk(msgspec.Struct):
+class GenerateChunk(msgspec.Struct):
     """An event of a stream; the first has the fields after `usage`."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[GenerateChoice]
     usage: Usage | UnsetType | None = UNSET
     model: str | UnsetType = UNSET
     created: int | UnsetType = UNSET
@@ -289,8 +289,8 @@ class _Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> Choice:
-        return Choice(
+    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> GenerateChoice:
+        return GenerateChoice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
@@ -324,14 +324,14 @@ class _Render:
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
         return make(columns, first) if holes is None else holes.defer(single_part(lambda: make(columns, first)))
 
-    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> Reply:
+    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> GenerateReply:
         """The whole answer; with `holes`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
             scores = self._prompt_logprobs(columns, holes)
-        return Reply(
+        return GenerateReply(
             request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
             choices=[self._choice(c, holes) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
@@ -359,12 +359,12 @@ class _Render:
     def _frame(self, index: int) -> list[bytes]:
         """The constant parts of an event: around the token ids, the logprobs and the text, if these are wanted."""
         logprobs, text = HOLE if self._has_logprobs else None, HOLE if self._text else UNSET
-        choice = Choice(index, HOLE, None, None, logprobs, text=text)
-        chunk = Chunk(self._id, [choice], None if self._usage else UNSET)
+        choice = GenerateChoice(index, HOLE, None, None, logprobs, text=text)
+        chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET)
         return sse.event(encode_json(chunk)).split(HOLE)
 
     def _event(self, delta: ChoiceOutput) -> bytes:
-        chunk = Chunk(self._id, [self._choice(delta)])
+        chunk = GenerateChunk(self._id, [self._choice(delta)])
         if self._usage:
             chunk.usage = self._generation.usage() if self._continuous else None
         if self._first:
@@ -381,4 +381,4 @@ class _Render:
         """The usage event, if it was requested."""
         if not self._usage:
             return b""
-        return sse.event(encode_json(Chunk(self._id, [], self._generation.usage())))
+        return sse.event(encode_json(GenerateChunk(self._id, [], self._generation.usage())))
