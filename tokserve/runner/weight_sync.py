@@ -79,8 +79,8 @@ class WeightSync:
         if backend not in broadcast.BACKENDS:
             if "master_address" in options:
                 raise RequestError(
-                    f"the backend is {backend}, which forms no process group: start the server with --weight-transfer-config "
-                    'and {"backend": "gloo"} or "nccl"',
+                    f"the backend is {backend}, which forms no process group: start the server with "
+                    '--weight-transfer-config and {"backend": "gloo"} or "nccl"',
                     field="init_info.master_address",
                 )
             return {"message": "Weight transfer initialized", "backend": backend}
