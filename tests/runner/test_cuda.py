@@ -180,7 +180,7 @@ def test_a_decode_step_is_one_copy_and_no_wait(staged: Loaded) -> None:
     runner, facts, fake = staged
     made = [Job(prompt(5, i), SamplingParams(max_tokens=6, temperature=0.5), i) for i in range(3)]
     driver = LateDriver(runner, facts)
-    cuda(runner).settle(wait=True)  # of steps before these, if only the start's, no result is outstanding
+    cuda(runner).record_finished(wait=True)  # of steps before these, if only the start's, no result is outstanding
     steps, copies, waits = driver.steps, fake.copies, fake.waits
     driver.run(made)
     steps = driver.steps - steps
@@ -197,7 +197,7 @@ def test_a_slot_entered_again_does_not_learn_what_its_last_owner_drew(staged: Lo
     runner.execute(plan_of([(3, 0, 9, 1)], 1, new=[second], blocks=[(3, 0, [2])], freed=[3]))
     for number in range(2, 5):
         runner.execute(plan_of([], number, freed=[3] if number == 2 else []))
-    cuda(runner).settle(wait=True)
+    cuda(runner).record_finished(wait=True)
     assert runner.backend.slots.tokens[3, :9].tolist() == list(range(50, 59))
 
 

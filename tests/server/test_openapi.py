@@ -83,7 +83,7 @@ def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[s
     content = described[GENERATE]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
     reply = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {"max_tokens": 2}}).json()
-    assert set(reply) <= set(schemas["Reply"]["properties"]) and set(schemas["Reply"]["required"]) <= set(reply)
+    assert set(reply) <= set(schemas["GenerateReply"]["properties"]) and set(schemas["GenerateReply"]["required"]) <= set(reply)
     choice = schemas["Choice"]
     assert set(choice["required"]) <= set(reply["choices"][0]) <= set(choice["properties"])
 
