@@ -83,8 +83,8 @@ def test_replies_of_the_token_routes_are_described(server: Site, schemas: dict[s
     content = described[GENERATE]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
     reply = server.post(GENERATE, PROMPTS[GENERATE] | {"sampling_params": {"max_tokens": 2}}).json()
-    assert set(reply) <= set(schemas["GenerateReply"]["properties"]) and set(schemas["GenerateReply"]["required"]) <= set(reply)
-    choice = schemas["Choice"]
+    whole, choice = schemas["GenerateReply"], schemas["GenerateChoice"]
+    assert set(whole["required"]) <= set(reply) <= set(whole["properties"])
     assert set(choice["required"]) <= set(reply["choices"][0]) <= set(choice["properties"])
 
 
