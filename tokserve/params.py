@@ -185,6 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
     bad_token_ids: list[int] = []
     bad_token_sequences: list[list[int]] = []
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=INT32_MAX)] = 0
     logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
     prompt_logprobs_start: Count = 0

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import NoRepeatNGramLogitsProcessor
 
 from tokserve import ops
 from tokserve.params import SamplingParams, StructuredOutputs
@@ -126,6 +127,18 @@ def test_bad_sequences_see_only_what_came_before() -> None:
     before, after = processed(made, rows_of([0] * 6, [1, 2, 3, 4, 5, 6]))
     before[[2, 5], 4] = NEVER
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
+def test_no_ngram_is_repeated_as_in_transformers(size: int) -> None:
+    chance = np.random.default_rng(size)
+    tokens = [chance.integers(0, 3 + VOCAB // 3, length).tolist() for length in (1, 2, 3, 8, 20, 40)]
+    made, _ = pipeline({}, *({"no_repeat_ngram_size": size} for _ in tokens), tokens=[[1] * 40, *tokens])
+    lengths = [len(history) for history in tokens]
+    before, after = processed(made, rows_of(range(1, len(tokens) + 1), lengths))
+    oracle = NoRepeatNGramLogitsProcessor(size)
+    for row, history in enumerate(tokens):
+        assert torch.equal(after[row], oracle(torch.tensor([history]), before[row : row + 1].clone())[0])
 
 
 def test_bad_sequences_take_as_much_memory_as_their_ids() -> None:

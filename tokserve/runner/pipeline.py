@@ -1,7 +1,7 @@
 """The processors in their order, which is the specification of what a token is sampled from.
 
-bias -> allowed and bad ids -> bad sequences -> min_tokens -> grammar -> penalties -> (extreme rows: shift by the
-maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs a processor is not even copied.  What a
+bias -> allowed and bad ids -> bad sequences -> repeated n-grams -> min_tokens -> grammar -> penalties -> (extreme rows:
+shift by the maximum) -> temperature -> top-k, top-p, min-p.  A batch in which no row needs a processor is not even copied.  What a
 row becomes depends on its own slot and history alone, never on the other rows.
 """
 
@@ -21,6 +21,7 @@ from tokserve.runner.processors import (
     Filter,
     GrammarMask,
     MinTokens,
+    NoRepeatNgrams,
     Penalties,
     Processor,
     ShiftByMax,
@@ -40,6 +41,7 @@ class Pipeline:
             Bias(vocab_size),
             TokenIds(vocab_size),
             BadSequences(slots, vocab_size),
+            NoRepeatNgrams(slots, vocab_size),
             MinTokens(slots, vocab_size),
             self._grammar,
             Penalties(slots),

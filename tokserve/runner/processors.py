@@ -148,6 +148,34 @@ class BadSequences(Processor):
             buffer.flat().index_fill_(0, buffer.tensor(np.array(indices, np.int64)), -INF)
 
 
+class NoRepeatNgrams(Processor):
+    """no_repeat_ngram_size n: no n ids occur twice in prompt and output, as in transformers."""
+
+    masks = True
+    needs_history = True
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self._tokens = slots.tokens
+        self._vocab_size = vocab_size
+        self._sizes: Int64 = np.zeros(len(slots.seeds), np.int64)  # 0: off
+
+    def assign(self, row: NewRow, params: SamplingParams) -> bool:
+        self._sizes[row.slot] = params.no_repeat_ngram_size
+        return params.no_repeat_ngram_size > 0
+
+    def apply(self, buffer: LogitsBuffer, rows: LogitRows, index: Int64) -> None:
+        forbidden: list[Int64] = []
+        for slot, length in zip(rows.slots[index].tolist(), rows.lengths[index].tolist(), strict=True):
+            tokens, size = self._tokens[slot, :length], int(self._sizes[slot])
+            ends = tokens[size - 1 :]  # of all n-grams so far
+            same = np.ones(len(ends), np.bool_)  # n-grams that begin with the row's last n - 1 ids
+            for i in range(size - 1 if len(ends) else 0):
+                same &= tokens[i : i + len(ends)] == tokens[length - size + 1 + i]
+            forbidden.append(_ids(ends[same].tolist(), self._vocab_size))
+        for part in _parts(index, forbidden):
+            buffer.flat().index_fill_(0, buffer.flat_indices(*part), -INF)
+
+
 class MinTokens(Processor):
     """min_tokens: until there are that many, EOS and the ids that would end the request are forbidden."""
 
