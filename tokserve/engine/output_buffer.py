@@ -31,7 +31,7 @@ class OutputBuffer:
         self._next_to_send = prompt_len
         self._sent = False  # anything has been sent
         self._versions: list[tuple[str, str, int]] = []  # (version, adapter's label, first output token)
-        self._version: str | None = None  # of the weights that made the newest token
+        self.version: str | None = None  # of the weights that made the newest token
         self._generation = 0  # of its adapter
         self._pooled = b""
         self._logprobs: LogprobColumns | None = None
@@ -49,8 +49,8 @@ class OutputBuffer:
 
     def set_version(self, version: str, adapter: Adapter | None, index: int) -> None:
         """The output tokens from `index` on are made by these weights."""
-        if version != self._version or (adapter is not None and adapter.generation != self._generation):
-            self._version = version
+        if version != self.version or (adapter is not None and adapter.generation != self._generation):
+            self.version = version
             label = ""
             if adapter is not None:
                 self._generation, label = adapter.generation, adapter.label

@@ -157,19 +157,22 @@ class Request:
         assert self.stopping is not None
         if self._first_token is None:
             self._first_token = now
-        self.output.set_version(version, self.adapter, self.num_output)
+        known, stopping, output = self.tokens, self.stopping, self.output
+        if version != output.version or self.adapter is not None:
+            output.set_version(version, self.adapter, len(known) - self.prompt_len)
         kept = 0
         for token in tokens:
-            self.tokens.append(token)
+            known.append(token)
             kept += 1
-            stop = self.stopping.check(self.tokens)
-            if stop is not None:
-                self.end(stop.reason, stop.detail, now, stop=stop.stop)
-                break
+            if stopping.always or token in stopping.candidates or len(known) >= stopping.limit:
+                stop = stopping.check(known)
+                if stop is not None:
+                    self.end(stop.reason, stop.detail, now, stop=stop.stop)
+                    break
             if self.grammar is not None:
                 self.grammar.accept(token)
         if rows is not None:
-            self.output.add_logprobs(rows, first_row, kept)
+            output.add_logprobs(rows, first_row, kept)
         return kept
 
     def set_pooled(self, vector: Float32, now: float) -> None:

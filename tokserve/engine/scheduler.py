@@ -359,18 +359,21 @@ class Scheduler:
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
         requests, last = [], 0  # last: of the rows' tokens so far
+        block_size = self._cache.block_size
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
         for index, (row, count, status) in enumerate(columns):
             request = row.request
             request.steps_in_flight -= 1
             first, last = last, last + count
             if request.state is not State.ENDED:  # else it is surplus: its end was found after this plan was made
-                if index in prompt_logprobs:
+                if prompt_logprobs and index in prompt_logprobs:
                     request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
-                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
                 request.num_in_flight -= row.num_logits
-                request.num_computed -= rejected
-                request.num_settled += row.num_tokens - rejected
+                request.num_settled += row.num_tokens
+                rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                if rejected:
+                    request.num_computed -= rejected
+                    request.num_settled -= rejected
                 if status != OK:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
@@ -380,11 +383,13 @@ class Scheduler:
                     self.counters.output_tokens += kept
                 elif request.pooling and request.num_settled == request.prompt_len:
                     request.set_pooled(result.pooled[index], now)
-                settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
-                self._cache.cache_full_blocks(request.table, request.tokens, settled)
+                if request.num_settled >= (request.table.num_full + 1) * block_size:
+                    settled = min(request.num_settled, len(request.tokens))  # a stop may have dropped accepted drafts
+                    self._cache.cache_full_blocks(request.table, request.tokens, settled)
                 if request.finish is not None:
                     self.drop(request)
-                if request.finish is not None or (count and request.options.stream):
+                    requests.append(request)
+                elif count and request.options.stream:
                     requests.append(request)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)

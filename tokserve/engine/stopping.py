@@ -23,7 +23,11 @@ class Stop(NamedTuple):
 
 
 class StopChecker:
-    """The stop conditions of one output.  `limit`: tokens of prompt and output together."""
+    """The stop conditions of one output.  `limit`: tokens of prompt and output together.
+
+    A new token can stop the output only if it is one of the `candidates`, reaches the `limit`, or if all tokens must be
+    checked (`always`).
+    """
 
     def __init__(self, params: SamplingParams, eos: Sequence[int], prompt_len: int, limit: int) -> None:
         self.eos = frozenset(() if params.ignore_eos else eos)
@@ -31,20 +35,16 @@ class StopChecker:
         self._sequences: dict[int, list[array[int]]] = {}  # by last id
         for sequence in params.stop_token_sequences:
             self._sequences.setdefault(sequence[-1], []).append(array("i", sequence))
-        self._candidates = self.eos | self._stop_ids | self._sequences.keys()
+        self.candidates = self.eos | self._stop_ids | self._sequences.keys()
         detection = params.repetition_detection
         self._repetition = _Repetition(detection) if detection is not None and detection.max_pattern_size else None
+        self.always = self._repetition is not None
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
-        self._prompt_len, self._limit = prompt_len, limit
+        self._prompt_len, self.limit = prompt_len, limit
 
     def check(self, tokens: array[int]) -> Stop | None:
-        """Whether the last of `tokens`, prompt and output, ends the output; call it once per new token."""
-        if tokens[-1] in self._candidates or len(tokens) >= self._limit or self._repetition is not None:
-            return self._check(tokens)
-        return None
-
-    def _check(self, tokens: array[int]) -> Stop | None:
-        """The order of these lines is the order of the stop conditions."""
+        """Whether the last of `tokens`, prompt and output, ends the output; call it for every new token that can.  The
+        order of these lines is the order of the stop conditions."""
         token, count = tokens[-1], len(tokens) - self._prompt_len
         pattern = 0 if self._repetition is None else self._repetition.append(tokens, count)
         if count >= self._min_tokens:
@@ -58,7 +58,7 @@ class StopChecker:
                     return Stop("stop", "stop_sequence", sequence.tolist())
         if count == self._max_tokens:
             return Stop("length", "max_tokens")
-        if len(tokens) >= self._limit:
+        if len(tokens) >= self.limit:
             return Stop("length", "context")
         if pattern and count >= self._min_tokens:
             return Stop("repetition", "repetition", tokens[-pattern:].tolist())
