@@ -1,0 +1,187 @@
+"""A checkpoint as a module whose logprobs are the server's, with gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tokserve import checkpoint
+from tokserve.errors import StartError
+from tokserve.models import dummy, load, weights
+from tokserve.models.decoder import Decoder
+from tokserve.params import LOGPROBS_MODES
+from tokserve.train import tree
+from tokserve.train.batch import PackedBatch
+from tokserve.train.binding import Binding
+from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
+from tokserve.train.requests import Request, checked, items_of
+
+MAX_TOKENS = 4096  # of a batch that goes through the model at once
+
+
+class PolicyModel(nn.Module):
+    """A decoder with float32 master weights under their Hugging Face names, a tied one once.
+
+    The forward pass is the server's: masters are rounded to the model's dtype and packed as a server packs them when it
+    is given these weights, and the same ops run on them.  Gradients arrive at the masters.
+
+    Memory beside masters, their gradients and the packed copy: per token and layer one hidden state while `recompute`
+    is on (default), else about what the layer's projections give; plus the work of one layer for `max_tokens`
+    tokens (or for the longest sequence) and 128 MiB pieces of logits.
+
+    `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
+    call `weights_changed()` then.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        masters: dict[str, Tensor],
+        config: dict[str, Any],
+        binding: Binding,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        recompute: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, master in masters.items():
+            _register(self, name, nn.Parameter(master))
+        self.config = config
+        self.max_tokens = max_tokens
+        self._binding = binding
+        self._modules_of_decoder = DecoderModules(decoder, recompute=recompute)
+        self._stale = True
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        dtype: str = "bfloat16",
+        *,
+        head_dtype: str = "auto",
+        load_format: str = "auto",
+        seed: int = 0,
+        quantization: str | None = None,
+        max_model_len: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        recompute: bool = True,
+        cpu_arithmetic: str = "auto",
+        cpu_kernels: str | None = None,
+        ops: dict[str, str] | None = None,
+    ) -> PolicyModel:
+        """Load a checkpoint directory, "demo" or a hub name.  Raises StartError.
+
+        `dtype`, `head_dtype`, `cpu_arithmetic` and so on are the server's options and must have the server's values.
+        `load_format` "dummy" draws weights from `seed`, as the server does.
+        """
+        if quantization not in (None, "none"):
+            raise StartError(f"quantization {quantization!r} cannot be trained; a policy keeps its weights in {dtype}")
+        binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels)
+        source = checkpoint.locate(str(directory), weights=load_format != "dummy")
+        config = checkpoint.hf_config(source)
+        decoder = load.load(
+            source, config, dtype=dtype, head_dtype=head_dtype, load_format=load_format, seed=seed,
+            max_model_len=max_model_len, quantization="none",
+        )  # fmt: skip
+        if load_format == "dummy":
+            masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
+        else:
+            masters = dict(_masters(source, decoder))
+        return cls(decoder, masters, config, binding, max_tokens=max_tokens, recompute=recompute)
+
+    def weights_changed(self) -> None:
+        """Round and pack all masters again at the next call."""
+        self._stale = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """As `logprobs`, for wrappers that call the module."""
+        return self.logprobs(*args, **kwargs)
+
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        temperature: float | Sequence[float] = 1.0,
+        logprobs_mode: str = "raw",
+        sampling_masks: Sequence[Sequence[Sequence[int] | None] | None] | None = None,
+        share_prefixes: bool = True,
+    ) -> list[Tensor]:
+        """Logprobs float32 [len(sequence) - start] of each sequence's tokens from its `start` (at least 1) on.
+
+        They are the server's to the bit, whatever the other sequences, their order and `share_prefixes`, which
+        computes a prefix that several sequences have in common once.  `temperature`: one for all or one a sequence; it
+        counts in the modes "temperature" and "processed".  `sampling_masks`: by sequence and scored token the ids that
+        the token was drawn from, None: the whole vocabulary; for "processed".  Raises ValueError.
+        """
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
+        modules = self._modules_of_decoder
+        requests = checked(
+            sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
+            vocab=modules.vocab, positions=modules.num_positions,
+        )  # fmt: skip
+        masters = self._synced()
+        inputs = [request.tokens[:-1] for request in requests]
+        rows: list[Tensor] = [torch.empty(0)] * len(requests)
+        for group in tree.chunks(inputs, self.max_tokens, share=share_prefixes):
+            members = [requests[number] for number in group]
+            scored = self._scored(members, masters, logprobs_mode, share_prefixes)
+            for number, row in zip(group, scored, strict=True):
+                rows[number] = row
+        return rows
+
+    def _synced(self) -> dict[str, Tensor]:
+        masters = dict(self.named_parameters())
+        rebound = self._binding.activate()
+        self._modules_of_decoder.sync(masters, everything=rebound or self._stale)
+        self._stale = False
+        return masters
+
+    def _scored(
+        self, requests: list[Request], masters: dict[str, Tensor], mode: str, share: bool
+    ) -> Iterator[Tensor]:
+        modules = self._modules_of_decoder
+        packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
+        device = masters[EMBEDDING].device
+        tokens, items, places = items_of(requests, packing, mode, device)
+        batch = PackedBatch(packing, device)
+        hidden = modules.hidden(batch, tokens, masters)
+        values = modules.logprobs(hidden, masters, items)
+        return (values.index_select(0, place) for place in places)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and the float32 masters as a Hugging Face checkpoint."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        config = self.config | {"dtype": "float32"}
+        config.pop("torch_dtype", None)
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = {name: master.detach().contiguous() for name, master in self.named_parameters()}
+        save_file(tensors, target / weights.SINGLE, metadata={"format": "pt"})
+
+
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter where its dotted name says, in modules made for that."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(last, parameter)
+
+
+def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
+    entries = weights.own_names(weights.catalogue(directory), decoder.spec.renames)
+    for name in decoder.parameters_by_name():
+        entry = entries.get(name) or entries[HEAD]  # of a tied model, which may have either
+        if entry.dtype not in weights.FLOATS.values():
+            raise StartError(f"{name} is {entry.dtype}: a quantized checkpoint cannot be trained")
+        yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))

@@ -1,0 +1,112 @@
+"""From hidden states to the logprobs of given tokens, as the server scores a prompt, with their gradient.
+
+An item is a token to be scored: the row of `hidden` that predicts it, its id, and the ids that its distribution was
+restricted to.  Logits are made PIECE_BYTES at a time, forward and again backward; they are never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokserve import ops
+from tokserve.layers.embedding import Head
+from tokserve.train import backward
+
+PIECE_BYTES = 128 << 20  # of logits
+COLDEST = 2.0**-100  # lower temperatures count as this one
+COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
+Masks = list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """`masks`: by item the ids [k] int64 kept, None: all; empty: none has a mask."""
+
+    rows: Tensor  # [n] int64: of the hidden states, ascending
+    token_ids: Tensor  # [n] int64
+    temperatures: Tensor  # [n] float32, as the request has them
+    mode: str  # raw, temperature or processed
+    masks: Masks
+
+    def part(self, piece: slice) -> Items:
+        """Some of them."""
+        return Items(
+            self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece]
+        )  # fmt: skip
+
+    def divisors(self) -> Tensor:  # [n] float32
+        """What logits are divided by; a temperature of 0 is greedy and divides by 1."""
+        if self.mode == "raw":
+            return torch.ones_like(self.temperatures)
+        return torch.where(self.temperatures == 0.0, 1.0, self.temperatures.clamp(min=COLDEST))
+
+    def processed(self, logits: Tensor) -> Tensor:  # [n, V] -> [n, V]
+        """Logits before the log softmax, but for a division that `ops.logprobs` makes."""
+        if self.mode != "processed":
+            return logits
+        for row, ids in zip(logits, self.masks, strict=False):
+            if ids is not None:
+                kept = row.index_select(0, ids)
+                row.fill_(float("-inf")).index_copy_(0, ids, kept)
+        cold = (self.temperatures > 0.0) & (self.temperatures < COLD)
+        if cold.any():
+            rows = cold.nonzero()[:, 0]
+            part = logits[rows]
+            logits[rows] = part - part.amax(1, keepdim=True)
+        divisors = self.divisors()
+        return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
+
+
+def logprobs(hidden: Tensor, head: Head, weight: Tensor, items: Items) -> Tensor:  # [m, H] -> [n] float32
+    """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
+    return cast(Tensor, _Logprobs.apply(hidden, head, weight, items))
+
+
+def _pieces(items: Items, vocab: int) -> Sequence[slice]:
+    return list(backward.pieces(len(items.rows), max(16, PIECE_BYTES // (4 * vocab))))
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.head, ctx.items = head, items
+        out = torch.empty(len(items.rows), device=hidden.device)
+        for piece in _pieces(items, len(weight)):
+            part = items.part(piece)
+            work = part.processed(head(hidden.index_select(0, part.rows)))
+            temperature = part.divisors() if part.mode == "temperature" else None
+            out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        head, items = ctx.head, ctx.items
+        needs_hidden, _, needs_weight, _ = ctx.needs_input_grad
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        packed = ops.pack_linear(weight.to(head.dtype).t().contiguous())
+        for piece in _pieces(items, len(weight)):
+            part = items.part(piece)
+            rows = hidden.index_select(0, part.rows)
+            work = part.processed(head(rows))
+            divisors = part.divisors()[:, None]
+            if part.mode == "temperature":
+                work = work.div_(divisors)
+            factor = grad[piece, None] / divisors
+            slopes = torch.softmax(work, -1).mul_(-factor)
+            slopes.scatter_add_(1, part.token_ids[:, None], factor)
+            slopes = slopes.to(head.dtype)
+            if needs_hidden:
+                grad_hidden.index_add_(0, part.rows, ops.linear(slopes, packed, None, torch.float32))
+            if grad_weight is not None:
+                grad_weight += backward.linear_weight(slopes, rows.to(head.dtype))
+        return grad_hidden.to(hidden.dtype), None, grad_weight, None
