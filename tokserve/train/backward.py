@@ -48,7 +48,7 @@ def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     for rows in pieces(len(x)):
         values, upstream = x[rows].float(), grad[rows].float()
         inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # [t, 1]
-        normed = values.mul_(inverse)
+        normed = values * inverse
         grad_weight += (upstream * normed).sum(0)
         upstream = upstream * scale
         along = (upstream * normed).mean(-1, keepdim=True)
@@ -72,11 +72,10 @@ def silu_mul(grad: Tensor, both: Tensor) -> Tensor:  # [T, I], [T, 2 I] -> [T, 2
     for rows in pieces(len(grad)):
         upstream, gate = grad[rows].float(), both[rows, :inner].float()
         sigmoid = torch.sigmoid(gate)
-        silu = gate.mul_(sigmoid)
+        silu = gate * sigmoid
         out[rows, inner:] = upstream * silu
-        upstream.mul_(both[rows, inner:])
-        slope = sigmoid + silu.mul_(1.0 - sigmoid)  # of silu at the gate
-        out[rows, :inner] = upstream.mul_(slope)
+        slope = sigmoid.addcmul_(silu, 1.0 - sigmoid)  # of silu at the gate
+        out[rows, :inner] = slope.mul_(upstream).mul_(both[rows, inner:])
     return out
 
 
@@ -87,8 +86,7 @@ def gelu_mul(grad: Tensor, both: Tensor) -> Tensor:  # [T, I], [T, 2 I] -> [T, 2
     for rows in pieces(len(grad)):
         upstream, gate = grad[rows].float(), both[rows, :inner].float()
         out[rows, inner:] = upstream * torch.nn.functional.gelu(gate, approximate="tanh")
-        upstream.mul_(both[rows, inner:])
-        out[rows, :inner] = torch.ops.aten.gelu_backward(upstream, gate, approximate="tanh")
+        out[rows, :inner] = torch.ops.aten.gelu_backward(upstream * both[rows, inner:], gate, approximate="tanh")
     return out
 
 

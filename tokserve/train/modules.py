@@ -1,8 +1,8 @@
 """The server's decoder with master parameters: the one file here that knows how a `Decoder` is put together.
 
 The decoder's layers hold the weights rounded and packed, as a server that was given these masters would; `sync` packs
-again what has changed.  `hidden` runs the blocks with gradients, each block's inside computed again in the backward
-pass.
+again what has changed.  `hidden` runs the blocks with gradients; what a block computes on the way is kept for the
+backward pass while there is room, else computed again there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,28 @@ Masters = Mapping[str, Tensor]
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
+class Room:
+    """Bytes that may still be kept for the backward pass."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def take(self, size: int) -> bool:
+        """Whether there are so many; they are taken then."""
+        if size > self._size:
+            return False
+        self._size -= size
+        return True
+
+
 class DecoderModules:
     """A decoder's layers, and the names of the masters of each."""
 
-    def __init__(self, decoder: Decoder, *, recompute: bool) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
         self.head_name = EMBEDDING if decoder.spec.tied else HEAD
-        self._recompute = recompute
         self._parameters = decoder.parameters_by_name()
         self._groups = self._loaded_together()
         self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
@@ -54,24 +67,31 @@ class DecoderModules:
                     self._parameters[name].load(masters[name].detach())
                 self._packed |= stamps
 
-    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters) -> Tensor:  # [n] int64 -> [n, H]
-        """Hidden states after the final norm of the batch's tokens `rows`."""
+    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, room: Room) -> Tensor:  # [n] -> [n, H]
+        """Hidden states after the final norm of the batch's tokens `rows` int64."""
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number, block in enumerate(self.decoder.blocks):
             prefix = f"model.layers.{number}."
             own = {name.removeprefix(prefix): master for name, master in masters.items() if name.startswith(prefix)}
-            x = self._block(block, x, batch, own)
+            x = self._block(block, x, batch, own, room)
         return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
 
     def logprobs(self, hidden: Tensor, masters: Masters, items: Items) -> Tensor:  # [m, H] -> [n] float32
         """The logprobs of what is scored of the hidden states."""
         return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items)
 
-    def _block(self, block: Block, x: Tensor, batch: PackedBatch, masters: Masters) -> Tensor:
+    def _block(self, block: Block, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
         table = self.decoder.rope_table
-        if not self._recompute or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
             return run_block(block, x, batch, table, masters)
         return cast(Tensor, _Recomputed.apply((block, batch, table, tuple(masters)), x, *masters.values()))
+
+
+def kept_bytes(block: Block) -> int:
+    """What a block keeps of a token for its gradients."""
+    attention, mlp = block.attention, block.mlp
+    widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
+    return int((widths + 4 * attention.qkv.inputs) * attention.dtype.itemsize)
 
 
 def run_block(block: Block, residual: Tensor, batch: PackedBatch, table: Tensor, masters: Masters) -> Tensor:

@@ -20,10 +20,11 @@ from tokserve.params import LOGPROBS_MODES
 from tokserve.train import tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
-from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
+from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules, Room
 from tokserve.train.requests import Request, checked, items_of
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
+ACTIVATION_BYTES = 1 << 30
 
 
 class PolicyModel(nn.Module):
@@ -32,9 +33,9 @@ class PolicyModel(nn.Module):
     The forward pass is the server's: masters are rounded to the model's dtype and packed as a server packs them when it
     is given these weights, and the same ops run on them.  Gradients arrive at the masters.
 
-    Memory beside masters, their gradients and the packed copy: per token and layer one hidden state while `recompute`
-    is on (default), else about what the layer's projections give; plus the work of one layer for `max_tokens`
-    tokens (or for the longest sequence) and 128 MiB pieces of logits.
+    Memory beside masters, their gradients and the packed copy: for the backward pass up to `activation_bytes` in a
+    call, and one hidden state per token and layer where that does not suffice (the layer is computed again then); the
+    work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 128 MiB of logits.
 
     `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
     call `weights_changed()` then.
@@ -48,15 +49,16 @@ class PolicyModel(nn.Module):
         binding: Binding,
         *,
         max_tokens: int = MAX_TOKENS,
-        recompute: bool = True,
+        activation_bytes: int = ACTIVATION_BYTES,
     ) -> None:
         super().__init__()
         for name, master in masters.items():
             _register(self, name, nn.Parameter(master))
         self.config = config
         self.max_tokens = max_tokens
+        self.activation_bytes = activation_bytes
         self._binding = binding
-        self._modules_of_decoder = DecoderModules(decoder, recompute=recompute)
+        self._modules_of_decoder = DecoderModules(decoder)
         self._stale = True
 
     @classmethod
@@ -71,7 +73,7 @@ class PolicyModel(nn.Module):
         quantization: str | None = None,
         max_model_len: int | None = None,
         max_tokens: int = MAX_TOKENS,
-        recompute: bool = True,
+        activation_bytes: int = ACTIVATION_BYTES,
         cpu_arithmetic: str = "auto",
         cpu_kernels: str | None = None,
         ops: dict[str, str] | None = None,
@@ -94,7 +96,7 @@ class PolicyModel(nn.Module):
             masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
         else:
             masters = dict(_masters(source, decoder))
-        return cls(decoder, masters, config, binding, max_tokens=max_tokens, recompute=recompute)
+        return cls(decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes)
 
     def weights_changed(self) -> None:
         """Round and pack all masters again at the next call."""
@@ -129,10 +131,11 @@ class PolicyModel(nn.Module):
         )  # fmt: skip
         masters = self._synced()
         inputs = [request.tokens[:-1] for request in requests]
+        room = Room(self.activation_bytes)
         rows: list[Tensor] = [torch.empty(0)] * len(requests)
         for group in tree.chunks(inputs, self.max_tokens, share=share_prefixes):
             members = [requests[number] for number in group]
-            scored = self._scored(members, masters, logprobs_mode, share_prefixes)
+            scored = self._scored(members, masters, room, mode=logprobs_mode, share=share_prefixes)
             for number, row in zip(group, scored, strict=True):
                 rows[number] = row
         return rows
@@ -145,14 +148,14 @@ class PolicyModel(nn.Module):
         return masters
 
     def _scored(
-        self, requests: list[Request], masters: dict[str, Tensor], mode: str, share: bool
+        self, requests: list[Request], masters: dict[str, Tensor], room: Room, *, mode: str, share: bool
     ) -> Iterator[Tensor]:
         modules = self._modules_of_decoder
         packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
         device = masters[EMBEDDING].device
         tokens, items, places = items_of(requests, packing, mode, device)
         batch = PackedBatch(packing, device)
-        hidden = modules.hidden(batch, tokens, masters)
+        hidden = modules.hidden(batch, tokens, masters, room)
         values = modules.logprobs(hidden, masters, items)
         return (values.index_select(0, place) for place in places)
 
