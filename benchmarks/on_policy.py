@@ -1,4 +1,4 @@
-"""Forward and backward of a policy: `tokserve.train.PolicyModel` beside transformers, on random weights of a real model's shape.
+"""Forward and backward of a policy: `tokserve.train.PolicyModel` beside transformers, with random weights.
 
     python benchmarks/on_policy.py --impl tokserve --model smollm2 --dtype bfloat16
     python benchmarks/on_policy.py --impl transformers --model smollm2 --dtype bfloat16 --rows groups
@@ -66,7 +66,9 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
     return rows, [96] * 8
 
 
-def with_tokserve(directory: Path, dtype: str, share: bool, activation_bytes: int) -> tuple[torch.nn.Module, Callable[..., Any]]:
+def with_tokserve(
+    directory: Path, dtype: str, share: bool, activation_bytes: int
+) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """The model, and what makes its rows of logprobs."""
     from tokserve.train import PolicyModel
 
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rows", choices=["even", "groups", "turns"], default="even")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-share", action="store_true")
-    parser.add_argument("--activation-bytes", type=int, default=1 << 30)
+    parser.add_argument("--activation-bytes", type=int, default=5 << 28)
     options = parser.parse_args()
     family, shape = MODELS[options.model]
     shape = shape | ({"num_hidden_layers": options.layers} if options.layers else {})
@@ -133,7 +135,8 @@ def main() -> None:
         both.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({
-        **vars(options), "forward_s": round(min(forward[1:]), 3), "forward_median_s": round(statistics.median(forward[1:]), 3),
+        **vars(options), "forward_s": round(min(forward[1:]), 3),
+        "forward_median_s": round(statistics.median(forward[1:]), 3),
         "both_s": round(min(both), 3), "both_median_s": round(statistics.median(both), 3),
         "loaded_MiB": loaded >> 10, "peak_MiB": peak >> 10,
     }))  # fmt: skip

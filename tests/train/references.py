@@ -40,11 +40,9 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 
 def logits(hf: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:
-    """[n, vocab] of one sequence, in the weights' dtype.  Reads config.json's own names, not the server's spec."""
+    """[n, vocab] of one sequence, in the weights' dtype.  Of the server it shares the rope table alone."""
     spec = decoder_spec(hf)
-    heads = hf["num_attention_heads"]
-    kv_heads = hf.get("num_key_value_heads") or heads
-    dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     windows = _windows(hf)
     table = rope_table(spec.rope, len(ids)).to(weights["model.norm.weight"].dtype)
     eps = hf["rms_norm_eps"]
@@ -97,7 +95,9 @@ def logprobs(
         if mask is not None:
             hidden = torch.ones(rows.shape[1], dtype=torch.bool)
             hidden[list(mask)] = False
-            rows = torch.cat([rows[:number], rows[number : number + 1].masked_fill(hidden, float("-inf")), rows[number + 1 :]])
+            rows = torch.cat(
+                [rows[:number], rows[number : number + 1].masked_fill(hidden, float("-inf")), rows[number + 1 :]]
+            )
     return rows.log_softmax(-1).gather(1, torch.tensor(sequence[start:])[:, None])[:, 0]
 
 

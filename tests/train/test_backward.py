@@ -111,7 +111,10 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     arguments = drawn(290, 6, 16), drawn(290, 6, 16, seed=1), drawn(290, 2, 16, seed=2), drawn(290, 2, 16, seed=3)
 
     def gradients() -> list[Tensor]:
-        return [*backward.attention(*arguments, 0, 0.3, 0), backward.linear_weight(drawn(290, 70), drawn(290, 33, seed=1))]
+        return [
+            *backward.attention(*arguments, 0, 0.3, 0),
+            backward.linear_weight(drawn(290, 70), drawn(290, 33, seed=1)),
+        ]
 
     found = []
     for threads in (1, 2):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.models.driver import prefill, random_ids
 from tests.train import references
@@ -102,12 +103,34 @@ def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
     reference = {name: leaf.grad for name, leaf in leaves.items()}
     assert found.keys() == reference.keys()
     together = [torch.cat([gradient.double().flatten() for gradient in each.values()]) for each in (found, reference)]
-    assert cosine(*together) > (0.9999 if dtype == "float32" else 0.999)
+    assert cosine(*together) > (0.9999 if dtype == "float32" else 0.998)  # activations are rounded to bfloat16 as well
     for name, gradient in found.items():
         assert gradient.dtype == torch.float32
-        if dtype == "float32":
-            if not name.endswith("k_proj.bias"):  # whose gradient is zero but for rounding: it shifts all scores alike
-                assert cosine(gradient, reference[name]) > 0.9999, name
+        if dtype == "float32" and not name.endswith("k_proj.bias"):  # zero but for rounding: it shifts scores alike
+            assert cosine(gradient, reference[name]) > 0.9999, name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tmp_path: Path) -> None:
+    hf = tiny_config(name, dtype="bfloat16")
+    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf), dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    leaves = {name: master.detach().double().requires_grad_() for name, master in policy.named_parameters()}
+    rows = rollouts()
+    starts = half(rows)
+    for row, start in zip(rows, starts, strict=True):
+        for logits in (references.logits(hf, leaves, row[:-1]), model(torch.tensor([row[:-1]])).logits[0].float()):
+            column = torch.tensor(row[start:])[:, None]
+            logprobs = logits[start - 1 :].log_softmax(-1).gather(1, column)[:, 0]
+            (logprobs * weights(logprobs)).sum().backward()
+    found, theirs = gradients(policy, rows, starts), dict(model.named_parameters())
+    own, other, exact = (
+        torch.cat([each.double().flatten() for each in gradient])
+        for gradient in zip(
+            *((found[name], theirs[name].grad, leaf.grad) for name, leaf in leaves.items()), strict=True
+        )
+    )
+    assert 1.0 - cosine(own, exact) <= 1.0 - cosine(other, exact)
 
 
 @DTYPES
@@ -232,7 +255,9 @@ def test_the_torch_references_serve_as_well(tmp_path: Path) -> None:
     rows, starts = rollouts(), half(rollouts())
     found = gradients(compiled, rows, starts)
     other = PolicyModel.from_pretrained(directory, dtype="float32", ops={"*": "torch"})
-    assert all(torch.equal(a, b) for a, b in zip(other.logprobs(rows, starts), other.logprobs(rows, starts), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.logprobs(rows, starts), other.logprobs(rows, starts), strict=True)
+    )
     for name, gradient in gradients(other, rows, starts).items():
         assert cosine(gradient, found[name]) > 0.9999, name
 
@@ -276,12 +301,15 @@ def test_quantization_is_refused() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("tokserve.train", ["tokserve.server", "tokserve.client", "tokserve.engine", "tokserve.runner", "fastapi", "zmq"]),
+        (
+            "tokserve.train",
+            ["tokserve.server", "tokserve.client", "tokserve.engine", "tokserve.runner", "fastapi", "zmq"],
+        ),
         ("tokserve.server.app", ["tokserve.train"]),
         ("tokserve.runner.sampler", ["tokserve.train"]),
     ],
 )
 def test_importing_leaves_the_other_side_out(module: str, absent: list[str]) -> None:
-    code = f"import sys, {module}; sys.exit(str({set(absent)} & set(sys.modules)) if {set(absent)} & set(sys.modules) else 0)"
+    code = f"import sys, {module}; there = {set(absent)} & set(sys.modules); sys.exit(str(there) if there else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

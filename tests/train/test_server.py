@@ -66,9 +66,7 @@ def groups(server: Server, **sampling: Any) -> list[Rollout]:
     prompts = [random_ids(45, 256, seed) for seed in (1, 2)] + [[7]]
     return in_client(
         server,
-        lambda client: client.generate(
-            prompts, n=3, seeds=[11, 22, 33], max_tokens=20, ignore_eos=True, **sampling
-        ),  # fmt: skip
+        lambda client: client.generate(prompts, n=3, seeds=[11, 22, 33], max_tokens=20, ignore_eos=True, **sampling),
     )
 
 
@@ -107,7 +105,9 @@ def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyMo
         rows.append(prompt + choice["token_ids"])
         starts.append(len(prompt))
         kept = zip(columns["top_token_ids"], columns["top_logprobs"], strict=True)
-        masks.append([[i for i, value in zip(*row, strict=True) if value is not None and value > -9999.0] for row in kept])
+        masks.append(
+            [[i for i, value in zip(*row, strict=True) if value is not None and value > -9999.0] for row in kept]
+        )
         expected.append(columns["token_logprobs"])
     assert len({len(mask) for row in masks for mask in row}) > 3
     found = policy.logprobs(rows, starts, 1.3, "processed", masks)

@@ -1,4 +1,4 @@
-"""The trainer's half of the exactness contract: the policy's logprobs, differentiable, equal to the server's to the bit.
+"""The trainer's half of the exactness contract: logprobs with gradients, equal to the server's to the bit.
 
     from tokserve.train import PolicyModel
 

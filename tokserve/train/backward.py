@@ -16,6 +16,7 @@ from torch import Tensor
 from tokserve import ops
 
 PIECE = 128  # rows of an elementwise part
+QUERIES = 256  # positions whose attention weights are in memory at a time
 
 
 def pieces(count: int, size: int = PIECE) -> Iterator[slice]:
@@ -105,12 +106,12 @@ def attention(
     for rows in pieces(count, QUERIES):
         first = max(0, start + rows.start - window + 1) if window else 0
         keys = slice(first, start + rows.stop)
-        hidden = _hidden(start + rows.start, start + rows.stop, first, window, q.device)
+        bias = _bias(start + rows.start, start + rows.stop, first, window, q.device)
         for head in range(kv_heads):
             group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
             parts = _head(
                 grad[rows, group].reshape(-1, dim), q[rows, group].reshape(-1, dim), k[keys, head].contiguous(),
-                v[keys, head].contiguous(), hidden, scale,
+                v[keys, head].contiguous(), bias, scale,
             )  # fmt: skip
             grad_q[rows, group] = parts[0].view(rows.stop - rows.start, -1, dim)
             grad_k[keys, head] += parts[1]
@@ -118,26 +119,21 @@ def attention(
     return grad_q, grad_k, grad_v
 
 
-QUERIES = 256  # positions whose weights are in memory at a time
-
-
-def _hidden(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:  # [keys, queries] bool
-    """True where the query of a position begin .. end - 1 does not see the key of a position first .. end - 1."""
+def _bias(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:  # [keys, queries] float32
+    """-inf where the query of position begin .. end - 1 does not see the key of position first .. end - 1, else 0."""
     query = torch.arange(begin, end, device=device)[None]
     key = torch.arange(first, end, device=device)[:, None]
-    return (key > query) | (key <= query - window) if window else key > query
+    hidden = (key > query) | (key <= query - window) if window else key > query
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def _head(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q [n G, D], k and v [m, D] of one KV head; `hidden` [m, n].  Weights lie as [m, n G]."""
-    m, n = hidden.shape
-    scores = times(k, q).mul_(scale)
-    scores.view(m, n, -1).masked_fill_(hidden[:, :, None], float("-inf"))
-    weights = torch.softmax(scores, 0)
+def _head(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q [n G, D], k and v [m, D] of one KV head; `bias` [m, n].  Weights lie as [m, n G]."""
+    m, n = bias.shape
+    scores = torch.add(bias[:, :, None], times(k, q).view(m, n, -1), alpha=scale)
+    weights = torch.softmax(scores.view(m, -1), 0)
     slopes = times(v, grad)  # of the weights
-    slopes.sub_((weights * slopes).sum(0)).mul_(weights).mul_(scale)  # now of the scores
+    slopes.sub_((weights * slopes).sum(0)).mul_(weights)  # now of the scores
     rounded = slopes.to(q.dtype)
-    grad_v = times(weights.to(q.dtype), grad.t())
-    return times(rounded.t().contiguous(), k.t()), times(rounded, q.t()), grad_v
+    grad_q, grad_k = times(rounded.t().contiguous(), k.t()), times(rounded, q.t())
+    return grad_q.mul_(scale), grad_k.mul_(scale), times(weights.to(q.dtype), grad.t())

@@ -52,9 +52,7 @@ def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
     return cast(Tensor, _Gate.apply(both, activation))
 
 
-def attention(
-    qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()
-) -> Tensor:
+def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
 
     `norms`: the masters of the query and key norms, where the layer has them.
@@ -152,9 +150,7 @@ class _Gate(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
         ctx.save_for_backward(qkv, *norms)
         ctx.layer, ctx.batch, ctx.table = layer, batch, table
         return batch.attend(qkv, layer, table)

@@ -17,24 +17,11 @@ from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.models.decoder import Block, Decoder
 from tokserve.train import functions, scores
 from tokserve.train.batch import PackedBatch
+from tokserve.train.room import Room
 from tokserve.train.scores import Items
 
 Masters = Mapping[str, Tensor]
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-
-
-class Room:
-    """Bytes that may still be kept for the backward pass."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def take(self, size: int) -> bool:
-        """Whether there are so many; they are taken then."""
-        if size > self._size:
-            return False
-        self._size -= size
-        return True
 
 
 class DecoderModules:
@@ -76,9 +63,9 @@ class DecoderModules:
             x = self._block(block, x, batch, own, room)
         return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
 
-    def logprobs(self, hidden: Tensor, masters: Masters, items: Items) -> Tensor:  # [m, H] -> [n] float32
+    def logprobs(self, hidden: Tensor, masters: Masters, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
         """The logprobs of what is scored of the hidden states."""
-        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items)
+        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room)
 
     def _block(self, block: Block, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
         table = self.decoder.rope_table

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,11 +19,12 @@ from tokserve.params import LOGPROBS_MODES
 from tokserve.train import tree
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
-from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules, Room
+from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
 from tokserve.train.requests import Request, checked, items_of
+from tokserve.train.room import Room
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
-ACTIVATION_BYTES = 1 << 30
+ACTIVATION_BYTES = 5 << 28
 
 
 class PolicyModel(nn.Module):
@@ -156,7 +156,7 @@ class PolicyModel(nn.Module):
         tokens, items, places = items_of(requests, packing, mode, device)
         batch = PackedBatch(packing, device)
         hidden = modules.hidden(batch, tokens, masters, room)
-        values = modules.logprobs(hidden, masters, items)
+        values = modules.logprobs(hidden, masters, items, room)
         return (values.index_select(0, place) for place in places)
 
     def save_pretrained(self, directory: str | Path) -> None:

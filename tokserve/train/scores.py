@@ -1,12 +1,12 @@
 """From hidden states to the logprobs of given tokens, as the server scores a prompt, with their gradient.
 
 An item is a token to be scored: the row of `hidden` that predicts it, its id, and the ids that its distribution was
-restricted to.  Logits are made PIECE_BYTES at a time, forward and again backward; they are never kept.
+restricted to.  Logits are made PIECE_BYTES at a time.  What is kept of them for the backward pass, while there is room,
+is probabilities in the head's dtype; else they are computed again there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from tokserve import ops
 from tokserve.layers.embedding import Head
 from tokserve.train import backward
+from tokserve.train.room import Room
 
 PIECE_BYTES = 128 << 20  # of logits
 COLDEST = 2.0**-100  # lower temperatures count as this one
@@ -63,50 +64,56 @@ class Items:
         return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
 
 
-def logprobs(hidden: Tensor, head: Head, weight: Tensor, items: Items) -> Tensor:  # [m, H] -> [n] float32
+def logprobs(hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
     """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
-    return cast(Tensor, _Logprobs.apply(hidden, head, weight, items))
+    return cast(Tensor, _Logprobs.apply(hidden, head, weight, items, room if torch.is_grad_enabled() else None))
 
 
-def _pieces(items: Items, vocab: int) -> Sequence[slice]:
+def _pieces(items: Items, vocab: int) -> list[slice]:
     return list(backward.pieces(len(items.rows), max(16, PIECE_BYTES // (4 * vocab))))
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.head, ctx.items = head, items
+    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room | None) -> Tensor:
+        ctx.head, ctx.items, ctx.kept = head, items, []
         out = torch.empty(len(items.rows), device=hidden.device)
         for piece in _pieces(items, len(weight)):
             part = items.part(piece)
             work = part.processed(head(hidden.index_select(0, part.rows)))
             temperature = part.divisors() if part.mode == "temperature" else None
             out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
+            if room is not None:
+                keep = room.take(work.numel() * head.dtype.itemsize)
+                ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
+        ctx.save_for_backward(hidden, weight, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight = ctx.saved_tensors
+        hidden, weight, out = ctx.saved_tensors
         head, items = ctx.head, ctx.items
-        needs_hidden, _, needs_weight, _ = ctx.needs_input_grad
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
         packed = ops.pack_linear(weight.to(head.dtype).t().contiguous())
-        for piece in _pieces(items, len(weight)):
+        for number, piece in enumerate(_pieces(items, len(weight))):
             part = items.part(piece)
             rows = hidden.index_select(0, part.rows)
-            work = part.processed(head(rows))
-            divisors = part.divisors()[:, None]
-            if part.mode == "temperature":
-                work = work.div_(divisors)
-            factor = grad[piece, None] / divisors
-            slopes = torch.softmax(work, -1).mul_(-factor)
-            slopes.scatter_add_(1, part.token_ids[:, None], factor)
-            slopes = slopes.to(head.dtype)
-            if needs_hidden:
-                grad_hidden.index_add_(0, part.rows, ops.linear(slopes, packed, None, torch.float32))
+            slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
+            if slopes is None:
+                slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
+            own = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
+            slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = own.to(head.dtype)
+            factor = (-grad[piece] / part.divisors())[:, None]
+            part_grad = ops.linear(slopes, packed, None, torch.float32)
+            grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
             if grad_weight is not None:
-                grad_weight += backward.linear_weight(slopes, rows.to(head.dtype))
-        return grad_hidden.to(hidden.dtype), None, grad_weight, None
+                grad_weight += backward.linear_weight(slopes, (rows * factor).to(head.dtype))
+        return grad_hidden.to(hidden.dtype), None, grad_weight, None, None
+
+
+def _probabilities(items: Items, work: Tensor) -> Tensor:  # [n, V], overwritten
+    if items.mode == "temperature":
+        work = work.div_(items.divisors()[:, None])
+    return torch.softmax(work, -1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,7 @@ def pack(sequences: Sequence[Int32], *, share: bool) -> Packing:
     owners: list[int] = []  # by node, a sequence that has it
     builder = _Blocks()
     total = 0
-    common = [0] + [shared(a, b) if share else 0 for a, b in zip(sequences, sequences[1:], strict=False)]
+    common = [0] + [shared(one, other) if share else 0 for one, other in pairwise(sequences)]
     empty = np.empty(0, np.int64)
     pending = [(0, len(sequences), 0, empty, np.empty(0, np.int32))]
     while pending:

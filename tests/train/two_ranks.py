@@ -1,0 +1,32 @@
+"""One rank of a DDP run over gloo: trains two steps, and writes its logprobs and gradients to a file."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.train.test_policy import half, rollouts
+from tokserve.train import PolicyModel
+
+
+def main(checkpoint: str, store: str, rank: int, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    policy = PolicyModel.from_pretrained(checkpoint, dtype="bfloat16")
+    wrapped = DistributedDataParallel(policy)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+    rows = rollouts()[rank::2]
+    starts, steps = half(rows), []
+    for activation_bytes in (0, 1 << 30):
+        policy.activation_bytes = activation_bytes
+        scored = wrapped(rows, starts, temperature=0.8, logprobs_mode="temperature")
+        optimizer.zero_grad()
+        torch.stack([row.sum() for row in scored]).sum().backward()
+        steps.append(([row.detach() for row in scored], {n: m.grad.clone() for n, m in policy.named_parameters()}))
+        optimizer.step()
+    torch.save(steps, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
