@@ -27,7 +27,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
     ranks = [torch.load(out) for out in outs]
-    policy = PolicyModel.from_pretrained(directory, dtype="bfloat16")
+    policy = PolicyModel.from_pretrained(directory, dtype="bfloat16", cpu_arithmetic="fma")
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     for step in (0, 1):
         shares = []

@@ -48,10 +48,15 @@ def server(checkpoint: tuple[str, str]) -> Iterator[Server]:
         yield server
 
 
+def arithmetic(server: Server) -> str:
+    """What the server chose, which a policy has to be given where the choice is left to a measurement."""
+    return str(server.get("/inference/v1/state").json()["arithmetic"])
+
+
 @pytest.fixture
-def policy(checkpoint: tuple[str, str]) -> PolicyModel:
+def policy(checkpoint: tuple[str, str], server: Server) -> PolicyModel:
     model, dtype = checkpoint
-    return PolicyModel.from_pretrained(model, dtype=dtype)
+    return PolicyModel.from_pretrained(model, dtype=dtype, cpu_arithmetic=arithmetic(server))
 
 
 def in_client(server: Server, scene: Callable[[TokserveClient], Awaitable[Any]]) -> Any:
@@ -129,9 +134,9 @@ def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
 def test_twenty_steps_with_pushes(dtype: str, tmp_path: Path) -> None:
     """Rollouts, a policy gradient, a push: the ratio stays exactly one, step after step."""
     directory = write_checkpoint(tmp_path, tiny_config("qwen3"))
-    policy = PolicyModel.from_pretrained(directory, dtype=dtype)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
     with Server(str(directory), "--dtype", dtype, "--tokens-only") as server:
+        policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
         for step in range(20):
             rollouts = groups(server, temperature=0.9, logprobs_mode="temperature")
             rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
@@ -147,3 +152,28 @@ def test_twenty_steps_with_pushes(dtype: str, tmp_path: Path) -> None:
             pushed = in_client(server, lambda c, v=str(step + 1): c.update_weights(policy.named_parameters(), v))
             assert pushed["weight_version"] == str(step + 1)
         assert in_client(server, lambda client: client.compare_weights(policy.named_parameters())) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_an_adapter_trained_here_and_served_there(dtype: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "base", tiny_config("llama"))
+    with Server(str(directory), "--dtype", dtype, "--tokens-only", "--enable-lora") as server:
+        policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
+        policy.add_adapter(["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], rank=6, alpha=24.0)
+        trained = [master for master in policy.parameters() if master.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=2e-2)
+        seen = []
+        for step in range(3):
+            policy.save_adapter(tmp_path / str(step))
+            in_client(server, lambda c, at=str(tmp_path / str(step)): c.load_lora_adapter("policy", at))
+            rollouts = groups(server, model="policy", temperature=0.9, logprobs_mode="temperature")
+            assert_equal(policy, rollouts, temperature=0.9, logprobs_mode="temperature")
+            with policy.adapter_disabled():
+                assert_equal(policy, groups(server))
+            seen.append(rollouts[0].logprobs.tolist())
+            rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
+            scored = policy.logprobs(rows, [len(rollout.prompt_ids) for rollout in rollouts])
+            optimizer.zero_grad()
+            torch.stack([row.sum() * (-1) ** number for number, row in enumerate(scored)]).sum().backward()
+            optimizer.step()
+        assert seen[0] != seen[1] != seen[2]

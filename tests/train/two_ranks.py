@@ -12,7 +12,7 @@ from tokserve.train import PolicyModel
 
 def main(checkpoint: str, store: str, rank: int, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    policy = PolicyModel.from_pretrained(checkpoint, dtype="bfloat16")
+    policy = PolicyModel.from_pretrained(checkpoint, dtype="bfloat16", cpu_arithmetic="fma")
     wrapped = DistributedDataParallel(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     rows = rollouts()[rank::2]

@@ -15,8 +15,10 @@ class Binding:
         self._dtype, self._overrides = dtype, overrides
         self._chosen = bound_ops.bind(bound_ops.home.type, overrides)
         self._kernels: str | None = None
+        self.arithmetic: str | None = None
         if COMPILED in self._chosen.values():
-            self._kernels = choose_kernels(dtype, arithmetic, kernels).name
+            chosen = choose_kernels(dtype, arithmetic, kernels)
+            self._kernels, self.arithmetic = chosen.name, chosen.arithmetic
         self._functions = self._current()
 
     def _current(self) -> list[object]:

@@ -9,6 +9,7 @@ torch's error.  Each is differentiable once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,16 @@ from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.train import backward
 from tokserve.train.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """An adapter's masters for one shard of a layer: it adds scale * up down."""
+
+    shard: str
+    down: Tensor  # [r, inputs]
+    up: Tensor  # [outputs, r]
+    scale: float
 
 
 def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
@@ -45,6 +56,12 @@ def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence
     `weights` and `biases` are the masters by shard, in the order of the output.
     """
     return cast(Tensor, _Linear.apply(x, layer, len(weights), *weights, *biases))
+
+
+def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) -> Tensor:
+    """out, made from x by the layer, plus what the adapter in its slot 0 adds to some of its shards; changes out."""
+    masters = [master for factor in factors for master in (factor.down, factor.up)]
+    return cast(Tensor, _LowRank.apply(out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
 
 
 def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
@@ -132,6 +149,34 @@ def _product(layer: Linear, x: Tensor) -> Tensor:
     if isinstance(layer, GatedLinear):
         return layer.quant.gated_linear(x, layer.packed, layer.bias, None)
     return layer(x)
+
+
+class _LowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, layer: Linear, shards: list[tuple[str, float]], *masters: Tensor
+    ) -> Tensor:
+        assert layer.lora is not None
+        layer.lora.add(out, x, torch.zeros(len(x), dtype=torch.int32, device=x.device))
+        ctx.mark_dirty(out)
+        ctx.save_for_backward(x, *masters)
+        ctx.sizes, ctx.shards = layer.shards, shards
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *masters = ctx.saved_tensors
+        parts = dict(zip(ctx.sizes, grad.split(list(ctx.sizes.values()), 1), strict=True))
+        grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        grads: list[Tensor] = []
+        for (shard, scale), down, up in zip(ctx.shards, masters[::2], masters[1::2], strict=True):
+            down, up, part = down.to(x.dtype), up.to(x.dtype), parts[shard].contiguous()
+            inner = backward.times(x, down).mul_(scale).to(x.dtype)  # [T, r]
+            grad_inner = backward.times(part, up.t()).mul_(scale).to(x.dtype)
+            grads += [backward.linear_weight(grad_inner, x), backward.linear_weight(part, inner)]
+            grad_x += backward.times(grad_inner, down.t())
+        return grad, grad_x.to(x.dtype), None, None, *grads
 
 
 class _Gate(torch.autograd.Function):

@@ -7,15 +7,17 @@ backward pass while there is room, else computed again there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.layers.linear import Linear
+from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models.decoder import Block, Decoder
 from tokserve.train import functions, scores
+from tokserve.train.adapters import Adapter, down, up
 from tokserve.train.batch import PackedBatch
 from tokserve.train.room import Room
 from tokserve.train.scores import Items
@@ -34,6 +36,8 @@ class DecoderModules:
         self.head_name = EMBEDDING if decoder.spec.tied else HEAD
         self._parameters = decoder.parameters_by_name()
         self._groups = self._loaded_together()
+        self._adapter: Adapter | None = None
+        self.adapted = False  # whether the adapter counts
         self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
 
     def _loaded_together(self) -> list[tuple[str, ...]]:
@@ -48,30 +52,70 @@ class DecoderModules:
     def sync(self, masters: Masters, *, everything: bool = False) -> None:
         """Round and pack the masters that changed since the last call."""
         for names in self._groups:
-            stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
-            if everything or any(self._packed.get(name) != stamp for name, stamp in stamps.items()):
+            if self._changed(names, masters, everything):
                 for name in names:
                     self._parameters[name].load(masters[name].detach())
-                self._packed |= stamps
+        self._sync_adapter(masters, everything)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the projections, by the name of their module."""
+        return {
+            name: (linear.inputs, linear.shards[shard]) for name, (linear, shard) in self.decoder.projections().items()
+        }
+
+    @property
+    def renames(self) -> tuple[tuple[str, str], ...]:
+        """Prefixes of names in checkpoints, and what they are here."""
+        return self.decoder.spec.renames
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Give the layers a slot for an adapter."""
+        self._adapter = adapter
+        for linear, _ in self.decoder.projections().values():
+            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, adapter.rank, linear.dtype)
+
+    def _sync_adapter(self, masters: Masters, everything: bool) -> None:
+        for module, scale in self._adapter.scales.items() if self._adapter else ():
+            names = (down(module), up(module))
+            if self._changed(names, masters, everything):
+                linear, shard = self.decoder.projections()[module]
+                assert linear.lora is not None
+                linear.lora.place(0, shard, LowRank(*(masters[name].detach() for name in names), scale))
+
+    def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
+        stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
+        changed = everything or any(self._packed.get(name) != stamp for name, stamp in stamps.items())
+        self._packed |= stamps
+        return changed
 
     def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, room: Room) -> Tensor:  # [n] -> [n, H]
         """Hidden states after the final norm of the batch's tokens `rows` int64."""
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number, block in enumerate(self.decoder.blocks):
             prefix = f"model.layers.{number}."
-            own = {name.removeprefix(prefix): master for name, master in masters.items() if name.startswith(prefix)}
-            x = self._block(block, x, batch, own, room)
+            own = {
+                name.removeprefix(prefix): master
+                for name, master in masters.items()
+                if name.startswith(prefix) and (name in self._parameters or self.adapted)
+            }
+            x = self._block(prefix, block, x, batch, own, room)
         return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
 
     def logprobs(self, hidden: Tensor, masters: Masters, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
         """The logprobs of what is scored of the hidden states."""
         return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room)
 
-    def _block(self, block: Block, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
+    def _block(self, prefix: str, block: Block, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
         table = self.decoder.rope_table
         if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
-            return run_block(block, x, batch, table, masters)
-        return cast(Tensor, _Recomputed.apply((block, batch, table, tuple(masters)), x, *masters.values()))
+            return run_block(block, x, batch, table, masters, self._scales(prefix))
+        frame = (block, batch, table, self._scales(prefix), tuple(masters))
+        return cast(Tensor, _Recomputed.apply(frame, x, *masters.values()))
+
+    def _scales(self, prefix: str) -> dict[str, float]:
+        """Of the adapter in a block, by module."""
+        scales = self._adapter.scales if self._adapter and self.adapted else {}
+        return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 
 
 def kept_bytes(block: Block) -> int:
@@ -81,47 +125,55 @@ def kept_bytes(block: Block) -> int:
     return int((widths + 4 * attention.qkv.inputs) * attention.dtype.itemsize)
 
 
-def run_block(block: Block, residual: Tensor, batch: PackedBatch, table: Tensor, masters: Masters) -> Tensor:
-    """The residual stream [T, H] after a block.  `masters`: by their names in the block."""
+def run_block(
+    block: Block, residual: Tensor, batch: PackedBatch, table: Tensor, masters: Masters, scales: Mapping[str, float]
+) -> Tensor:
+    """The residual stream [T, H] after a block.  `masters`: by their names in the block; `scales`: of the adapter."""
+
+    def linear(x: Tensor, layer: Linear, module: str) -> Tensor:
+        names = {shard: f"{module}.{shard}" for shard in layer.shards}
+        weights = [masters[f"{name}.weight"] for name in names.values()]
+        biases = [] if layer.bias is None else [masters[f"{name}.bias"] for name in names.values()]
+        out = functions.linear(x, layer, weights, biases)
+        factors = [
+            functions.Factors(shard, masters[down(name)], masters[up(name)], scales[name])
+            for shard, name in names.items()
+            if name in scales
+        ]
+        return functions.low_rank(out, x, layer, factors) if factors else out
+
+    attention, mlp = block.attention, block.mlp
     x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
     norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
-    qkv = _linear(x, block.attention.qkv, "self_attn", masters)
-    mixed = functions.attention(qkv, block.attention, batch, table, norms)
-    x = _linear(mixed, block.attention.out, "self_attn", masters)
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, norms)
+    x = linear(mixed, attention.out, "self_attn")
     x, residual = functions.add_rms_norm(x, residual, block.mlp_norm, masters["post_attention_layernorm.weight"])
-    return residual + _linear(_gated(x, block.mlp.gate_up, masters), block.mlp.down, "mlp", masters)
-
-
-def _linear(x: Tensor, layer: Linear, module: str, masters: Masters) -> Tensor:
-    weights = [masters[f"{module}.{shard}.weight"] for shard in layer.shards]
-    biases = [] if layer.bias is None else [masters[f"{module}.{shard}.bias"] for shard in layer.shards]
-    return functions.linear(x, layer, weights, biases)
-
-
-def _gated(x: Tensor, layer: GatedLinear, masters: Masters) -> Tensor:
-    if torch.is_grad_enabled():
-        return functions.gate(_linear(x, layer, "mlp", masters), layer.activation)
-    return layer(x)
+    if torch.is_grad_enabled() or scales:
+        x = functions.gate(linear(x, mlp.gate_up, "mlp"), mlp.gate_up.activation)
+    else:
+        x = mlp.gate_up(x)
+    return residual + linear(x, mlp.down, "mlp")
 
 
 class _Recomputed(torch.autograd.Function):
     """`run_block` that keeps its input alone and runs again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, block: tuple[Any, ...], x: Tensor, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, frame: tuple[Any, ...], x: Tensor, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *masters)
-        ctx.block = block
-        layer, batch, table, names = block
-        return run_block(layer, x, batch, table, dict(zip(names, masters, strict=True)))
+        ctx.frame = frame
+        block, batch, table, scales, names = frame
+        return run_block(block, x, batch, table, dict(zip(names, masters, strict=True)), scales)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *masters = ctx.saved_tensors
-        layer, batch, table, names = ctx.block
+        block, batch, table, scales, names = ctx.frame
         needs = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
-            out = run_block(layer, inputs[0], batch, table, dict(zip(names, inputs[1:], strict=True)))
+            own = dict(zip(names, inputs[1:], strict=True))
+            out = run_block(block, inputs[0], batch, table, own, scales)
         wanted = [one for one in inputs if one.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
         return None, *(next(grads) if need else None for need in needs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tokserve.errors import StartError
 from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
 from tokserve.params import LOGPROBS_MODES
-from tokserve.train import tree
+from tokserve.train import adapters, tree
+from tokserve.train.adapters import Adapter
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
@@ -60,6 +62,8 @@ class PolicyModel(nn.Module):
         self._binding = binding
         self._modules_of_decoder = DecoderModules(decoder)
         self._stale = True
+        self._adapter: Adapter | None = None
+        self._names = tuple(masters)
 
     @classmethod
     def from_pretrained(
@@ -98,9 +102,62 @@ class PolicyModel(nn.Module):
             masters = dict(_masters(source, decoder))
         return cls(decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes)
 
+    @property
+    def cpu_arithmetic(self) -> str | None:
+        """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
+        return self._binding.arithmetic
+
     def weights_changed(self) -> None:
         """Round and pack all masters again at the next call."""
         self._stale = True
+
+    def add_adapter(
+        self,
+        targets: Sequence[str],
+        *,
+        rank: int = 16,
+        alpha: float = 32.0,
+        use_rslora: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Train a new LoRA adapter on projections (`q_proj`, ...) instead of the masters, which are frozen.
+
+        The policy is then what a server computes that serves the adapter which `save_adapter` writes.
+        """
+        sizes = self._modules_of_decoder.sizes()
+        self._adapt(adapters.drawn(sizes, targets, rank, alpha, use_rslora=use_rslora, seed=seed))
+
+    def load_adapter(self, directory: str | Path) -> None:
+        """Likewise an adapter from a PEFT directory.  Raises RequestError."""
+        modules = self._modules_of_decoder
+        self._adapt(adapters.read(Path(directory), modules.sizes(), modules.renames))
+
+    def _adapt(self, adapter: Adapter) -> None:
+        if self._adapter is not None:
+            raise ValueError("the policy has an adapter already")
+        self.requires_grad_(False)
+        device = self.get_parameter(EMBEDDING).device
+        for name, factor in adapter.factors.items():
+            _register(self, name, nn.Parameter(factor.to(device)))
+        self._modules_of_decoder.adapt(adapter)
+        self._modules_of_decoder.adapted = True
+        self._adapter = adapter
+
+    def save_adapter(self, directory: str | Path) -> None:
+        """Write the adapter as a PEFT directory, which `load_lora_adapter` of a server takes.  Raises ValueError."""
+        if self._adapter is None:
+            raise ValueError("the policy has no adapter")
+        adapters.write(Path(directory), self._adapter, dict(self.named_parameters()))
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Without the adapter inside: the policy that training began with, as a reference."""
+        modules = self._modules_of_decoder
+        before, modules.adapted = modules.adapted, False
+        try:
+            yield
+        finally:
+            modules.adapted = before
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """As `logprobs`, for wrappers that call the module."""
@@ -166,7 +223,7 @@ class PolicyModel(nn.Module):
         config = self.config | {"dtype": "float32"}
         config.pop("torch_dtype", None)
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        tensors = {name: master.detach().contiguous() for name, master in self.named_parameters()}
+        tensors = {name: self.get_parameter(name).detach().contiguous() for name in self._names}
         save_file(tensors, target / weights.SINGLE, metadata={"format": "pt"})
 
 
