@@ -1,4 +1,4 @@
-"""Two processes that train with DDP over gloo: the forward's bits are one process's, gradients are averaged."""
+"""Two processes that train with DDP or FSDP2 over gloo: the forward's bits are one process's, gradients are means."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.train.test_policy import half, rollouts
@@ -15,10 +16,11 @@ from tokserve.train import PolicyModel
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_two_ranks(wrapper: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config("qwen3"))
     outs = [tmp_path / f"{rank}.pt" for rank in (0, 1)]
-    command = [sys.executable, "-m", "tests.train.two_ranks", str(directory), str(tmp_path / "store")]
+    command = [sys.executable, "-m", "tests.train.two_ranks", str(directory), str(tmp_path / "store"), wrapper]
     processes = [
         subprocess.Popen([*command, str(rank), str(out)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for rank, out in enumerate(outs)

@@ -25,6 +25,11 @@ from tokserve.train import backward
 from tokserve.train.batch import PackedBatch
 
 
+def applied(function: Any, *args: Any) -> Any:
+    """`function.apply`, which has no types."""
+    return function.apply(*args)
+
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """An adapter's masters for one shard of a layer: it adds scale * up down."""
@@ -37,17 +42,17 @@ class Factors:
 
 def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
     """Rows of the embedding."""
-    return cast(Tensor, _Embedding.apply(ids, layer, weight))
+    return cast(Tensor, applied(_Embedding, ids, layer, weight))
 
 
 def rms_norm(x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:  # [T, H] -> [T, H]
     """The norm of x."""
-    return cast(Tensor, _RMSNorm.apply(x, layer, weight))
+    return cast(Tensor, applied(_RMSNorm, x, layer, weight))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(norm of x + residual, x + residual), each [T, H]."""
-    return cast(tuple[Tensor, Tensor], _AddRMSNorm.apply(x, residual, layer, weight))
+    return cast(tuple[Tensor, Tensor], applied(_AddRMSNorm, x, residual, layer, weight))
 
 
 def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
@@ -55,18 +60,18 @@ def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence
 
     `weights` and `biases` are the masters by shard, in the order of the output.
     """
-    return cast(Tensor, _Linear.apply(x, layer, len(weights), *weights, *biases))
+    return cast(Tensor, applied(_Linear, x, layer, len(weights), *weights, *biases))
 
 
 def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) -> Tensor:
     """out, made from x by the layer, plus what the adapter in its slot 0 adds to some of its shards; changes out."""
     masters = [master for factor in factors for master in (factor.down, factor.up)]
-    return cast(Tensor, _LowRank.apply(out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
+    return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
 
 
 def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
     """activation(first half) * second half."""
-    return cast(Tensor, _Gate.apply(both, activation))
+    return cast(Tensor, applied(_Gate, both, activation))
 
 
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
@@ -74,7 +79,7 @@ def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, 
 
     `norms`: the masters of the query and key norms, where the layer has them.
     """
-    return cast(Tensor, _Attention.apply(qkv, layer, batch, table, *norms))
+    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
 
 
 class _Embedding(torch.autograd.Function):
@@ -139,9 +144,9 @@ class _Linear(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(masters)
         sizes = [len(weight) for weight in weights]
         if any(needs[: ctx.shards]):
-            grads[: ctx.shards] = backward.linear_weight(grad, x).split(sizes)
+            grads[: ctx.shards] = torch.split(backward.linear_weight(grad, x), sizes)
         if any(needs[ctx.shards :]):
-            grads[ctx.shards :] = grad.float().sum(0).split([len(bias) for bias in biases])
+            grads[ctx.shards :] = torch.split(grad.float().sum(0), [len(bias) for bias in biases])
         return grad_x, None, None, *(one if need else None for one, need in zip(grads, needs, strict=True))
 
 
@@ -167,7 +172,7 @@ class _LowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *masters = ctx.saved_tensors
-        parts = dict(zip(ctx.sizes, grad.split(list(ctx.sizes.values()), 1), strict=True))
+        parts = dict(zip(ctx.sizes, torch.split(grad, list(ctx.sizes.values()), 1), strict=True))
         grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         grads: list[Tensor] = []
         for (shard, scale), down, up in zip(ctx.shards, masters[::2], masters[1::2], strict=True):

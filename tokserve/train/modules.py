@@ -80,7 +80,8 @@ class DecoderModules:
             if self._changed(names, masters, everything):
                 linear, shard = self.decoder.projections()[module]
                 assert linear.lora is not None
-                linear.lora.place(0, shard, LowRank(*(masters[name].detach() for name in names), scale))
+                factors = [masters[name].detach() for name in names]
+                linear.lora.place(0, shard, LowRank(factors[0], factors[1], scale))
 
     def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
         stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
@@ -110,7 +111,7 @@ class DecoderModules:
         if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
             return run_block(block, x, batch, table, masters, self._scales(prefix))
         frame = (block, batch, table, self._scales(prefix), tuple(masters))
-        return cast(Tensor, _Recomputed.apply(frame, x, *masters.values()))
+        return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
 
     def _scales(self, prefix: str) -> dict[str, float]:
         """Of the adapter in a block, by module."""

@@ -198,9 +198,11 @@ class PolicyModel(nn.Module):
         return rows
 
     def _synced(self) -> dict[str, Tensor]:
-        masters = dict(self.named_parameters())
+        masters: dict[str, Tensor] = dict(self.named_parameters())
         rebound = self._binding.activate()
-        self._modules_of_decoder.sync(masters, everything=rebound or self._stale)
+        # FSDP gathers parameters into tensors whose versions it holds, so that a change does not show
+        sharded = any(base.__name__ == "FSDPModule" for base in type(self).__mro__)
+        self._modules_of_decoder.sync(masters, everything=rebound or sharded or self._stale)
         self._stale = False
         return masters
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.embedding import Head
-from tokserve.train import backward
+from tokserve.train import backward, functions
 from tokserve.train.room import Room
 
 PIECE_BYTES = 128 << 20  # of logits
@@ -66,7 +66,9 @@ class Items:
 
 def logprobs(hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
     """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
-    return cast(Tensor, _Logprobs.apply(hidden, head, weight, items, room if torch.is_grad_enabled() else None))
+    return cast(
+        Tensor, functions.applied(_Logprobs, hidden, head, weight, items, room if torch.is_grad_enabled() else None)
+    )
 
 
 def _pieces(items: Items, vocab: int) -> list[slice]:
