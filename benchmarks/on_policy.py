@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", choices=["even", "groups", "turns"], default="even")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ordered", action="store_true", help="ordered_gradients")
     parser.add_argument("--no-share", action="store_true")
     parser.add_argument("--activation-bytes", type=int, default=5 << 28)
     options = parser.parse_args()
@@ -120,6 +121,8 @@ def main() -> None:
         else:
             model, logprobs = with_transformers(path, options.dtype)
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if options.ordered:
+        model.ordered_gradients = True
     advantages = torch.linspace(-1.0, 1.0, len(rows))
     forward, both = [], []
     for _ in range(options.rounds + 1):

@@ -22,6 +22,7 @@ from tokserve.train.adapters import Adapter
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
+from tokserve.train.order import in_order
 from tokserve.train.requests import Request, checked, items_of
 from tokserve.train.room import Room
 
@@ -39,6 +40,10 @@ class PolicyModel(nn.Module):
     call, and one hidden state per token and layer where that does not suffice (the layer is computed again then); the
     work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 128 MiB of logits.
 
+    `ordered_gradients`: sequences go through the model one by one, and each adds its gradient to the masters' `grad` in
+    the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by
+    its own `backward`.  Slower; of one process, without hooks of DDP or FSDP.
+
     `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
     call `weights_changed()` then.
     """
@@ -52,6 +57,7 @@ class PolicyModel(nn.Module):
         *,
         max_tokens: int = MAX_TOKENS,
         activation_bytes: int = ACTIVATION_BYTES,
+        ordered_gradients: bool = False,
     ) -> None:
         super().__init__()
         for name, master in masters.items():
@@ -59,6 +65,7 @@ class PolicyModel(nn.Module):
         self.config = config
         self.max_tokens = max_tokens
         self.activation_bytes = activation_bytes
+        self.ordered_gradients = ordered_gradients
         self._binding = binding
         self._modules_of_decoder = DecoderModules(decoder)
         self._stale = True
@@ -78,6 +85,7 @@ class PolicyModel(nn.Module):
         max_model_len: int | None = None,
         max_tokens: int = MAX_TOKENS,
         activation_bytes: int = ACTIVATION_BYTES,
+        ordered_gradients: bool = False,
         cpu_arithmetic: str = "auto",
         cpu_kernels: str | None = None,
         ops: dict[str, str] | None = None,
@@ -100,7 +108,10 @@ class PolicyModel(nn.Module):
             masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
         else:
             masters = dict(_masters(source, decoder))
-        return cls(decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes)
+        return cls(
+            decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes,
+            ordered_gradients=ordered_gradients,
+        )  # fmt: skip
 
     @property
     def cpu_arithmetic(self) -> str | None:
@@ -190,9 +201,14 @@ class PolicyModel(nn.Module):
         inputs = [request.tokens[:-1] for request in requests]
         room = Room(self.activation_bytes)
         rows: list[Tensor] = [torch.empty(0)] * len(requests)
-        for group in tree.chunks(inputs, self.max_tokens, share=share_prefixes):
+        ordered = self.ordered_gradients and torch.is_grad_enabled()
+        groups = tree.chunks(inputs, self.max_tokens, share=share_prefixes)
+        if ordered:  # autograd begins with what came last
+            groups = [[number] for number in reversed(range(len(requests)))]
+        for group in groups:
             members = [requests[number] for number in group]
-            scored = self._scored(members, masters, room, mode=logprobs_mode, share=share_prefixes)
+            own = in_order(masters) if ordered else masters
+            scored = self._scored(members, own, room, mode=logprobs_mode, share=share_prefixes)
             for number, row in zip(group, scored, strict=True):
                 rows[number] = row
         return rows
