@@ -4,9 +4,10 @@
     python benchmarks/on_policy.py --impl transformers --model smollm2 --dtype bfloat16 --rows groups
 
 Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory.  `--rows`:
-`even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (8 rollouts of an
-agent of 6 turns of 96 tokens that part at different turns).  The loss is the mean of all logprobs times a fixed
-advantage for each row.  transformers gets one batch, padded at the right, with its default attention.
+`even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (2 rollouts of an agent
+of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored).  The loss is the mean of all
+logprobs times a fixed advantage for each row.  transformers gets one batch, padded at the right, with its default
+attention.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def sequences(kind: str, vocab: int) -> tuple[list[list[int]], list[int]]:
     if kind == "groups":
         prompt = tokens(512)
         return [prompt + tokens(64) for _ in range(8)], [512] * 8
-    rows = [tokens(6 * 96)]
-    for number in range(1, 8):
-        kept = 96 * (1 + number % 5)  # turns that it shares with an earlier rollout
-        rows.append(rows[number // 2][:kept] + tokens(6 * 96 - kept))
-    return rows, [96] * 8
+    system = tokens(96)
+    rollouts = [system + tokens(5 * 96) for _ in range(2)]
+    return [rollout[: 96 * turn] for rollout in rollouts for turn in range(1, 7)], [
+        96 * t - 48 for t in range(1, 7)
+    ] * 2
 
 
 def with_tokserve(

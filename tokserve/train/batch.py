@@ -56,8 +56,9 @@ class PackedBatch:
             keys, values = (x[rows] if whole else x.index_select(0, path) for x in (k, v))
             parts = backward.attention(grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window)
             grads[0][rows] = parts[0]
-            for total, part in zip(grads[1:], parts[1:], strict=True):
-                total.index_add_(0, path, part)
+            for token, start, end in node.runs():
+                for total, part in zip(grads[1:], parts[1:], strict=True):
+                    total[token : token + end - start] += part[start:end]
         return grads[0], grads[1], grads[2]
 
     def _blocks(self, layer: Attention) -> tuple[Tensor, Tensor]:  # each [B, Hk, BLOCK, D]
