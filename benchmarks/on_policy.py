@@ -5,8 +5,8 @@
 
 Prints one line of JSON: the best and the median seconds of the rounds, and the process's peak memory.  `--rows`:
 `even` (8 rows of 256 tokens), `groups` (one prompt of 512 tokens, 8 completions of 64), `turns` (2 rollouts of an agent
-of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored).  The loss is the mean of all
-logprobs times a fixed advantage for each row.  transformers gets one batch, padded at the right, with its default
+of 6 turns of 96 tokens, a row for each turn with all before it, its last 48 tokens scored).  The loss is the mean of
+all logprobs times a fixed advantage for each row.  transformers gets one batch, padded at the right, with its default
 attention.
 """
 

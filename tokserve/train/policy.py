@@ -38,7 +38,7 @@ class PolicyModel(nn.Module):
 
     Memory beside masters, their gradients and the packed copy: for the backward pass up to `activation_bytes` in a
     call, and one hidden state per token and layer where that does not suffice (the layer is computed again then); the
-    work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 128 MiB of logits.
+    work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 256 MiB of logits.
 
     `ordered_gradients`: sequences go through the model one by one, and each adds its gradient to the masters' `grad` in
     the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by

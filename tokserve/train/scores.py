@@ -19,7 +19,7 @@ from tokserve.layers.embedding import Head
 from tokserve.train import backward, functions
 from tokserve.train.room import Room
 
-PIECE_BYTES = 128 << 20  # of logits
+PIECE_BYTES = 256 << 20  # of logits
 COLDEST = 2.0**-100  # lower temperatures count as this one
 COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
 Masks = list[Tensor | None]
@@ -97,7 +97,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, out = ctx.saved_tensors
         head, items = ctx.head, ctx.items
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
+        grad_weight: Tensor | None = None
         packed = ops.pack_linear(weight.to(head.dtype).t().contiguous())
         for number, piece in enumerate(_pieces(items, len(weight))):
             part = items.part(piece)
@@ -110,8 +110,9 @@ class _Logprobs(torch.autograd.Function):
             factor = (-grad[piece] / part.divisors())[:, None]
             part_grad = ops.linear(slopes, packed, None, torch.float32)
             grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
-            if grad_weight is not None:
-                grad_weight += backward.linear_weight(slopes, (rows * factor).to(head.dtype))
+            if ctx.needs_input_grad[2]:
+                share = backward.linear_weight(slopes, (rows * factor).to(head.dtype))
+                grad_weight = share if grad_weight is None else grad_weight.add_(share)
         return grad_hidden.to(hidden.dtype), None, grad_weight, None, None
 
 
