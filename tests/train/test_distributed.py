@@ -43,6 +43,6 @@ def test_two_ranks(wrapper: str, tmp_path: Path) -> None:
         for name, master in policy.named_parameters():
             mean = (shares[0][name] + shares[1][name]) / 2
             for rank in (0, 1):
-                assert torch.equal(ranks[rank][step][1][name], mean)
+                assert torch.equal(ranks[rank][step][1][name], mean), (name, step, rank)
             master.grad = mean
         optimizer.step()

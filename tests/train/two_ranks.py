@@ -13,6 +13,7 @@ from tokserve.train import PolicyModel
 
 
 def main(checkpoint: str, store: str, wrapper: str, rank: int, out: str) -> None:
+    torch.set_num_threads(1)  # as the test's own process: torch's SGD rounds by where a thread's part ends
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     policy = PolicyModel.from_pretrained(checkpoint, dtype="bfloat16", cpu_arithmetic="fma")
     wrapped: torch.nn.Module = policy

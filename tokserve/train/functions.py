@@ -23,6 +23,7 @@ from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.norm import RMSNorm
 from tokserve.train import backward
 from tokserve.train.batch import PackedBatch
+from tokserve.train.products import Products
 
 
 def applied(function: Any, *args: Any) -> Any:
@@ -55,12 +56,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) ->
     return cast(tuple[Tensor, Tensor], applied(_AddRMSNorm, x, residual, layer, weight))
 
 
-def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
     """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.
 
     `weights` and `biases` are the masters by shard, in the order of the output.
     """
-    return cast(Tensor, applied(_Linear, x, layer, len(weights), *weights, *biases))
+    return cast(Tensor, applied(_Linear, x, layer, products, len(weights), *weights, *biases))
 
 
 def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) -> Tensor:
@@ -129,9 +130,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Linear, shards: int, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: Linear, products: Products, shards: int, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *masters)
-        ctx.shards = shards
+        ctx.shards, ctx.products = shards, products
         return _product(layer, x)
 
     @staticmethod
@@ -139,15 +140,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *masters = ctx.saved_tensors
         weights, biases = masters[: ctx.shards], masters[ctx.shards :]
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        grad_x = backward.linear_input(grad, weights) if needs_x else None
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        grad_x = ctx.products.linear_input(grad, weights) if needs_x else None
         grads: list[Tensor | None] = [None] * len(masters)
         sizes = [len(weight) for weight in weights]
         if any(needs[: ctx.shards]):
-            grads[: ctx.shards] = torch.split(backward.linear_weight(grad, x), sizes)
+            grads[: ctx.shards] = torch.split(ctx.products.linear_weight(grad, x), sizes)
         if any(needs[ctx.shards :]):
             grads[ctx.shards :] = torch.split(grad.float().sum(0), [len(bias) for bias in biases])
-        return grad_x, None, None, *(one if need else None for one, need in zip(grads, needs, strict=True))
+        return grad_x, None, None, None, *(one if need else None for one, need in zip(grads, needs, strict=True))
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from tokserve.models.decoder import Block, Decoder
 from tokserve.train import functions, scores
 from tokserve.train.adapters import Adapter, down, up
 from tokserve.train.batch import PackedBatch
+from tokserve.train.products import Products
 from tokserve.train.room import Room
 from tokserve.train.scores import Items
 
@@ -29,13 +30,14 @@ EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.no
 class DecoderModules:
     """A decoder's layers, and the names of the masters of each."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, products: Products) -> None:
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
         self.head_name = EMBEDDING if decoder.spec.tied else HEAD
         self._parameters = decoder.parameters_by_name()
         self._groups = self._loaded_together()
+        self._products = products
         self._adapter: Adapter | None = None
         self.adapted = False  # whether the adapter counts
         self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
@@ -104,13 +106,13 @@ class DecoderModules:
 
     def logprobs(self, hidden: Tensor, masters: Masters, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
         """The logprobs of what is scored of the hidden states."""
-        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room)
+        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room, self._products)
 
     def _block(self, prefix: str, block: Block, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
         table = self.decoder.rope_table
         if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
-            return run_block(block, x, batch, table, masters, self._scales(prefix))
-        frame = (block, batch, table, self._scales(prefix), tuple(masters))
+            return run_block(block, x, batch, table, masters, self._scales(prefix), self._products)
+        frame = (block, batch, table, self._scales(prefix), self._products, tuple(masters))
         return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
 
     def _scales(self, prefix: str) -> dict[str, float]:
@@ -127,7 +129,13 @@ def kept_bytes(block: Block) -> int:
 
 
 def run_block(
-    block: Block, residual: Tensor, batch: PackedBatch, table: Tensor, masters: Masters, scales: Mapping[str, float]
+    block: Block,
+    residual: Tensor,
+    batch: PackedBatch,
+    table: Tensor,
+    masters: Masters,
+    scales: Mapping[str, float],
+    products: Products,
 ) -> Tensor:
     """The residual stream [T, H] after a block.  `masters`: by their names in the block; `scales`: of the adapter."""
 
@@ -135,7 +143,7 @@ def run_block(
         names = {shard: f"{module}.{shard}" for shard in layer.shards}
         weights = [masters[f"{name}.weight"] for name in names.values()]
         biases = [] if layer.bias is None else [masters[f"{name}.bias"] for name in names.values()]
-        out = functions.linear(x, layer, weights, biases)
+        out = functions.linear(x, layer, weights, biases, products)
         factors = [
             functions.Factors(shard, masters[down(name)], masters[up(name)], scales[name])
             for shard, name in names.items()
@@ -163,18 +171,18 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, frame: tuple[Any, ...], x: Tensor, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x, *masters)
         ctx.frame = frame
-        block, batch, table, scales, names = frame
-        return run_block(block, x, batch, table, dict(zip(names, masters, strict=True)), scales)
+        block, batch, table, scales, products, names = frame
+        return run_block(block, x, batch, table, dict(zip(names, masters, strict=True)), scales, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *masters = ctx.saved_tensors
-        block, batch, table, scales, names = ctx.frame
+        block, batch, table, scales, products, names = ctx.frame
         needs = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
             own = dict(zip(names, inputs[1:], strict=True))
-            out = run_block(block, inputs[0], batch, table, own, scales)
+            out = run_block(block, inputs[0], batch, table, own, scales, products)
         wanted = [one for one in inputs if one.requires_grad]
         grads = iter(torch.autograd.grad(out, wanted, grad))
         return None, *(next(grads) if need else None for need in needs)

@@ -16,6 +16,7 @@ from tokserve import checkpoint
 from tokserve.errors import StartError
 from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
+from tokserve.ops.arithmetic import FMA
 from tokserve.params import LOGPROBS_MODES
 from tokserve.train import adapters, tree
 from tokserve.train.adapters import Adapter
@@ -23,6 +24,7 @@ from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
 from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
 from tokserve.train.order import in_order
+from tokserve.train.products import Products
 from tokserve.train.requests import Request, checked, items_of
 from tokserve.train.room import Room
 
@@ -67,7 +69,7 @@ class PolicyModel(nn.Module):
         self.activation_bytes = activation_bytes
         self.ordered_gradients = ordered_gradients
         self._binding = binding
-        self._modules_of_decoder = DecoderModules(decoder)
+        self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
         self._stale = True
         self._adapter: Adapter | None = None
         self._names = tuple(masters)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from tokserve import ops
 from tokserve.layers.embedding import Head
 from tokserve.train import backward, functions
+from tokserve.train.products import Products
 from tokserve.train.room import Room
 
 PIECE_BYTES = 256 << 20  # of logits
@@ -64,11 +65,12 @@ class Items:
         return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
 
 
-def logprobs(hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
+def logprobs(
+    hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room, products: Products
+) -> Tensor:  # [m, H] -> [n] float32
     """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
-    return cast(
-        Tensor, functions.applied(_Logprobs, hidden, head, weight, items, room if torch.is_grad_enabled() else None)
-    )
+    kept = room if torch.is_grad_enabled() else None
+    return cast(Tensor, functions.applied(_Logprobs, hidden, head, weight, items, kept, products))
 
 
 def _pieces(items: Items, vocab: int) -> list[slice]:
@@ -77,8 +79,10 @@ def _pieces(items: Items, vocab: int) -> list[slice]:
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room | None) -> Tensor:
-        ctx.head, ctx.items, ctx.kept = head, items, []
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room | None, products: Products
+    ) -> Tensor:
+        ctx.head, ctx.items, ctx.products, ctx.kept = head, items, products, []
         out = torch.empty(len(items.rows), device=hidden.device)
         for piece in _pieces(items, len(weight)):
             part = items.part(piece)
@@ -98,7 +102,7 @@ class _Logprobs(torch.autograd.Function):
         head, items = ctx.head, ctx.items
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight: Tensor | None = None
-        packed = ops.pack_linear(weight.to(head.dtype).t().contiguous())
+        rounded = weight.to(head.dtype)
         for number, piece in enumerate(_pieces(items, len(weight))):
             part = items.part(piece)
             rows = hidden.index_select(0, part.rows)
@@ -108,12 +112,12 @@ class _Logprobs(torch.autograd.Function):
             own = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = own.to(head.dtype)
             factor = (-grad[piece] / part.divisors())[:, None]
-            part_grad = ops.linear(slopes, packed, None, torch.float32)
+            part_grad = ctx.products.linear_input(slopes, [rounded]).float()
             grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
             if ctx.needs_input_grad[2]:
-                share = backward.linear_weight(slopes, (rows * factor).to(head.dtype))
+                share = ctx.products.linear_weight(slopes, (rows * factor).to(head.dtype))
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
-        return grad_hidden.to(hidden.dtype), None, grad_weight, None, None
+        return grad_hidden.to(hidden.dtype), None, grad_weight, None, None, None
 
 
 def _probabilities(items: Items, work: Tensor) -> Tensor:  # [n, V], overwritten
