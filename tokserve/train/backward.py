@@ -1,9 +1,8 @@
 """Gradients of the ops, as plain functions of tensors.
 
-All sums are float32.  Products of matrices are the ops' own `linear`: its sums have one order whatever the number of
-rows and threads, and on the CPUs measured it is as fast as torch's products or faster.  So a row's gradient does not
-depend on the rows beside it, and gradients have the same bits on every run.  Elementwise parts go over PIECE rows at
-a time, which stay in the cache.
+All sums are float32.  Products of matrices are the ops' own `linear`, whose sums have one order whatever the number of
+rows and threads: a row's gradient does not depend on the rows beside it.  (`products` replaces those of weights by
+torch's where these are faster.)  Elementwise parts go over PIECE rows at a time, which stay in the cache.
 """
 
 from __future__ import annotations

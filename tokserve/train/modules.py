@@ -183,6 +183,6 @@ class _Recomputed(torch.autograd.Function):
             inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
             own = dict(zip(names, inputs[1:], strict=True))
             out = run_block(block, inputs[0], batch, table, own, scales, products)
-        wanted = [one for one in inputs if one.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, grad))
+        differentiable = [one for one in inputs if one.requires_grad]
+        grads = iter(torch.autograd.grad(out, differentiable, grad))
         return None, *(next(grads) if need else None for need in needs)

@@ -230,11 +230,11 @@ class PolicyModel(nn.Module):
         modules = self._modules_of_decoder
         packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
         device = masters[EMBEDDING].device
-        tokens, items, places = items_of(requests, packing, mode, device)
+        tokens, items, indices = items_of(requests, packing, mode, device)
         batch = PackedBatch(packing, device)
         hidden = modules.hidden(batch, tokens, masters, room)
         values = modules.logprobs(hidden, masters, items, room)
-        return (values.index_select(0, place) for place in places)
+        return (values.index_select(0, index) for index in indices)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and the float32 masters as a Hugging Face checkpoint."""

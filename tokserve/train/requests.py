@@ -98,9 +98,9 @@ def items_of(
     """
     numbers: dict[tuple[int, int, float, bytes | None], int] = {}
     masks: list[NDArray[np.int64] | None] = []
-    places: list[list[int]] = []
+    members: list[list[int]] = []
     for request, index in zip(requests, packing.index, strict=True):
-        place = []
+        numbered = []
         for offset, position in enumerate(range(request.start, len(request.tokens))):
             mask = None if request.masks is None else request.masks[offset]
             key = (
@@ -110,8 +110,8 @@ def items_of(
             if key not in numbers:
                 numbers[key] = len(masks)
                 masks.append(mask)
-            place.append(numbers[key])
-        places.append(place)
+            numbered.append(numbers[key])
+        members.append(numbered)
     keys = list(numbers)
     ascending = sorted(range(len(keys)), key=lambda number: keys[number][0])  # stable
     rank = np.empty(len(keys), np.int64)
@@ -126,7 +126,7 @@ def items_of(
     )
     return (
         torch.from_numpy(tokens).to(device), items,
-        [torch.from_numpy(rank[np.array(place, np.int64)]).to(device) for place in places],
+        [torch.from_numpy(rank[np.array(numbered, np.int64)]).to(device) for numbered in members],
     )  # fmt: skip
 
 
