@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "layer_types": MIXED, "head_dim": 32, "attention_bias": True,
          "tie_word_embeddings": False},
     ),
+    "gemma3": ("gemma3_text", {}),
 }  # fmt: skip
 
 

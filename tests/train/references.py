@@ -40,39 +40,50 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 
 def logits(hf: Mapping[str, Any], weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tensor:
-    """[n, vocab] of one sequence, in the weights' dtype.  Of the server it shares the rope table alone."""
+    """[n, vocab] of one sequence, in the weights' dtype.  Of the server it shares the rope tables alone."""
     spec = decoder_spec(hf)
     dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     windows = _windows(hf)
-    table = rope_table(spec.rope, len(ids)).to(weights["model.norm.weight"].dtype)
-    eps = hf["rms_norm_eps"]
+    dtype = weights["model.norm.weight"].dtype
+    tables = {rope: rope_table(rope, len(ids)).to(dtype) for rope in spec.ropes}
+    gemma = hf["model_type"] == "gemma3_text"
+    scale = hf.get("query_pre_attn_scalar", dim) ** -0.5
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
+    if gemma:
+        x = x * hf["hidden_size"] ** 0.5
     for layer, window in enumerate(windows):
-        own = {
+        block = {
             name.removeprefix(f"model.layers.{layer}."): weight
             for name, weight in weights.items()
             if name.startswith(f"model.layers.{layer}.")
         }
+        table = tables[spec.blocks[layer].attention.rope]
 
-        def linear(x: Tensor, name: str, own: Mapping[str, Tensor] = own) -> Tensor:
-            return torch.nn.functional.linear(x, own[f"{name}.weight"], own.get(f"{name}.bias"))
+        def linear(x: Tensor, name: str, block: Mapping[str, Tensor] = block) -> Tensor:
+            return torch.nn.functional.linear(x, block[f"{name}.weight"], block.get(f"{name}.bias"))
 
-        h = norm(x, own["input_layernorm.weight"], eps)
+        def normed(x: Tensor, name: str, block: Mapping[str, Tensor] = block) -> Tensor:
+            return norm(x, block[f"{name}.weight"] + gemma, hf["rms_norm_eps"])
+
+        h = normed(x, "input_layernorm")
         q, k, v = (linear(h, f"self_attn.{part}_proj").view(len(ids), -1, dim) for part in "qkv")
-        if "self_attn.q_norm.weight" in own:
-            q = norm(q, own["self_attn.q_norm.weight"], eps)
-            k = norm(k, own["self_attn.k_norm.weight"], eps)
-        mixed = attention(rope(q, table), rope(k, table), v, dim**-0.5, window)
-        x = x + linear(mixed.flatten(1), "self_attn.o_proj")
-        h = norm(x, own["post_attention_layernorm.weight"], eps)
-        name = "silu" if hf["hidden_act"] == "silu" else "gelu_tanh"
-        x = x + linear(activation(name, linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
-    x = norm(x, weights["model.norm.weight"], eps)
+        if "self_attn.q_norm.weight" in block:
+            q, k = normed(q, "self_attn.q_norm"), normed(k, "self_attn.k_norm")
+        mixed = attention(rope(q, table), rope(k, table), v, scale, window)
+        h = linear(mixed.flatten(1), "self_attn.o_proj")
+        x = x + (normed(h, "post_attention_layernorm") if gemma else h)
+        h = normed(x, "pre_feedforward_layernorm" if gemma else "post_attention_layernorm")
+        name = "silu" if hf.get("hidden_activation", hf["hidden_act"]) == "silu" else "gelu_tanh"
+        h = linear(activation(name, linear(h, "mlp.gate_proj")) * linear(h, "mlp.up_proj"), "mlp.down_proj")
+        x = x + (normed(h, "post_feedforward_layernorm") if gemma else h)
+    x = norm(x, weights["model.norm.weight"] + gemma, hf["rms_norm_eps"])
     return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).t()
 
 
 def _windows(hf: Mapping[str, Any]) -> list[int]:
     layers = hf["num_hidden_layers"]
+    if hf["model_type"] == "gemma3_text":
+        return [hf["sliding_window"] if (layer + 1) % hf["sliding_window_pattern"] else 0 for layer in range(layers)]
     if hf["model_type"] == "mistral":
         return [hf["sliding_window"] or 0] * layers
     if hf.get("use_sliding_window"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.train import references
 from tests.train.references import cosine
 from tokserve import ops
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.train import backward
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest relative error of a gradient
@@ -106,7 +106,7 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
 
 
 def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
-    layer = RMSNorm(64, 1e-6, torch.float32)
+    layer = RMSNorm(64, NormSpec(1e-6), torch.float32)
     layer.load(torch.ones(64))
     arguments = drawn(290, 6, 16), drawn(290, 6, 16, seed=1), drawn(290, 2, 16, seed=2), drawn(290, 2, 16, seed=3)
 

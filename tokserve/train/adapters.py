@@ -25,7 +25,7 @@ MAX_RANK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class TrainedAdapter:
     """`config`: of adapter_config.json; `scales`: by module, what the product of its factors is multiplied by."""
 
     config: dict[str, Any]
@@ -48,7 +48,9 @@ def up(module: str) -> str:
     return f"{module}.lora_B.weight"
 
 
-def drawn(sizes: Sizes, targets: Sequence[str], rank: int, alpha: float, *, use_rslora: bool, seed: int) -> Adapter:
+def drawn(
+    sizes: Sizes, targets: Sequence[str], rank: int, alpha: float, *, use_rslora: bool, seed: int
+) -> TrainedAdapter:
     """A new adapter for the modules whose names end in one of `targets`, which adds nothing yet.  Raises ValueError.
 
     As PEFT does it, A is uniform in +-1 / sqrt(inputs) and B is zero.
@@ -71,20 +73,20 @@ def drawn(sizes: Sizes, targets: Sequence[str], rank: int, alpha: float, *, use_
         "bias": "none", "target_modules": list(targets), "use_rslora": use_rslora, "use_dora": False,
         "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None, "init_lora_weights": True,
     }  # fmt: skip
-    return Adapter(config, {module: scale for module in sizes if down(module) in factors}, factors)
+    return TrainedAdapter(config, {module: scale for module in sizes if down(module) in factors}, factors)
 
 
-def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> Adapter:
+def read(directory: Path, sizes: Sizes, renames: tuple[tuple[str, str], ...]) -> TrainedAdapter:
     """An adapter that PEFT or `write` wrote.  Raises RequestError."""
     weights = adapters.read(directory, sizes, renames, MAX_RANK)
     factors: dict[str, Tensor] = {}
     for module, pair in weights.items():
         factors[down(module)], factors[up(module)] = pair.down.float().clone(), pair.up.float().clone()
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    return Adapter(config, {module: pair.scale for module, pair in weights.items()}, factors)
+    return TrainedAdapter(config, {module: pair.scale for module, pair in weights.items()}, factors)
 
 
-def write(directory: Path, adapter: Adapter, parameters: Mapping[str, Tensor]) -> None:
+def write(directory: Path, adapter: TrainedAdapter, parameters: Mapping[str, Tensor]) -> None:
     """The adapter with these parameters' values as a PEFT directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(json.dumps(adapter.config, indent=2) + "\n", encoding="utf-8")

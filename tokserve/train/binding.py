@@ -13,7 +13,7 @@ class Binding:
 
     def __init__(self, dtype: str, overrides: dict[str, str] | None, arithmetic: str, kernels: str | None) -> None:
         self._dtype, self._overrides = dtype, overrides
-        self._chosen = bound_ops.bind(bound_ops.home.type, overrides)
+        self._chosen = bound_ops.bind(bound_ops.torch_device.type, overrides)
         self._kernels: str | None = None
         self.arithmetic: str | None = None
         if COMPILED in self._chosen.values():
@@ -28,7 +28,7 @@ class Binding:
         """Make these the ops in use; True if weights have to be packed again."""
         changed = self._current() != self._functions
         if changed:
-            bound_ops.bind(bound_ops.home.type, self._overrides)
+            bound_ops.bind(bound_ops.torch_device.type, self._overrides)
         if self._kernels is not None:
             choose_kernels(self._dtype, kernels=self._kernels)
         return changed

@@ -42,7 +42,7 @@ class Factors:
 
 
 def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
-    """Rows of the embedding."""
+    """Rows of the embedding, times its multiplier."""
     return cast(Tensor, applied(_Embedding, ids, layer, weight))
 
 
@@ -87,13 +87,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids, weight)
+        ctx.multiplier = layer.multiplier
         return layer(ids)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
-        return None, None, torch.zeros_like(weight).index_add_(0, ids, grad.float())
+        return None, None, torch.zeros_like(weight).index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -148,7 +149,7 @@ class _Linear(torch.autograd.Function):
             grads[: ctx.shards] = torch.split(ctx.products.linear_weight(grad, x), sizes)
         if any(needs[ctx.shards :]):
             grads[ctx.shards :] = torch.split(grad.float().sum(0), [len(bias) for bias in biases])
-        return grad_x, None, None, None, *(one if need else None for one, need in zip(grads, needs, strict=True))
+        return grad_x, None, None, None, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:

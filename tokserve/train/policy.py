@@ -16,16 +16,18 @@ from tokserve import checkpoint
 from tokserve.errors import StartError
 from tokserve.models import dummy, load, weights
 from tokserve.models.decoder import Decoder
+from tokserve.models.formats.base import FLOATS
+from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.ops.arithmetic import FMA
 from tokserve.params import LOGPROBS_MODES
 from tokserve.train import adapters, tree
-from tokserve.train.adapters import Adapter
+from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
-from tokserve.train.modules import EMBEDDING, HEAD, DecoderModules
+from tokserve.train.modules import DecoderModules
 from tokserve.train.order import in_order
 from tokserve.train.products import Products
-from tokserve.train.requests import Request, checked, items_of
+from tokserve.train.requests import ScoringRequest, checked, items_of
 from tokserve.train.room import Room
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
@@ -71,7 +73,7 @@ class PolicyModel(nn.Module):
         self._binding = binding
         self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
         self._stale = True
-        self._adapter: Adapter | None = None
+        self._adapter: TrainedAdapter | None = None
         self._names = tuple(masters)
 
     @classmethod
@@ -145,7 +147,7 @@ class PolicyModel(nn.Module):
         modules = self._modules_of_decoder
         self._adapt(adapters.read(Path(directory), modules.sizes(), modules.renames))
 
-    def _adapt(self, adapter: Adapter) -> None:
+    def _adapt(self, adapter: TrainedAdapter) -> None:
         if self._adapter is not None:
             raise ValueError("the policy has an adapter already")
         self.requires_grad_(False)
@@ -209,8 +211,8 @@ class PolicyModel(nn.Module):
             groups = [[number] for number in reversed(range(len(requests)))]
         for group in groups:
             members = [requests[number] for number in group]
-            own = in_order(masters) if ordered else masters
-            scored = self._scored(members, own, room, mode=logprobs_mode, share=share_prefixes)
+            leaves = in_order(masters) if ordered else masters
+            scored = self._scored(members, leaves, room, mode=logprobs_mode, share=share_prefixes)
             for number, row in zip(group, scored, strict=True):
                 rows[number] = row
         return rows
@@ -225,7 +227,7 @@ class PolicyModel(nn.Module):
         return masters
 
     def _scored(
-        self, requests: list[Request], masters: dict[str, Tensor], room: Room, *, mode: str, share: bool
+        self, requests: list[ScoringRequest], masters: dict[str, Tensor], room: Room, *, mode: str, share: bool
     ) -> Iterator[Tensor]:
         modules = self._modules_of_decoder
         packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
@@ -259,9 +261,9 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
-    entries = weights.own_names(weights.catalogue(directory), decoder.spec.renames)
+    entries = weights.with_model_names(weights.catalogue(directory), decoder.spec.renames)
     for name in decoder.parameters_by_name():
         entry = entries.get(name) or entries[HEAD]  # of a tied model, which may have either
-        if entry.dtype not in weights.FLOATS.values():
+        if entry.dtype not in FLOATS.values():
             raise StartError(f"{name} is {entry.dtype}: a quantized checkpoint cannot be trained")
         yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))

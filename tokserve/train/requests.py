@@ -17,7 +17,7 @@ Mask = Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScoringRequest:
     """A sequence whose tokens from `start` on are scored."""
 
     tokens: Int32
@@ -34,7 +34,7 @@ def checked(
     *,
     vocab: int,
     positions: int,
-) -> list[Request]:
+) -> list[ScoringRequest]:
     """One request a sequence.  Raises ValueError that names the argument and the index."""
     count = len(sequences)
     temperatures = [temperature] * count if isinstance(temperature, int | float) else list(temperature)
@@ -56,7 +56,7 @@ def _request(
     masks: Sequence[Mask] | None,
     vocab: int,
     positions: int,
-) -> Request:
+) -> ScoringRequest:
     tokens = np.asarray(sequence)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError(f"sequences[{number}] must be a list of at least one token id")
@@ -69,7 +69,7 @@ def _request(
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or a positive number, got {temperature} for sequences[{number}]")
     kept = None if masks is None else _masks(number, tokens[start:], masks, vocab)
-    return Request(tokens.astype(np.int32), int(start), float(temperature), kept)
+    return ScoringRequest(tokens.astype(np.int32), int(start), float(temperature), kept)
 
 
 def _masks(
@@ -90,7 +90,7 @@ def _masks(
 
 
 def items_of(
-    requests: Sequence[Request], packing: Packing, mode: str, device: torch.device
+    requests: Sequence[ScoringRequest], packing: Packing, mode: str, device: torch.device
 ) -> tuple[Tensor, Items, list[Tensor]]:
     """Tokens of the batch whose hidden states are needed [m], what is scored of them, and where each request's are.
 

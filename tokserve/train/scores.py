@@ -109,8 +109,8 @@ class _Logprobs(torch.autograd.Function):
             slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
             if slopes is None:
                 slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
-            own = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
-            slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = own.to(head.dtype)
+            slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
+            slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
             factor = (-grad[piece] / part.divisors())[:, None]
             part_grad = ctx.products.linear_input(slopes, [rounded]).float()
             grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
