@@ -16,6 +16,7 @@ from tokserve.train import PolicyModel
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_two_ranks(wrapper: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config("qwen3"))

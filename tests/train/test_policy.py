@@ -111,7 +111,8 @@ def test_gradients_are_near_to_float64(family: Path, dtype: str) -> None:
             assert cosine(gradient, reference[name]) > 0.9999, name
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text"])
 def test_bfloat16_gradients_are_as_near_to_float64_as_transformers(name: str, tmp_path: Path) -> None:
     hf = tiny_config(name, dtype="bfloat16")
     policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf), dtype="bfloat16")
@@ -320,18 +321,8 @@ def test_quantization_is_refused() -> None:
         PolicyModel.from_pretrained("demo", quantization="int8")
 
 
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        (
-            "tokserve.train",
-            ["tokserve.server", "tokserve.client", "tokserve.engine", "tokserve.runner", "fastapi", "zmq"],
-        ),
-        ("tokserve.server.app", ["tokserve.train"]),
-        ("tokserve.runner.sampler", ["tokserve.train"]),
-    ],
-)
-def test_importing_leaves_the_other_side_out(module: str, absent: list[str]) -> None:
-    code = f"import sys, {module}; there = {set(absent)} & set(sys.modules); sys.exit(str(there) if there else 0)"
+def test_importing_leaves_the_server_out() -> None:
+    names = {"tokserve.server", "tokserve.client", "tokserve.engine", "tokserve.runner", "fastapi", "zmq"}
+    code = f"import sys, tokserve.train; loaded = {names} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
