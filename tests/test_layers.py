@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "kv_spec"}, {"transformers"}),
     "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors"}, {"transformers"}),
+    "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
         {
             "models",

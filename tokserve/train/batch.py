@@ -1,0 +1,77 @@
+"""A packing as tensors: what attention reads, the blocks it writes to, and its gradient over the tree's nodes.
+
+Blocks hold the keys and values of one layer at a time, since all tokens of a batch go through a layer together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.attention import Attention
+from tokserve.train import backward
+from tokserve.train.tree import BLOCK, Packing
+
+
+class PackedBatch:
+    """T tokens of R nodes of a tree."""
+
+    def __init__(self, packing: Packing, device: torch.device) -> None:
+        self.input_ids = torch.from_numpy(packing.input_ids).to(device)  # [T]
+        self.positions = torch.from_numpy(packing.positions).to(device)  # [T]
+        self._nodes = [(node, torch.from_numpy(node.path).to(device)) for node in packing.nodes]
+        starts = [node.token for node in packing.nodes] + [len(packing.input_ids)]
+        self._query_start = torch.tensor(starts, dtype=torch.int32, device=device)  # [R + 1]
+        self._seq_lens = torch.tensor([node.end for node in packing.nodes], dtype=torch.int32, device=device)  # [R]
+        self._tables = torch.from_numpy(packing.block_tables).to(device)  # [R, max_blocks] int32
+        self._slots = torch.from_numpy(packing.slots).to(device)  # [T]
+        self._copied = torch.from_numpy(packing.copied).to(device)  # [C]
+        self._copied_slots = torch.from_numpy(packing.copied_slots).to(device)  # [C]
+        self._num_blocks = packing.num_blocks
+        self._pages: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def attend(self, qkv: Tensor, layer: Attention, table: Tensor) -> Tensor:  # [T, (Hq + 2 Hk) D] -> [T, Hq D]
+        """As the layer does between its projections: norm, rotate, store, attend."""
+        keys, values = self._blocks(layer)
+        q = _store(layer, qkv, table, self.positions, keys, values, self._slots)
+        if len(self._copied):
+            again = qkv.index_select(0, self._copied)
+            positions = self.positions.index_select(0, self._copied)
+            _store(layer, again, table, positions, keys, values, self._copied_slots)
+        mixed = ops.paged_attention(
+            q, keys, values, self._tables, self._query_start, self._seq_lens, layer.scale, layer.window
+        )
+        return mixed.view(len(qkv), -1)
+
+    def attention_gradients(
+        self, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], layer: Attention
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients float32 of q [T, Hq, D], k and v [T, Hk, D] as attention takes them; nodes add theirs in order."""
+        q, k, v = qkv
+        grads = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in qkv]
+        for node, path in self._nodes:
+            rows = slice(node.token, node.token + node.end - node.start)
+            whole = node.start == 0
+            keys, values = (x[rows] if whole else x.index_select(0, path) for x in (k, v))
+            parts = backward.attention(grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window)
+            grads[0][rows] = parts[0]
+            for token, start, end in node.runs():
+                for total, part in zip(grads[1:], parts[1:], strict=True):
+                    total[token : token + end - start] += part[start:end]
+        return grads[0], grads[1], grads[2]
+
+    def _blocks(self, layer: Attention) -> tuple[Tensor, Tensor]:  # each [B, Hk, BLOCK, D]
+        key = (layer.kv_heads, layer.dim, layer.dtype)
+        if key not in self._pages:
+            shape = (2, self._num_blocks, layer.kv_heads, BLOCK, layer.dim)
+            self._pages[key] = torch.empty(shape, dtype=layer.dtype, device=self.positions.device)
+        keys, values = self._pages[key].unbind()
+        return keys, values
+
+
+def _store(
+    layer: Attention, qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+) -> Tensor:  # [T, (Hq + 2 Hk) D] -> queries [T, Hq, D]
+    q_weight, k_weight = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+    return ops.norm_rope_store(qkv, q_weight, k_weight, layer.norm_eps, table, positions, keys, values, slots)

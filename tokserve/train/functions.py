@@ -1,0 +1,231 @@
+"""The server's ops with a gradient: each computes what the layer computes, with the layer's packed weights.
+
+Every function takes the master parameters (float32, as the checkpoint has them) beside the layer that holds them
+rounded and packed: the layer makes the result, the masters receive the gradient.  Rounding a master counts as the
+identity.  Masters are saved as torch saves tensors, so that changing one between forward and backward raises
+torch's error.  Each is differentiable once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokserve import ops
+from tokserve.layers.attention import Attention
+from tokserve.layers.embedding import Embedding
+from tokserve.layers.linear import GatedLinear, Linear
+from tokserve.layers.norm import RMSNorm
+from tokserve.train import backward
+from tokserve.train.batch import PackedBatch
+from tokserve.train.products import Products
+
+
+def applied(function: Any, *args: Any) -> Any:
+    """`function.apply`, which has no types."""
+    return function.apply(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """An adapter's masters for one shard of a layer: it adds scale * up down."""
+
+    shard: str
+    down: Tensor  # [r, inputs]
+    up: Tensor  # [outputs, r]
+    scale: float
+
+
+def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] int64 -> [T, H]
+    """Rows of the embedding, times its multiplier."""
+    return cast(Tensor, applied(_Embedding, ids, layer, weight))
+
+
+def rms_norm(x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:  # [T, H] -> [T, H]
+    """The norm of x."""
+    return cast(Tensor, applied(_RMSNorm, x, layer, weight))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, x + residual), each [T, H]."""
+    return cast(tuple[Tensor, Tensor], applied(_AddRMSNorm, x, residual, layer, weight))
+
+
+def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
+    """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.
+
+    `weights` and `biases` are the masters by shard, in the order of the output.
+    """
+    return cast(Tensor, applied(_Linear, x, layer, products, len(weights), *weights, *biases))
+
+
+def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) -> Tensor:
+    """out, made from x by the layer, plus what the adapter in its slot 0 adds to some of its shards; changes out."""
+    masters = [master for factor in factors for master in (factor.down, factor.up)]
+    return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
+
+
+def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
+    """activation(first half) * second half."""
+    return cast(Tensor, applied(_Gate, both, activation))
+
+
+def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
+    """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
+
+    `norms`: the masters of the query and key norms, where the layer has them.
+    """
+    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.multiplier = layer.multiplier
+        return layer(ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ids, weight = ctx.saved_tensors
+        return None, None, torch.zeros_like(weight).index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, _ = ctx.saved_tensors
+        grad_x, grad_weight = backward.rms_norm(grad, x, ctx.layer.weight, ctx.layer.eps)
+        return grad_x.to(x.dtype), None, grad_weight
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
+        normed, total = layer.add(x, residual)
+        ctx.save_for_backward(total, weight)
+        ctx.layer = layer
+        return normed, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
+        total, _ = ctx.saved_tensors
+        grad_x, grad_weight = backward.rms_norm(grad, total, ctx.layer.weight, ctx.layer.eps)
+        grad_x = grad_x.add_(grad_total).to(total.dtype)
+        return grad_x, grad_x, None, grad_weight
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear, products: Products, shards: int, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *masters)
+        ctx.shards, ctx.products = shards, products
+        return _product(layer, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *masters = ctx.saved_tensors
+        weights, biases = masters[: ctx.shards], masters[ctx.shards :]
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        grad_x = ctx.products.linear_input(grad, weights) if needs_x else None
+        grads: list[Tensor | None] = [None] * len(masters)
+        sizes = [len(weight) for weight in weights]
+        if any(needs[: ctx.shards]):
+            grads[: ctx.shards] = torch.split(ctx.products.linear_weight(grad, x), sizes)
+        if any(needs[ctx.shards :]):
+            grads[ctx.shards :] = torch.split(grad.float().sum(0), [len(bias) for bias in biases])
+        return grad_x, None, None, None, *(grad if need else None for grad, need in zip(grads, needs, strict=True))
+
+
+def _product(layer: Linear, x: Tensor) -> Tensor:
+    if isinstance(layer, GatedLinear):
+        return layer.quant.gated_linear(x, layer.packed, layer.bias, None)
+    return layer(x)
+
+
+class _LowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, layer: Linear, shards: list[tuple[str, float]], *masters: Tensor
+    ) -> Tensor:
+        assert layer.lora is not None
+        layer.lora.add(out, x, torch.zeros(len(x), dtype=torch.int32, device=x.device))
+        ctx.mark_dirty(out)
+        ctx.save_for_backward(x, *masters)
+        ctx.sizes, ctx.shards = layer.shards, shards
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *masters = ctx.saved_tensors
+        parts = dict(zip(ctx.sizes, torch.split(grad, list(ctx.sizes.values()), 1), strict=True))
+        grad_x = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        grads: list[Tensor] = []
+        for (shard, scale), down, up in zip(ctx.shards, masters[::2], masters[1::2], strict=True):
+            down, up, part = down.to(x.dtype), up.to(x.dtype), parts[shard].contiguous()
+            inner = backward.times(x, down).mul_(scale).to(x.dtype)  # [T, r]
+            grad_inner = backward.times(part, up.t()).mul_(scale).to(x.dtype)
+            grads += [backward.linear_weight(grad_inner, x), backward.linear_weight(part, inner)]
+            grad_x += backward.times(grad_inner, down.t())
+        return grad, grad_x.to(x.dtype), None, None, *grads
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.activation = activation
+        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (both,) = ctx.saved_tensors
+        return (backward.silu_mul if ctx.activation == "silu" else backward.gelu_mul)(grad, both), None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
+        ctx.save_for_backward(qkv, *norms)
+        ctx.layer, ctx.batch, ctx.table = layer, batch, table
+        return batch.attend(qkv, layer, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        qkv, *norms = ctx.saved_tensors
+        layer, batch, table = ctx.layer, ctx.batch, ctx.table
+        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
+        parts = [part.contiguous() for part in qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)]
+        projected = parts[:2]  # q and k before their norms
+        layers = [layer.q_norm, layer.k_norm] if norms else []
+        for number, norm in enumerate(layers):
+            parts[number] = norm(parts[number].view(-1, dim)).view(parts[number].shape)
+        q, k = ops.rope(parts[0], parts[1], table, batch.positions)
+        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer))
+        for number in (0, 1):
+            grads[number] = backward.rope(grads[number], table, batch.positions)
+        norm_grads = []
+        for number, norm in enumerate(layers):
+            flat = (grads[number].view(-1, dim), projected[number].view(-1, dim))
+            turned, norm_grad = backward.rms_norm(*flat, norm.weight, norm.eps)
+            grads[number] = turned.view(grads[number].shape)
+            norm_grads.append(norm_grad)
+        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, *norm_grads

@@ -1,0 +1,201 @@
+"""The server's decoder with master parameters: the one file here that knows how a `Decoder` is put together.
+
+The decoder's layers hold the weights rounded and packed, as a server that was given these masters would; `sync` packs
+again what has changed.  `hidden` runs the blocks with gradients; what a block computes on the way is kept for the
+backward pass while there is room, else computed again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tokserve.layers.linear import Linear
+from tokserve.layers.lora import LoraSlots, LowRank
+from tokserve.layers.norm import RMSNorm
+from tokserve.models.decoder import Decoder, DecoderBlock
+from tokserve.models.provenance import EMBEDDING, HEAD
+from tokserve.train import functions, scores
+from tokserve.train.adapters import TrainedAdapter, down, up
+from tokserve.train.batch import PackedBatch
+from tokserve.train.products import Products
+from tokserve.train.room import Room
+from tokserve.train.scores import Items
+
+Masters = Mapping[str, Tensor]
+NORM = "model.norm.weight"
+
+
+class DecoderModules:
+    """A decoder's layers, and the names of the masters of each."""
+
+    def __init__(self, decoder: Decoder, products: Products) -> None:
+        self.decoder = decoder
+        self.vocab = decoder.spec.vocab
+        self.num_positions = len(decoder.rope_table)
+        self.head_name = EMBEDDING if decoder.spec.tied else HEAD
+        self._parameters = decoder.parameters_by_name()
+        self._linears = decoder.named_linears()
+        self._targets = decoder.adapter_targets()
+        self._groups = self._loaded_together()
+        self._products = products
+        self._adapter: TrainedAdapter | None = None
+        self.adapted = False  # whether the adapter counts
+        self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
+
+    def _loaded_together(self) -> list[tuple[str, ...]]:
+        """Names of masters, those that one layer packs as one weight together."""
+        groups: dict[str, list[str]] = {}
+        for target, (name, _) in self._targets.items():
+            groups.setdefault(name, []).append(f"{target}.weight")
+        joined = [tuple(names) for names in groups.values()]
+        single = self._parameters.keys() - {name for names in joined for name in names}
+        return joined + [(name,) for name in self._parameters if name in single]
+
+    def sync(self, masters: Masters, *, everything: bool = False) -> None:
+        """Round and pack the masters that changed since the last call."""
+        for names in self._groups:
+            if self._changed(names, masters, everything):
+                for name in names:
+                    self._parameters[name].load(masters[name].detach())
+        self._sync_adapter(masters, everything)
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the projections, by the name of their module."""
+        return {
+            target: (self._linears[name].inputs, self._linears[name].shards[shard])
+            for target, (name, shard) in self._targets.items()
+        }
+
+    @property
+    def renames(self) -> tuple[tuple[str, str], ...]:
+        """Prefixes of names in checkpoints, and what they are here."""
+        return self.decoder.spec.renames
+
+    def adapt(self, adapter: TrainedAdapter) -> None:
+        """Give the layers a slot for an adapter."""
+        self._adapter = adapter
+        for linear in self._linears.values():
+            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, adapter.rank, linear.dtype)
+
+    def _sync_adapter(self, masters: Masters, everything: bool) -> None:
+        for module, scale in self._adapter.scales.items() if self._adapter else ():
+            names = (down(module), up(module))
+            if self._changed(names, masters, everything):
+                name, shard = self._targets[module]
+                slots = self._linears[name].lora
+                assert slots is not None
+                factors = [masters[name].detach() for name in names]
+                slots.place(0, shard, LowRank(factors[0], factors[1], scale))
+
+    def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
+        stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
+        changed = everything or any(self._packed.get(name) != stamp for name, stamp in stamps.items())
+        self._packed |= stamps
+        return changed
+
+    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, room: Room) -> Tensor:  # [n] -> [n, H]
+        """Hidden states after the final norm of the batch's tokens `rows` int64."""
+        x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
+        for number in range(len(self.decoder.blocks)):
+            prefix = f"model.layers.{number}."
+            of_block = {
+                name.removeprefix(prefix): master
+                for name, master in masters.items()
+                if name.startswith(prefix) and (name in self._parameters or self.adapted)
+            }
+            x = self._block(number, x, batch, of_block, room)
+        return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
+
+    def logprobs(self, hidden: Tensor, masters: Masters, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
+        """The logprobs of what is scored of the hidden states."""
+        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room, self._products)
+
+    def _block(self, number: int, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
+        spec = self.decoder.spec
+        block, rope = self.decoder.blocks[number], spec.blocks[number].attention.rope
+        table, scales = self.decoder.rope_tables[spec.ropes.index(rope)], self._scales(f"model.layers.{number}.")
+        if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
+            return run_block(block, x, batch, table, masters, scales, self._products)
+        frame = (block, batch, table, scales, self._products, tuple(masters))
+        return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))
+
+    def _scales(self, prefix: str) -> dict[str, float]:
+        """Of the adapter in a block, by module."""
+        scales = self._adapter.scales if self._adapter and self.adapted else {}
+        return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
+
+
+def kept_bytes(block: DecoderBlock) -> int:
+    """What a block keeps of a token for its gradients."""
+    attention, mlp = block.attention, block.mlp
+    widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
+    rows = 4 if block.mlp_post_norm is None else 6  # of the residual stream's width
+    return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
+
+
+def run_block(
+    block: DecoderBlock,
+    residual: Tensor,
+    batch: PackedBatch,
+    table: Tensor,
+    masters: Masters,
+    scales: Mapping[str, float],
+    products: Products,
+) -> Tensor:
+    """The residual stream [T, H] after a block.  `masters`: by their names in the block; `scales`: of the adapter."""
+
+    def linear(x: Tensor, layer: Linear, module: str) -> Tensor:
+        names = {shard: f"{module}.{shard}" for shard in layer.shards}
+        weights = [masters[f"{name}.weight"] for name in names.values()]
+        biases = [] if layer.bias is None else [masters[f"{name}.bias"] for name in names.values()]
+        out = functions.linear(x, layer, weights, biases, products)
+        factors = [
+            functions.Factors(shard, masters[down(name)], masters[up(name)], scales[name])
+            for shard, name in names.items()
+            if name in scales
+        ]
+        return functions.low_rank(out, x, layer, factors) if factors else out
+
+    def post_norm(x: Tensor, layer: RMSNorm | None, name: str) -> Tensor:
+        return x if layer is None else functions.rms_norm(x, layer, masters[f"{name}.weight"])
+
+    attention, mlp = block.attention, block.mlp
+    before_mlp = "post_attention_layernorm" if block.mlp_post_norm is None else "pre_feedforward_layernorm"
+    x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
+    norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, norms)
+    x = post_norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, "post_attention_layernorm")
+    x, residual = functions.add_rms_norm(x, residual, block.mlp_norm, masters[f"{before_mlp}.weight"])
+    if torch.is_grad_enabled() or scales:
+        x = functions.gate(linear(x, mlp.gate_up, "mlp"), mlp.gate_up.activation)
+    else:
+        x = mlp.gate_up(x)
+    return residual + post_norm(linear(x, mlp.down, "mlp"), block.mlp_post_norm, "post_feedforward_layernorm")
+
+
+class _Recomputed(torch.autograd.Function):
+    """`run_block` that keeps its input alone and runs again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, frame: tuple[Any, ...], x: Tensor, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *masters)
+        ctx.frame = frame
+        block, batch, table, scales, products, names = frame
+        return run_block(block, x, batch, table, dict(zip(names, masters, strict=True)), scales, products)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *masters = ctx.saved_tensors
+        block, batch, table, scales, products, names = ctx.frame
+        needs = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            inputs = [one.detach().requires_grad_(need) for one, need in zip([x, *masters], needs, strict=True)]
+            leaves = dict(zip(names, inputs[1:], strict=True))
+            out = run_block(block, inputs[0], batch, table, leaves, scales, products)
+        differentiable = [one for one in inputs if one.requires_grad]
+        grads = iter(torch.autograd.grad(out, differentiable, grad))
+        return None, *(next(grads) if need else None for need in needs)

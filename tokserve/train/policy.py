@@ -1,0 +1,269 @@
+"""A checkpoint as a module whose logprobs are the server's, with gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tokserve import checkpoint
+from tokserve.errors import StartError
+from tokserve.models import dummy, load, weights
+from tokserve.models.decoder import Decoder
+from tokserve.models.formats.base import FLOATS
+from tokserve.models.provenance import EMBEDDING, HEAD
+from tokserve.ops.arithmetic import FMA
+from tokserve.params import LOGPROBS_MODES
+from tokserve.train import adapters, tree
+from tokserve.train.adapters import TrainedAdapter
+from tokserve.train.batch import PackedBatch
+from tokserve.train.binding import Binding
+from tokserve.train.modules import DecoderModules
+from tokserve.train.order import in_order
+from tokserve.train.products import Products
+from tokserve.train.requests import ScoringRequest, checked, items_of
+from tokserve.train.room import Room
+
+MAX_TOKENS = 4096  # of a batch that goes through the model at once
+ACTIVATION_BYTES = 5 << 28
+
+
+class PolicyModel(nn.Module):
+    """A decoder with float32 master weights under their Hugging Face names, a tied one once.
+
+    The forward pass is the server's: masters are rounded to the model's dtype and packed as a server packs them when it
+    is given these weights, and the same ops run on them.  Gradients arrive at the masters.
+
+    Memory beside masters, their gradients and the packed copy: for the backward pass up to `activation_bytes` in a
+    call, and one hidden state per token and layer where that does not suffice (the layer is computed again then); the
+    work of one layer for `max_tokens` tokens, or for the longest sequence; pieces of 256 MiB of logits.
+
+    `ordered_gradients`: sequences go through the model one by one, and each adds its gradient to the masters' `grad` in
+    the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by
+    its own `backward`.  Slower; of one process, without hooks of DDP or FSDP.
+
+    `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
+    call `weights_changed()` then.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        masters: dict[str, Tensor],
+        config: dict[str, Any],
+        binding: Binding,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        activation_bytes: int = ACTIVATION_BYTES,
+        ordered_gradients: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, master in masters.items():
+            _register(self, name, nn.Parameter(master))
+        self.config = config
+        self.max_tokens = max_tokens
+        self.activation_bytes = activation_bytes
+        self.ordered_gradients = ordered_gradients
+        self._binding = binding
+        self._modules_of_decoder = DecoderModules(decoder, Products(native=binding.arithmetic not in (None, FMA)))
+        self._stale = True
+        self._adapter: TrainedAdapter | None = None
+        self._names = tuple(masters)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        dtype: str = "bfloat16",
+        *,
+        head_dtype: str = "auto",
+        load_format: str = "auto",
+        seed: int = 0,
+        quantization: str | None = None,
+        max_model_len: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        activation_bytes: int = ACTIVATION_BYTES,
+        ordered_gradients: bool = False,
+        cpu_arithmetic: str = "auto",
+        cpu_kernels: str | None = None,
+        ops: dict[str, str] | None = None,
+    ) -> PolicyModel:
+        """Load a checkpoint directory, "demo" or a hub name.  Raises StartError.
+
+        `dtype`, `head_dtype`, `cpu_arithmetic` and so on are the server's options and must have the server's values.
+        `load_format` "dummy" draws weights from `seed`, as the server does.
+        """
+        if quantization not in (None, "none"):
+            raise StartError(f"quantization {quantization!r} cannot be trained; a policy keeps its weights in {dtype}")
+        binding = Binding(dtype, ops, cpu_arithmetic, cpu_kernels)
+        source = checkpoint.locate(str(directory), weights=load_format != "dummy")
+        config = checkpoint.hf_config(source)
+        decoder = load.load(
+            source, config, dtype=dtype, head_dtype=head_dtype, load_format=load_format, seed=seed,
+            max_model_len=max_model_len, quantization="none",
+        )  # fmt: skip
+        if load_format == "dummy":
+            masters = dict(dummy.tensors(decoder.parameters_by_name(), seed))
+        else:
+            masters = dict(_masters(source, decoder))
+        return cls(
+            decoder, masters, config, binding, max_tokens=max_tokens, activation_bytes=activation_bytes,
+            ordered_gradients=ordered_gradients,
+        )  # fmt: skip
+
+    @property
+    def cpu_arithmetic(self) -> str | None:
+        """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
+        return self._binding.arithmetic
+
+    def weights_changed(self) -> None:
+        """Round and pack all masters again at the next call."""
+        self._stale = True
+
+    def add_adapter(
+        self,
+        targets: Sequence[str],
+        *,
+        rank: int = 16,
+        alpha: float = 32.0,
+        use_rslora: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Train a new LoRA adapter on projections (`q_proj`, ...) instead of the masters, which are frozen.
+
+        The policy is then what a server computes that serves the adapter which `save_adapter` writes.
+        """
+        sizes = self._modules_of_decoder.sizes()
+        self._adapt(adapters.drawn(sizes, targets, rank, alpha, use_rslora=use_rslora, seed=seed))
+
+    def load_adapter(self, directory: str | Path) -> None:
+        """Likewise an adapter from a PEFT directory.  Raises RequestError."""
+        modules = self._modules_of_decoder
+        self._adapt(adapters.read(Path(directory), modules.sizes(), modules.renames))
+
+    def _adapt(self, adapter: TrainedAdapter) -> None:
+        if self._adapter is not None:
+            raise ValueError("the policy has an adapter already")
+        self.requires_grad_(False)
+        device = self.get_parameter(EMBEDDING).device
+        for name, factor in adapter.factors.items():
+            _register(self, name, nn.Parameter(factor.to(device)))
+        self._modules_of_decoder.adapt(adapter)
+        self._modules_of_decoder.adapted = True
+        self._adapter = adapter
+
+    def save_adapter(self, directory: str | Path) -> None:
+        """Write the adapter as a PEFT directory, which `load_lora_adapter` of a server takes.  Raises ValueError."""
+        if self._adapter is None:
+            raise ValueError("the policy has no adapter")
+        adapters.write(Path(directory), self._adapter, dict(self.named_parameters()))
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Without the adapter inside: the policy that training began with, as a reference."""
+        modules = self._modules_of_decoder
+        before, modules.adapted = modules.adapted, False
+        try:
+            yield
+        finally:
+            modules.adapted = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """As `logprobs`, for wrappers that call the module."""
+        return self.logprobs(*args, **kwargs)
+
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        temperature: float | Sequence[float] = 1.0,
+        logprobs_mode: str = "raw",
+        sampling_masks: Sequence[Sequence[Sequence[int] | None] | None] | None = None,
+        share_prefixes: bool = True,
+    ) -> list[Tensor]:
+        """Logprobs float32 [len(sequence) - start] of each sequence's tokens from its `start` (at least 1) on.
+
+        They are the server's to the bit, whatever the other sequences, their order and `share_prefixes`, which
+        computes a prefix that several sequences have in common once.  `temperature`: one for all or one a sequence; it
+        counts in the modes "temperature" and "processed".  `sampling_masks`: by sequence and scored token the ids that
+        the token was drawn from, None: the whole vocabulary; for "processed".  Raises ValueError.
+        """
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
+        modules = self._modules_of_decoder
+        requests = checked(
+            sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
+            vocab=modules.vocab, positions=modules.num_positions,
+        )  # fmt: skip
+        masters = self._synced()
+        inputs = [request.tokens[:-1] for request in requests]
+        room = Room(self.activation_bytes)
+        rows: list[Tensor] = [torch.empty(0)] * len(requests)
+        ordered = self.ordered_gradients and torch.is_grad_enabled()
+        groups = tree.chunks(inputs, self.max_tokens, share=share_prefixes)
+        if ordered:  # autograd begins with what came last
+            groups = [[number] for number in reversed(range(len(requests)))]
+        for group in groups:
+            members = [requests[number] for number in group]
+            leaves = in_order(masters) if ordered else masters
+            scored = self._scored(members, leaves, room, mode=logprobs_mode, share=share_prefixes)
+            for number, row in zip(group, scored, strict=True):
+                rows[number] = row
+        return rows
+
+    def _synced(self) -> dict[str, Tensor]:
+        masters: dict[str, Tensor] = dict(self.named_parameters())
+        rebound = self._binding.activate()
+        # FSDP gathers parameters into tensors whose versions it holds, so that a change does not show
+        sharded = any(base.__name__ == "FSDPModule" for base in type(self).__mro__)
+        self._modules_of_decoder.sync(masters, everything=rebound or sharded or self._stale)
+        self._stale = False
+        return masters
+
+    def _scored(
+        self, requests: list[ScoringRequest], masters: dict[str, Tensor], room: Room, *, mode: str, share: bool
+    ) -> Iterator[Tensor]:
+        modules = self._modules_of_decoder
+        packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
+        device = masters[EMBEDDING].device
+        tokens, items, indices = items_of(requests, packing, mode, device)
+        batch = PackedBatch(packing, device)
+        hidden = modules.hidden(batch, tokens, masters, room)
+        values = modules.logprobs(hidden, masters, items, room)
+        return (values.index_select(0, index) for index in indices)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and the float32 masters as a Hugging Face checkpoint."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        config = self.config | {"dtype": "float32"}
+        config.pop("torch_dtype", None)
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        tensors = {name: self.get_parameter(name).detach().contiguous() for name in self._names}
+        save_file(tensors, target / weights.SINGLE, metadata={"format": "pt"})
+
+
+def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter where its dotted name says, in modules made for that."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(last, parameter)
+
+
+def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
+    entries = weights.with_model_names(weights.catalogue(directory), decoder.spec.renames)
+    for name in decoder.parameters_by_name():
+        entry = entries.get(name) or entries[HEAD]  # of a tied model, which may have either
+        if entry.dtype not in FLOATS.values():
+            raise StartError(f"{name} is {entry.dtype}: a quantized checkpoint cannot be trained")
+        yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))

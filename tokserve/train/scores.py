@@ -1,0 +1,126 @@
+"""From hidden states to the logprobs of given tokens, as the server scores a prompt, with their gradient.
+
+An item is a token to be scored: the row of `hidden` that predicts it, its id, and the ids that its distribution was
+restricted to.  Logits are made PIECE_BYTES at a time.  What is kept of them for the backward pass, while there is room,
+is probabilities in the head's dtype; else they are computed again there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokserve import ops
+from tokserve.layers.embedding import Head
+from tokserve.train import backward, functions
+from tokserve.train.products import Products
+from tokserve.train.room import Room
+
+PIECE_BYTES = 256 << 20  # of logits
+COLDEST = 2.0**-100  # lower temperatures count as this one
+COLD = 2.0**-7  # below, processed logits are reckoned from the largest before they are divided
+Masks = list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """`masks`: by item the ids [k] int64 kept, None: all; empty: none has a mask."""
+
+    rows: Tensor  # [n] int64: of the hidden states, ascending
+    token_ids: Tensor  # [n] int64
+    temperatures: Tensor  # [n] float32, as the request has them
+    mode: str  # raw, temperature or processed
+    masks: Masks
+
+    def part(self, piece: slice) -> Items:
+        """Some of them."""
+        return Items(
+            self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece]
+        )  # fmt: skip
+
+    def divisors(self) -> Tensor:  # [n] float32
+        """What logits are divided by; a temperature of 0 is greedy and divides by 1."""
+        if self.mode == "raw":
+            return torch.ones_like(self.temperatures)
+        return torch.where(self.temperatures == 0.0, 1.0, self.temperatures.clamp(min=COLDEST))
+
+    def processed(self, logits: Tensor) -> Tensor:  # [n, V] -> [n, V]
+        """Logits before the log softmax, but for a division that `ops.logprobs` makes."""
+        if self.mode != "processed":
+            return logits
+        for row, ids in zip(logits, self.masks, strict=False):
+            if ids is not None:
+                kept = row.index_select(0, ids)
+                row.fill_(float("-inf")).index_copy_(0, ids, kept)
+        cold = (self.temperatures > 0.0) & (self.temperatures < COLD)
+        if cold.any():
+            rows = cold.nonzero()[:, 0]
+            part = logits[rows]
+            logits[rows] = part - part.amax(1, keepdim=True)
+        divisors = self.divisors()
+        return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
+
+
+def logprobs(
+    hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room, products: Products
+) -> Tensor:  # [m, H] -> [n] float32
+    """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
+    kept = room if torch.is_grad_enabled() else None
+    return cast(Tensor, functions.applied(_Logprobs, hidden, head, weight, items, kept, products))
+
+
+def _pieces(items: Items, vocab: int) -> list[slice]:
+    return list(backward.pieces(len(items.rows), max(16, PIECE_BYTES // (4 * vocab))))
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room | None, products: Products
+    ) -> Tensor:
+        ctx.head, ctx.items, ctx.products, ctx.kept = head, items, products, []
+        out = torch.empty(len(items.rows), device=hidden.device)
+        for piece in _pieces(items, len(weight)):
+            part = items.part(piece)
+            work = part.processed(head(hidden.index_select(0, part.rows)))
+            temperature = part.divisors() if part.mode == "temperature" else None
+            out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
+            if room is not None:
+                keep = room.take(work.numel() * head.dtype.itemsize)
+                ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
+        ctx.save_for_backward(hidden, weight, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, out = ctx.saved_tensors
+        head, items = ctx.head, ctx.items
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight: Tensor | None = None
+        rounded = weight.to(head.dtype)
+        for number, piece in enumerate(_pieces(items, len(weight))):
+            part = items.part(piece)
+            rows = hidden.index_select(0, part.rows)
+            slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
+            if slopes is None:
+                slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
+            slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
+            slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
+            factor = (-grad[piece] / part.divisors())[:, None]
+            part_grad = ctx.products.linear_input(slopes, [rounded]).float()
+            grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
+            if ctx.needs_input_grad[2]:
+                share = ctx.products.linear_weight(slopes, (rows * factor).to(head.dtype))
+                grad_weight = share if grad_weight is None else grad_weight.add_(share)
+        return grad_hidden.to(hidden.dtype), None, grad_weight, None, None, None
+
+
+def _probabilities(items: Items, work: Tensor) -> Tensor:  # [n, V], overwritten
+    if items.mode == "temperature":
+        work = work.div_(items.divisors()[:, None])
+    return torch.softmax(work, -1)
