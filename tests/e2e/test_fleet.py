@@ -29,6 +29,7 @@ def replies(server: Server) -> list[Any]:
     return [made["choices"], made["seed"], scored["choices"], scored["prompt_logprobs"]]
 
 
+@pytest.mark.slow
 def test_a_mixed_fleet_of_one_arithmetic_answers_alike() -> None:
     answers, fingerprints = [], set()
     for kernels in (FMA[0], FMA[-1]):

@@ -19,7 +19,7 @@ def scene() -> Iterator[Scene]:
         made.metronome.end()
 
 
-@pytest.mark.parametrize("size", [SIZES[0], SIZES[1], pytest.param(SIZES[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[1:])])
 def test_each_field_at_a_size(scene: Scene, size: int) -> None:
     paths: set[str] = set()
     scene.metronome.worst()

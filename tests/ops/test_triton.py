@@ -420,6 +420,7 @@ def variants(compiled: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: report for name, report in compiled.items() if not names or name.partition("#")[0] in names}
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
     for name, figures in compiled.items():
         assert figures["stack"] <= 64, f"{name} spills: {figures}"
@@ -434,6 +435,7 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
         assert not figures["fma"], f"{name} contracts"
 
 
+@pytest.mark.slow
 def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
     compiled: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -448,6 +450,7 @@ def test_tiles_of_any_shape_add_up_in_one_order_on_sm_90(
             assert in_place or chain | by_float8 == chain, f"{name}: {chain}"
 
 
+@pytest.mark.slow
 def test_decode_and_prefill_do_the_same_arithmetic_on_sm_90(compiled: dict[str, Any]) -> None:
     attention = variants(compiled, "decode", "prefill")
     loops = {name: figures["loop"] for name, figures in attention.items()}
