@@ -280,15 +280,15 @@ class ChatRenderer:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> ChatReply:
-        """The whole answer; with `holes`, logprobs are made later."""
+    def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
+        """The whole answer; with `parts`, logprobs are made later."""
         scores: Any = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(columns, holes)
+            scores = self._prompt_logprobs(columns, parts)
         choices = [
             ChatChoice(
-                c.index, self._message(c), self._logprobs(c, holes), self._finish_reason(c), c.stop_reason,
+                c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
             )
             for c in completions
@@ -313,17 +313,17 @@ class ChatRenderer:
     def _finish_reason(self, c: ChoiceOutput) -> str | None:
         return c.finish_reason if self._reader is None else self._reader.finish_reason(c)
 
-    def _logprobs(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
+    def _logprobs(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> logprobs.ChatLogprobs | Raw | None:
         if not self._has_logprobs:
             return None
         args = (c.logprobs or Logprobs(), c.token_ids, self._spelling)
-        return logprobs.content(*args) if holes is None else holes.defer(logprobs.content_encoder(*args))
+        return logprobs.content(*args) if parts is None else parts.defer(logprobs.content_encoder(*args))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, parts: DeferredParts | None = None) -> Any:
         first = max(1, self._params.prompt_logprobs_start)
         columns = columns or Logprobs()
         args = (columns, self._generation.prompt_ids(), first, columns.width, self._names)
-        return logprobs.prompt_objects(*args) if holes is None else holes.defer(logprobs.prompt_objects_encoder(*args))
+        return logprobs.prompt_objects(*args) if parts is None else parts.defer(logprobs.prompt_objects_encoder(*args))
 
     def delta(self, delta: ChoiceOutput) -> bytes:
         """The events of a delta: the role before a choice's first, its end in one of its own."""

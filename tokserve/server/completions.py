@@ -216,9 +216,9 @@ class CompletionRenderer:
         self._usage, self._continuous = schemas.usage_options(body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
 
-    def reply(self, ends: list[ChoiceOutput], holes: DeferredParts | None = None) -> CompletionReply:
-        """The whole answer; with `holes`, logprobs are made later."""
-        choices = [self._choice(c, holes) for c in ends]
+    def reply(self, ends: list[ChoiceOutput], parts: DeferredParts | None = None) -> CompletionReply:
+        """The whole answer; with `parts`, logprobs are made later."""
+        choices = [self._choice(c, parts) for c in ends]
         for choice, name in product(choices, ("prompt_token_ids", "token_ids", "prompt_logprobs")):
             if getattr(choice, name) is UNSET:
                 setattr(choice, name, None)
@@ -230,16 +230,16 @@ class CompletionRenderer:
             reply.weight_version = last_version(ends)
         return reply
 
-    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> CompletionChoice:
+    def _choice(self, c: ChoiceOutput, parts: DeferredParts | None = None) -> CompletionChoice:
         """A choice from a delta; a choice's first delta also carries what was requested of the prompt."""
         choice = CompletionChoice(c.index, c.text or "", None, c.finish_reason, c.stop_reason)
         begins = c.index not in self._places
         if begins:
-            prompt = self._begin(choice, c.prompt_logprobs, holes)
+            prompt = self._begin(choice, c.prompt_logprobs, parts)
             self._places[c.index] = logprobs.TextOffset(self._tokenizer.pieces(self._skip_special), len(prompt))
         if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
-            choice.logprobs = made() if holes is None else holes.defer(single_part(made))
+            choice.logprobs = made() if parts is None else parts.defer(single_part(made))
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:
@@ -269,7 +269,7 @@ class CompletionRenderer:
             return prompt
         return self._tokenizer.decode(self._generation.prompt_ids(index), self._skip_special)
 
-    def _begin(self, choice: CompletionChoice, scores: Logprobs | None, holes: DeferredParts | None) -> str:
+    def _begin(self, choice: CompletionChoice, scores: Logprobs | None, parts: DeferredParts | None) -> str:
         """Add what was requested of the prompt; returns the part of the prompt that the text begins with."""
         ids = self._generation.prompt_ids(choice.index)
         columns = scores or Logprobs()
@@ -280,7 +280,7 @@ class CompletionRenderer:
             top = columns.width if self._num_prompt_logprobs == -1 else self._num_prompt_logprobs
             args = (columns, ids, first, top, self._tokenizer.token)
             later = logprobs.prompt_objects_encoder
-            choice.prompt_logprobs = logprobs.prompt_objects(*args) if holes is None else holes.defer(later(*args))
+            choice.prompt_logprobs = logprobs.prompt_objects(*args) if parts is None else parts.defer(later(*args))
         if not self._echo:
             return ""
         text = self._prompt_text(choice.index)

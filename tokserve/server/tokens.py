@@ -289,10 +289,10 @@ class _Render:
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         self._scores_due = params.prompt_logprobs is not None
 
-    def _choice(self, c: ChoiceOutput, holes: DeferredParts | None = None) -> GenerateChoice:
+    def _choice(self, c: ChoiceOutput, deferred: DeferredParts | None = None) -> GenerateChoice:
         return GenerateChoice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
-            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, holes) if self._has_logprobs else None,
+            self._logprobs(c.logprobs or NO_ROWS, c.token_ids, deferred) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET,
@@ -301,16 +301,16 @@ class _Render:
     def _ids(self, ids: list[int]) -> list[int] | bytes:
         return array("i", ids).tobytes() if self._packed else ids
 
-    def _logprobs(self, columns: Logprobs, ids: list[int], holes: DeferredParts | None = None) -> Any:
+    def _logprobs(self, columns: Logprobs, ids: list[int], deferred: DeferredParts | None = None) -> Any:
         if self._format == "objects":
             top = columns.width - len(self._params.logprob_token_ids or ())
-            if holes is not None:
-                return holes.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
+            if deferred is not None:
+                return deferred.defer(logprobs.objects_encoder(columns, ids, top, self._spelling))
             return logprobs.objects(columns, ids, top, self._spelling)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns) if holes is None else holes.defer(single_part(lambda: make(columns)))
+        return make(columns) if deferred is None else deferred.defer(single_part(lambda: make(columns)))
 
-    def _prompt_logprobs(self, columns: Logprobs | None, holes: DeferredParts | None = None) -> Any:
+    def _prompt_logprobs(self, columns: Logprobs | None, deferred: DeferredParts | None = None) -> Any:
         """The prompt's logprobs in the requested format.  There are no columns for a prompt of one token, nor for one
         that was never computed."""
         first = max(1, self._params.prompt_logprobs_start)
@@ -318,22 +318,22 @@ class _Render:
         if self._format == "objects":
             name = self._serving.tokenizer.token if self._text else None
             args = (columns, self._generation.prompt_ids(), first, columns.width, name)
-            if holes is not None:
-                return holes.defer(logprobs.prompt_objects_encoder(*args))
+            if deferred is not None:
+                return deferred.defer(logprobs.prompt_objects_encoder(*args))
             return logprobs.prompt_objects(*args)
         make = logprobs.packed if self._packed or self._format == "base64" else logprobs.arrays
-        return make(columns, first) if holes is None else holes.defer(single_part(lambda: make(columns, first)))
+        return make(columns, first) if deferred is None else deferred.defer(single_part(lambda: make(columns, first)))
 
-    def reply(self, completions: list[ChoiceOutput], holes: DeferredParts | None = None) -> GenerateReply:
-        """The whole answer; with `holes`, logprobs are made later."""
+    def reply(self, completions: list[ChoiceOutput], deferred: DeferredParts | None = None) -> GenerateReply:
+        """The whole answer; with `deferred`, logprobs are made later."""
         generation = self._generation
         scores = None
         if self._scores_due:
             columns = next((c.prompt_logprobs for c in completions if c.prompt_logprobs), None)
-            scores = self._prompt_logprobs(columns, holes)
+            scores = self._prompt_logprobs(columns, deferred)
         return GenerateReply(
             request_id=self._id, id=self._id, created=int(time.time()), model=self._model,
-            choices=[self._choice(c, holes) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
+            choices=[self._choice(c, deferred) for c in completions], usage=generation.usage(), prompt_logprobs=scores,
             seed=generation.seed, prompt_token_ids=self._ids(generation.prompt_ids()) if self._echo else UNSET,
             exact=bool(self._serving.llm.ready.facts.get("exact", True)),
         )  # fmt: skip

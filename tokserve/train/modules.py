@@ -2,7 +2,7 @@
 
 The decoder's layers hold the weights rounded and packed, as a server that was given these masters would; `sync` packs
 again what has changed.  `hidden` runs the blocks with gradients; what a block computes on the way is kept for the
-backward pass while there is room, else computed again there.
+backward pass while the budget lasts, else computed again there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.train import functions, scores
 from tokserve.train.adapters import TrainedAdapter, down, up
 from tokserve.train.batch import PackedBatch
+from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.products import Products
-from tokserve.train.room import Room
 from tokserve.train.scores import Items
 
 Masters = Mapping[str, Tensor]
@@ -97,7 +97,7 @@ class DecoderModules:
         self._packed |= stamps
         return changed
 
-    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, room: Room) -> Tensor:  # [n] -> [n, H]
+    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, budget: ByteBudget) -> Tensor:  # [n] -> [n, H]
         """Hidden states after the final norm of the batch's tokens `rows` int64."""
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number in range(len(self.decoder.blocks)):
@@ -107,18 +107,20 @@ class DecoderModules:
                 for name, master in masters.items()
                 if name.startswith(prefix) and (name in self._parameters or self.adapted)
             }
-            x = self._block(number, x, batch, of_block, room)
+            x = self._block(number, x, batch, of_block, budget)
         return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
 
-    def logprobs(self, hidden: Tensor, masters: Masters, items: Items, room: Room) -> Tensor:  # [m, H] -> [n] float32
+    def logprobs(
+        self, hidden: Tensor, masters: Masters, items: Items, budget: ByteBudget
+    ) -> Tensor:  # [m, H] -> [n] float32
         """The logprobs of what is scored of the hidden states."""
-        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, room, self._products)
+        return scores.logprobs(hidden, self.decoder.head, masters[self.head_name], items, budget, self._products)
 
-    def _block(self, number: int, x: Tensor, batch: PackedBatch, masters: Masters, room: Room) -> Tensor:
+    def _block(self, number: int, x: Tensor, batch: PackedBatch, masters: Masters, budget: ByteBudget) -> Tensor:
         spec = self.decoder.spec
         block, rope = self.decoder.blocks[number], spec.blocks[number].attention.rope
         table, scales = self.decoder.rope_tables[spec.ropes.index(rope)], self._scales(f"model.layers.{number}.")
-        if not torch.is_grad_enabled() or room.take(len(x) * kept_bytes(block)):
+        if not torch.is_grad_enabled() or budget.take(len(x) * kept_bytes(block)):
             return run_block(block, x, batch, table, masters, scales, self._products)
         frame = (block, batch, table, scales, self._products, tuple(masters))
         return cast(Tensor, functions.applied(_Recomputed, frame, x, *masters.values()))

@@ -24,11 +24,11 @@ from tokserve.train import adapters, tree
 from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
+from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.modules import DecoderModules
 from tokserve.train.order import in_order
 from tokserve.train.products import Products
 from tokserve.train.requests import ScoringRequest, checked, items_of
-from tokserve.train.room import Room
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATION_BYTES = 5 << 28
@@ -203,7 +203,7 @@ class PolicyModel(nn.Module):
         )  # fmt: skip
         masters = self._synced()
         inputs = [request.tokens[:-1] for request in requests]
-        room = Room(self.activation_bytes)
+        budget = ByteBudget(self.activation_bytes)
         rows: list[Tensor] = [torch.empty(0)] * len(requests)
         ordered = self.ordered_gradients and torch.is_grad_enabled()
         groups = tree.chunks(inputs, self.max_tokens, share=share_prefixes)
@@ -212,7 +212,7 @@ class PolicyModel(nn.Module):
         for group in groups:
             members = [requests[number] for number in group]
             leaves = in_order(masters) if ordered else masters
-            scored = self._scored(members, leaves, room, mode=logprobs_mode, share=share_prefixes)
+            scored = self._scored(members, leaves, budget, mode=logprobs_mode, share=share_prefixes)
             for number, row in zip(group, scored, strict=True):
                 rows[number] = row
         return rows
@@ -227,15 +227,15 @@ class PolicyModel(nn.Module):
         return masters
 
     def _scored(
-        self, requests: list[ScoringRequest], masters: dict[str, Tensor], room: Room, *, mode: str, share: bool
+        self, requests: list[ScoringRequest], masters: dict[str, Tensor], budget: ByteBudget, *, mode: str, share: bool
     ) -> Iterator[Tensor]:
         modules = self._modules_of_decoder
         packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
         device = masters[EMBEDDING].device
         tokens, items, indices = items_of(requests, packing, mode, device)
         batch = PackedBatch(packing, device)
-        hidden = modules.hidden(batch, tokens, masters, room)
-        values = modules.logprobs(hidden, masters, items, room)
+        hidden = modules.hidden(batch, tokens, masters, budget)
+        values = modules.logprobs(hidden, masters, items, budget)
         return (values.index_select(0, index) for index in indices)
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -1,8 +1,8 @@
 """From hidden states to the logprobs of given tokens, as the server scores a prompt, with their gradient.
 
 An item is a token to be scored: the row of `hidden` that predicts it, its id, and the ids that its distribution was
-restricted to.  Logits are made PIECE_BYTES at a time.  What is kept of them for the backward pass, while there is room,
-is probabilities in the head's dtype; else they are computed again there.
+restricted to.  Logits are made PIECE_BYTES at a time.  While the budget lasts, probabilities in the head's dtype are
+kept of them for the backward pass; else they are computed again there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from tokserve import ops
 from tokserve.layers.embedding import Head
 from tokserve.train import backward, functions
+from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.products import Products
-from tokserve.train.room import Room
 
 PIECE_BYTES = 256 << 20  # of logits
 COLDEST = 2.0**-100  # lower temperatures count as this one
@@ -66,10 +66,10 @@ class Items:
 
 
 def logprobs(
-    hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room, products: Products
+    hidden: Tensor, head: Head, weight: Tensor, items: Items, budget: ByteBudget, products: Products
 ) -> Tensor:  # [m, H] -> [n] float32
     """The logprob of each item.  `weight`: the head's master parameter [V, H]."""
-    kept = room if torch.is_grad_enabled() else None
+    kept = budget if torch.is_grad_enabled() else None
     return cast(Tensor, functions.applied(_Logprobs, hidden, head, weight, items, kept, products))
 
 
@@ -80,7 +80,13 @@ def _pieces(items: Items, vocab: int) -> list[slice]:
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Head, weight: Tensor, items: Items, room: Room | None, products: Products
+        ctx: Any,
+        hidden: Tensor,
+        head: Head,
+        weight: Tensor,
+        items: Items,
+        budget: ByteBudget | None,
+        products: Products,
     ) -> Tensor:
         ctx.head, ctx.items, ctx.products, ctx.kept = head, items, products, []
         out = torch.empty(len(items.rows), device=hidden.device)
@@ -89,8 +95,8 @@ class _Logprobs(torch.autograd.Function):
             work = part.processed(head(hidden.index_select(0, part.rows)))
             temperature = part.divisors() if part.mode == "temperature" else None
             out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
-            if room is not None:
-                keep = room.take(work.numel() * head.dtype.itemsize)
+            if budget is not None:
+                keep = budget.take(work.numel() * head.dtype.itemsize)
                 ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
         ctx.save_for_backward(hidden, weight, out)
         return out

@@ -69,16 +69,16 @@ def chunks(sequences: Sequence[Int32], max_tokens: int, *, share: bool) -> list[
     `share`: neighbours in sorted order count the tokens that they share once.
     """
     groups: list[list[int]] = []
-    room = 0
+    budget = 0
     previous: Int32 | None = None
     for number in order(sequences) if share else range(len(sequences)):
         sequence = sequences[number]
         common = shared(previous, sequence) if share and previous is not None else 0
-        if not groups or len(sequence) - common > room:
+        if not groups or len(sequence) - common > budget:
             groups.append([])
-            room, common = max_tokens, 0
+            budget, common = max_tokens, 0
         groups[-1].append(number)
-        room -= len(sequence) - common
+        budget -= len(sequence) - common
         previous = sequence
     return groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Room:
+class ByteBudget:
     """Bytes that may still be kept for the backward pass."""
 
     def __init__(self, size: int) -> None:
