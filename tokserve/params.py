@@ -243,6 +243,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _refuse("bad_words", "must not contain an empty string")
 
 
+def wrap_seed(seed: int) -> int:
+    """A 64-bit signed integer, wrapped around."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 class PoolingParams(NamedTuple):  # not a Struct: a union of these would have to be tagged
     """What a request returns that generates no tokens: one vector.
 

@@ -26,12 +26,16 @@ OK, NOT_FINITE, NO_LEGAL_TOKEN, WITHHELD = range(4)  # status of a row
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """What the executor knows once the model is loaded."""
+    """What the executor knows once the model is loaded.
+
+    `feature_bytes`: kinds of features that it takes, and the bytes of data for each placeholder id, 0 for any number.
+    """
 
     layout: KVLayout
     vocab_size: int
     weight_version: str
     facts: dict[str, Any]
+    feature_bytes: dict[str, int] = {}
 
 
 class NewRow(msgspec.Struct, frozen=True):

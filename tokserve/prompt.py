@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
+
+from tokserve.errors import RequestError
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -24,3 +28,24 @@ class TokenPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ids: bytes
     features: tuple[Feature, ...] = ()
+
+
+def check_features(features: Sequence[Feature], num_tokens: int, bytes_per_id: Mapping[str, int]) -> None:
+    """Raise RequestError unless the features lie in a prompt of so many tokens, in order and apart, and are of known
+    kinds.  `bytes_per_id`: by kind, bytes of data for each placeholder id; 0: any."""
+    end = 0
+    for feature in features:
+        if feature.kind not in bytes_per_id:
+            known = ", ".join(bytes_per_id) or "none"
+            raise RequestError(f"features of kind {feature.kind!r} are not supported; known: {known}", field="features")
+        last = feature.start + feature.length
+        if feature.length < 1 or feature.start < end or last > num_tokens:
+            where = f"positions {feature.start} to {last - 1} of {num_tokens}"
+            raise RequestError(f"features must be in order, apart and within the prompt, got {where}", field="features")
+        needed = feature.length * bytes_per_id[feature.kind]
+        if needed and len(feature.data) != needed:
+            raise RequestError(
+                f"a feature of kind {feature.kind!r} and length {feature.length} needs {needed} bytes of data, "
+                f"got {len(feature.data)}", field="features",
+            )  # fmt: skip
+        end = last

@@ -260,7 +260,9 @@ class ScriptedExecutor:
         self.size = block_size
         self.max_loras = config.lora.max_loras
         spec = KVSpec(1, 1, "float32")
-        self.facts = DeviceFacts(KVLayout((spec,), num_blocks, block_size), VOCAB, "v1", {"scripted": True})
+        self.facts = DeviceFacts(
+            KVLayout((spec,), num_blocks, block_size), VOCAB, "v1", {"scripted": True}, {"image": 0}
+        )
         self.slots: dict[int, Slot] = {}
         self.kv: dict[tuple[int, int], tuple[bytes, int]] = {}  # (block, offset) -> (content, step that wrote it)
         self.in_flight: deque[int] = deque()

@@ -9,8 +9,9 @@ import pytest
 
 from tests.engine.scripted import Engine
 from tokserve.engine import counters
+from tokserve.errors import RequestError
 from tokserve.plan import StepPlan, StepResult
-from tokserve.prompt import Feature
+from tokserve.prompt import Feature, check_features
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, bool]]:
@@ -418,3 +419,27 @@ def test_only_so_many_versions_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert made.weights._epochs == {"w3": 3, "w4": 4}
     made.weights.use("w3", 5)
     assert list(made.weights._epochs.items()) == [("w4", 4), ("w3", 5)]
+
+
+@pytest.mark.parametrize(
+    "features, message",
+    [
+        ([Feature("sound", b"x", 0, 1, b"")], "kind 'sound' are not supported; known: image"),
+        ([Feature("image", b"x", 1, 3, b"")], "within the prompt"),
+        ([Feature("image", b"x", 0, 0, b"")], "within the prompt"),
+        ([Feature("image", b"x", 0, 2, b""), Feature("image", b"x", 1, 1, b"")], "in order, apart"),
+    ],
+)
+def test_features_that_cannot_be_computed_are_refused_at_admission(features: list[Feature], message: str) -> None:
+    engine = Engine()
+    reply = engine.submit("a", engine.make("a", [5, 6, 7], features=tuple(features), max_tokens=2))
+    assert reply.refusal == "invalid" and message in reply.message
+    engine.add("b", [5, 6, 7], max_tokens=2)
+    engine.run()
+    engine.check_complete("b")
+
+
+def test_the_data_of_features_has_the_size_that_the_device_takes() -> None:
+    check_features([Feature("embeddings", b"", 1, 2, bytes(16))], 3, {"embeddings": 8})
+    with pytest.raises(RequestError, match="length 2 needs 16 bytes of data, got 12"):
+        check_features([Feature("embeddings", b"", 1, 2, bytes(12))], 3, {"embeddings": 8})

@@ -22,7 +22,7 @@ from tokserve.client.request_state import ChoiceState, DeliveryRules, RequestSta
 from tokserve.config import Config, LimitsConfig, ModelConfig
 from tokserve.errors import RequestError, StartError
 from tokserve.messages import EngineRequest, Ready
-from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges
+from tokserve.params import PoolingParams, RequestOptions, SamplingParams, check_ranges, wrap_seed
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
@@ -97,7 +97,7 @@ class Inputs:
         prefix, now = f"{bare_id(request.request_id)}#", time.monotonic()
         engine_requests = [
             EngineRequest(
-                f"{prefix}{request.first_choice + index}", request.prompt, task, options, _wrap(seed + index), now
+                f"{prefix}{request.first_choice + index}", request.prompt, task, options, wrap_seed(seed + index), now
             )
             for index, task in enumerate(tasks)
         ]
@@ -348,11 +348,6 @@ def typed(kind: type[S], value: Any) -> S:
         what, _, path = str(error).partition(" - at `$.")
         field = path.rstrip("`").replace("[...]", "") or None
         raise RequestError(f"{field}: {what}" if field else what, field=field) from None
-
-
-def _wrap(seed: int) -> int:
-    """A 64-bit signed integer, wrapped around."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _refuse(field: str, rule: str) -> NoReturn:

@@ -64,7 +64,7 @@ class EngineCore:
         capacity = layout.num_blocks * layout.block_size
         context = min(config.model.max_model_len or capacity, capacity)
         eos = tuple(config.model.eos_token_ids or ())
-        self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode)
+        self.limits = Limits(context, facts.vocab_size, eos, config.model.logprobs_mode, facts.feature_bytes)
         self.cache = PrefixCache(
             layout.num_blocks, layout.block_size, enabled=config.cache.enable_prefix_caching,
             model=config.model.model,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tokserve.engine.adapter import Adapter
@@ -15,12 +16,16 @@ from tokserve.plan import Float32, LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output."""
+    """What the model and the cache set for all requests.  `context`: maximum tokens of prompt plus output.
+
+    `feature_bytes`: as in `DeviceFacts`.
+    """
 
     context: int
     vocab_size: int
     eos: tuple[int, ...]
     logprobs_mode: str
+    feature_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class OutputBuffer:

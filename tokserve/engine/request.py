@@ -26,6 +26,7 @@ from tokserve.errors import RequestError
 from tokserve.messages import EngineRequest, Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, Float32, NewRow
+from tokserve.prompt import check_features
 
 
 class State(enum.Enum):
@@ -64,6 +65,7 @@ class Request:
         self.features = spec.prompt.features
         self.tokens = _prompt(spec.prompt.ids, limits, new_tokens=int(isinstance(task, SamplingParams)))
         self.prompt_len = len(self.tokens)
+        check_features(spec.prompt.features, self.prompt_len, limits.feature_bytes)
         self.table = BlockTable(spec.options.cache_salt or "", adapter, spec.prompt.features)
         self.output = OutputBuffer(task, self.prompt_len, limits)
         self.pooling = isinstance(task, PoolingParams)  # it ends when its prompt is computed

@@ -6,11 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokserve.errors import RequestError
 from tokserve.plan import NewRow, StepPlan
 from tokserve.prompt import Feature
-
-KINDS = ("embeddings",)
 
 
 class FeatureTable:
@@ -21,7 +18,7 @@ class FeatureTable:
         self._by_slot: dict[int, list[tuple[int, Tensor]]] = {}  # start, and embeddings [length, hidden]
 
     def assign(self, row: NewRow) -> None:
-        """A request takes a slot.  Raises RequestError for features that cannot be embedded."""
+        """A request takes a slot; its features were checked at admission."""
         self.release(row.slot)
         if row.features:
             self._by_slot[row.slot] = [(feature.start, self._embeddings(feature)) for feature in row.features]
@@ -31,13 +28,6 @@ class FeatureTable:
         self._by_slot.pop(slot, None)
 
     def _embeddings(self, feature: Feature) -> Tensor:
-        if feature.kind not in KINDS:
-            raise RequestError(f"features of kind {feature.kind!r} are not supported; known: {', '.join(KINDS)}")
-        if len(feature.data) != 4 * feature.length * self._hidden:
-            raise RequestError(
-                f"a feature of {feature.length} embeddings needs {4 * feature.length * self._hidden} bytes "
-                f"(float32, {self._hidden} each), got {len(feature.data)}"
-            )
         data = np.frombuffer(feature.data, "<f4").astype(np.float32).reshape(feature.length, self._hidden)
         return torch.from_numpy(data).to(self._device, self._dtype)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokserve.params import SamplingParams
+from tokserve.params import SamplingParams, wrap_seed
 from tokserve.plan import Int32, NewRow, StepPlan
 
 Int64 = NDArray[np.int64]
@@ -86,7 +86,7 @@ class Slots:
         self.prompt_lens[slot] = row.prompt_len
         self.adapters[slot] = row.adapter
         (self._with_adapter.add if row.adapter >= 0 else self._with_adapter.discard)(slot)
-        self.seeds[slot] = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        self.seeds[slot] = wrap_seed(row.seed)
         self.greedy[slot] = temperature == 0.0
         self.temperature[slot] = 1.0 if temperature == 0.0 else max(temperature, MIN_TEMPERATURE)
 

@@ -72,7 +72,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),
     }
-    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts)
+    return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, {"embeddings": 4 * model.spec.hidden})
 
 
 def _model(config: Config, *, has_float8: bool) -> Decoder:
