@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ops import pages
+from tests.ops.packing import PACKING, pack_arguments
 from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
@@ -22,10 +23,6 @@ from tokserve.ops.samples import samples
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
-PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
-}  # fmt: skip
 # for devices with their own memory, and for those that compute in float8
 NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
 NAMES = [name for name in OPS if name not in PACKING.values() and name not in NOT_ON_CPU]
@@ -45,8 +42,7 @@ def as_it_was() -> Iterator[None]:
 def run(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Outputs, and the arguments after the call: some ops write into them."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-    if name in PACKING:
-        arguments = (arguments[0], CALLS[PACKING[name]](arguments[1]), *arguments[2:])
+    arguments = pack_arguments(name, "cpp", arguments)
     arguments = pages.arguments_held(name, "cpp", arguments)
     result = CALLS[name](*arguments)
     return outputs(result, pages.arguments_as_rows(name, "cpp", arguments))
@@ -105,8 +101,7 @@ def test_other_instruction_sets_are_close_to_the_reference(name: str, isa: str) 
     for dtype, (absolute, relative) in op.tolerance.items():
         for arguments in samples(op.name, dtype):
             copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
-            if name in PACKING:
-                copies = (copies[0], OPS[PACKING[name]].reference(copies[1]), *copies[2:])
+            copies = pack_arguments(name, "torch", copies)
             expected = outputs(op.reference(*copies), copies)
             _C.select(isa)
             for a, e in zip(run(name, arguments), expected, strict=True):
@@ -177,6 +172,14 @@ def attend(q: Tensor, caches: Tensor, tables: Tensor, length: int, window: int) 
     return result
 
 
+def mixture(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Some experts with no rows, one with more than a block of rows, others with few."""
+    ids = torch.tensor([[2, 5 if token % 3 else 0] for token in range(300)], dtype=torch.int32)
+    x, weights = randn(300, 128, dtype=dtype), randn(300, 2).abs()
+    up, down = randn(8, 192, 128, dtype=dtype) / 11, randn(8, 128, 96, dtype=dtype) / 10
+    return x, ids, weights, up, randn(8, 192, dtype=dtype), down, None, "silu", x.flip(1), randn(300, 1)
+
+
 def large_cases() -> dict[str, tuple[Any, ...]]:
     """Arguments large enough that the work is given to threads."""
     bf16 = torch.bfloat16
@@ -210,6 +213,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
             torch.tensor([[16, 7], [5, 16], [0, 0]], dtype=torch.int32), torch.tensor([[0.5, 2.0], [1.0, 0.7], [1, 1]]),
             (600, 100),
         ),
+        "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
+        "experts": mixture(bf16),
+        "experts_int8": mixture(torch.float32),
         "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16)),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops import pages
+from tests.ops.packing import PACKING, pack_arguments, takes_packed
 from tokserve import ops  # noqa: F401  (declares the ops)
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS, Op
@@ -26,19 +27,14 @@ OTHERS = [
     if name != registry.REFERENCE
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PACKING = {  # of the second argument
-    "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
-    "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8", "linear_float8": "pack_linear_float8",
-}  # fmt: skip
 
 
 def run(op: Op[Any, Any], name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What the implementation returns, and its arguments after the call (some write into them)."""
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
     call = op.implementations[name].call
-    if op.name in PACKING:
-        pack = OPS[PACKING[op.name]].implementations[name].call
-        return call(arguments[0], pack(arguments[1]), *arguments[2:]), arguments
+    if takes_packed(op.name):
+        return call(*pack_arguments(op.name, name, arguments)), arguments
     arguments = pages.arguments_held(op.name, name, arguments)
     result = call(*arguments)
     return result, pages.arguments_as_rows(op.name, name, arguments)

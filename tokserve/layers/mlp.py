@@ -21,7 +21,9 @@ class MLPSpec:
 
 
 class GatedMLP:
-    """`hidden` is the width of inputs and outputs."""
+    """`hidden` is the width of inputs and outputs.  `module`: the checkpoint's name for it."""
+
+    module = "mlp"
 
     def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
         shards = {"gate_proj": spec.inner, "up_proj": spec.inner}
@@ -36,6 +38,8 @@ class GatedMLP:
         """Of `gate_proj`, `up_proj` and `down_proj`."""
         return self.gate_up.parameters() | self.down.parameters()
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # [T, hidden] -> [T, hidden]
-        """`adapters`: as `Linear` takes them."""
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
         return self.down(self.gate_up(x, adapters=adapters), adapters=adapters)

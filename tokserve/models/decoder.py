@@ -13,14 +13,20 @@ from tokserve.kv_spec import KVSpec
 from tokserve.layers.attention import Attention
 from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
+from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.layers.linear import Linear
-from tokserve.layers.mlp import GatedMLP
+from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.norm import RMSNorm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.rope import rope_table
 from tokserve.models.provenance import Provenance
 from tokserve.models.spec import BlockSpec, DecoderSpec
+
+
+def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:
+    """The feed-forward part of a block."""
+    return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else GatedMLP(hidden, spec, options)
 
 
 class DecoderBlock:
@@ -34,11 +40,11 @@ class DecoderBlock:
         self.attention_post_norm = norm() if spec.post_norms else None
         self.mlp_post_norm = norm() if spec.post_norms else None
         self.attention = Attention(hidden, spec.attention, options)
-        self.mlp = GatedMLP(hidden, spec.mlp, options)
+        self.mlp = feed_forward(hidden, spec.mlp, options)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
-        return under("self_attn", self.attention.linears()) | under("mlp", self.mlp.linears())
+        return under("self_attn", self.attention.linears()) | under(self.mlp.module, self.mlp.linears())
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
@@ -50,7 +56,7 @@ class DecoderBlock:
                 "pre_feedforward_layernorm": self.mlp_norm,
                 "post_feedforward_layernorm": self.mlp_post_norm,
             }
-        parameters = under("self_attn", self.attention.parameters()) | under("mlp", self.mlp.parameters())
+        parameters = under("self_attn", self.attention.parameters()) | under(self.mlp.module, self.mlp.parameters())
         for name, norm in norms.items():
             parameters |= under(name, norm.parameters())
         return parameters
@@ -133,6 +139,17 @@ class Decoder:
         parameters |= under("model.norm", self.norm.parameters())
         return parameters if self.spec.tied else parameters | self.head.parameters()
 
+    def stacked_parameters(self) -> dict[str, StackedParameter]:
+        """Tensors that a checkpoint may have in place of some of `parameters_by_name`, under their names."""
+        stacked: dict[str, StackedParameter] = {}
+        for number, block in enumerate(self.blocks):
+            if isinstance(block.mlp, Mixture):
+                prefix = f"model.layers.{number}.{block.mlp.module}."
+                for name, one in block.mlp.stacked_parameters().items():
+                    covers = tuple(prefix + covered for covered in one.covers)
+                    stacked[prefix + name] = StackedParameter(one.parameter, covers)
+        return stacked
+
     def named_linears(self) -> dict[str, Linear]:
         """The projections of the blocks, as `model.layers.0.self_attn.qkv`."""
         linears: dict[str, Linear] = {}
@@ -156,23 +173,24 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
         """Compute the batch's tokens, up to the final norm, and store their keys and values."""
         residual, last = self.embedding(batch.input_ids), len(self.blocks) - 1
+        needed = batch.logits_rows if batch.routed is None else None  # all tokens are routed in the last layer too
         if batch.embeds is not None:
             rows, embeddings = batch.embeds
             residual.index_copy_(0, rows, embeddings.to(residual.dtype))
         x = self.blocks[0].attention_norm(residual)
         for layer, (block, following, table) in enumerate(self._layers):
-            logits_rows = batch.logits_rows if layer == last else None
+            logits_rows = needed if layer == last else None
             x = block.attention(x, batch, layer, table, logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
             if block.attention_post_norm is not None:
                 x = block.attention_post_norm(x)
             x, residual = block.mlp_norm.add(x, residual)
-            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters)
+            x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
             if block.mlp_post_norm is not None:
                 x = block.mlp_post_norm(x)
             x, residual = following.add(x, residual)
-        return x
+        return x if needed is batch.logits_rows else x.index_select(0, batch.logits_rows.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         """Logits of some of the rows that `forward` returned."""

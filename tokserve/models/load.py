@@ -79,7 +79,7 @@ def load(
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
-    parameters = decoder.parameters_by_name()
+    parameters = weights.layout(entries, decoder.parameters_by_name(), decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
     weights.load_into(parameters, weights.stream(entries))
     decoder.provenance.add_files(catalogue, stamp)

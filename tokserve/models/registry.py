@@ -15,10 +15,14 @@ from tokserve.models.spec import DecoderSpec
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
+    "Glm4MoeForCausalLM": "tokserve.models.moe:glm4_moe",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
+    "MixtralForCausalLM": "tokserve.models.moe:mixtral",
     "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",
+    "Qwen2MoeForCausalLM": "tokserve.models.moe:qwen2_moe",
     "Qwen3ForCausalLM": "tokserve.models.llama:qwen3",
+    "Qwen3MoeForCausalLM": "tokserve.models.moe:qwen3_moe",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.experts import MixtureSpec
 from tokserve.layers.linear import Activation
 from tokserve.layers.mlp import MLPSpec
 from tokserve.layers.norm import NormSpec
@@ -31,7 +32,7 @@ class BlockSpec:
     """One layer.  `norm` is before attention and before the MLP, with `post_norms` after each of them too."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MixtureSpec
     norm: NormSpec
     post_norms: bool = False
 
@@ -41,7 +42,8 @@ class DecoderSpec:
     """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
 
     `embedding_multiplier`: of the embeddings, in the model's dtype.  `renames`: (prefix in the checkpoint, prefix
-    here), applied to names that start with the first.  `format`: how the checkpoint stores weights.
+    here), applied to names that start with the first; a pair whose first begins with a dot is replaced anywhere in the
+    name.  `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -58,6 +60,11 @@ class DecoderSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different ones, in the order of the blocks."""
         return tuple(dict.fromkeys(block.attention.rope for block in self.blocks))
+
+    @property
+    def mixtures(self) -> dict[int, MixtureSpec]:
+        """The blocks that have experts, by number."""
+        return {number: block.mlp for number, block in enumerate(self.blocks) if isinstance(block.mlp, MixtureSpec)}
 
 
 def decoder(

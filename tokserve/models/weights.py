@@ -8,7 +8,7 @@ unpickled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokserve import checkpoint
 from tokserve.errors import StartError
+from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
 
@@ -106,7 +107,12 @@ def model_name(name: str, renames: Iterable[tuple[str, str]]) -> str | None:
     """The model's name for a checkpoint's tensor; None for one that no model takes."""
     if name.endswith(IGNORED):
         return None
-    return next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+    renames = tuple(renames)
+    name = next((new + name.removeprefix(old) for old, new in renames if name.startswith(old)), name)
+    for old, new in renames:
+        if old.startswith("."):
+            name = name.replace(old, new)
+    return name
 
 
 def with_model_names(entries: Mapping[str, Entry], renames: Iterable[tuple[str, str]]) -> dict[str, Entry]:
@@ -169,6 +175,16 @@ def check(entries: Mapping[str, Entry | Tensor], parameters: Mapping[str, Parame
     """
     if problems := misfits(entries, parameters):
         raise StartError(f"the tensors of {source} do not fit the model: {'; '.join(problems)}")
+
+
+def layout(
+    names: Collection[str], parameters: Mapping[str, Parameter], stacked: Mapping[str, StackedParameter]
+) -> dict[str, Parameter]:
+    """The parameters that tensors of these names load: a stacked one in place of those that it covers."""
+    present = {name: one for name, one in stacked.items() if name in names}
+    covered = {name for one in present.values() for name in one.covers}
+    kept = {name: parameter for name, parameter in parameters.items() if name not in covered}
+    return kept | {name: one.parameter for name, one in present.items()}
 
 
 def misfits(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tokserve.ops import attention, dense, elementwise, float8, lora, quant, sampling, step
+from tokserve.ops import attention, dense, elementwise, float8, lora, mixture, quant, sampling, step
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP as FLOAT8_STEP
 from tokserve.ops.float8 import PackedFloat8
@@ -22,10 +22,10 @@ from tokserve.ops.registry import FAST, OPS, choose, set_threads
 
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
-    "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear", "linear_float8",
-    "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
+    "embedding", "experts", "experts_int8", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
+    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
     "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
-    "rms_norm", "rope", "sample", "sample_fused", "silu_mul", "store_kv",
+    "rms_norm", "rope", "route", "sample", "sample_fused", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ gated_linear_int8 = quant.gated_linear_int8.reference
 pack_linear_float8 = float8.pack_linear_float8.reference
 pack_scaled_float8 = float8.pack_scaled_float8.reference
 linear_float8 = float8.linear_float8.reference
+route = mixture.route.reference
+experts = mixture.experts.reference
+experts_int8 = mixture.experts_int8.reference
 store_kv = attention.store_kv.reference
 norm_rope_store = attention.norm_rope_store.reference
 paged_attention = attention.paged_attention.reference

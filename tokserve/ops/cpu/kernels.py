@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokserve import _C
-from tokserve.ops import attention, dense, elementwise, lora, quant, sampling
+from tokserve.ops import attention, dense, elementwise, lora, mixture, quant, sampling
 from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
@@ -194,6 +194,63 @@ def gated_linear_int8(x: Tensor, packed: PackedInt8, bias: Tensor | None, activa
         raise ValueError(f"gated_linear_int8: x has {x.shape[-1]} columns, the weight {packed.columns}")
     out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
     _C.gated_linear_int8(x, packed.packed, packed.scales, bias, activation, out)
+    return out
+
+
+@mixture.route.implement("cpp", device="cpu")
+def route(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    tokens = logits.shape[0]
+    ids, weights = logits.new_empty(tokens, k, dtype=torch.int32), logits.new_empty(tokens, k)
+    _C.route(logits, bias, *rest, ids, weights)
+    return ids, weights
+
+
+@mixture.experts.implement("cpp", device="cpu")
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedWeight],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedWeight],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    if x.shape[-1] != gate_up[0].columns:
+        raise ValueError(f"experts: x has {x.shape[-1]} columns, the weights {gate_up[0].columns}")
+    out = x.new_empty(x.shape[0], x.shape[1])
+    _C.experts(
+        x, ids, weights, [one.packed for one in gate_up], [], gate_up_bias, [one.packed for one in down], [],
+        down_bias, activation, down[0].columns, shared, shared_gate, out,
+    )  # fmt: skip
+    return out
+
+
+@mixture.experts_int8.implement("cpp", device="cpu")
+def experts_int8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[PackedInt8],
+    gate_up_bias: Tensor | None,
+    down: Sequence[PackedInt8],
+    down_bias: Tensor | None,
+    activation: str,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """Rows of x need not be adjacent."""
+    if x.shape[-1] != gate_up[0].columns:
+        raise ValueError(f"experts_int8: x has {x.shape[-1]} columns, the weights {gate_up[0].columns}")
+    out = x.new_empty(x.shape[0], x.shape[1])
+    _C.experts(
+        x, ids, weights, [one.packed for one in gate_up], [one.scales for one in gate_up], gate_up_bias,
+        [one.packed for one in down], [one.scales for one in down], down_bias, activation, down[0].columns, shared,
+        shared_gate, out,
+    )  # fmt: skip
     return out
 
 

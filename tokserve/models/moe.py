@@ -1,0 +1,166 @@
+"""Families whose blocks are those of a dense family, with a mixture of experts in place of the MLP of most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokserve.layers.experts import MixtureSpec, RouterSpec
+from tokserve.layers.mlp import MLPSpec
+from tokserve.models.config_reader import ConfigReader
+from tokserve.models.llama import HEADLESS
+from tokserve.models.rope_config import rope
+from tokserve.models.spec import (
+    ACTIVATIONS,
+    DecoderSpec,
+    dense,
+    no_windows,
+    window_size,
+    windows_by_layer,
+)
+
+MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
+
+
+def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool]) -> DecoderSpec:
+    """The spec with the mixture in the layers marked True."""
+    blocks = zip(spec.blocks, layers, strict=True)
+    return replace(spec, blocks=tuple(replace(b, mlp=mixture) if sparse else b for b, sparse in blocks))
+
+
+def mixture(fields: ConfigReader, router: RouterSpec, *, count: str, inner: str, **options: Any) -> MixtureSpec:
+    """`count` and `inner`: the attributes with the number of experts and their width; `options`: further fields."""
+    names = (count, "num_local_experts", "num_experts")  # transformers saves some families' under another name
+    experts = fields.integer(next((name for name in names if fields.present(name)), count))
+    if router.chosen > experts // router.groups * router.kept_groups:
+        raise fields.refuse("num_experts_per_tok", f"is {router.chosen}, more than there are to choose from")
+    name = fields.text("hidden_act", "silu")
+    if ACTIVATIONS.get(name) not in ("silu", "gelu_tanh"):
+        raise fields.refuse("hidden_act", f"{name!r} is not supported for experts")
+    return MixtureSpec(experts, fields.integer(inner), router, ACTIVATIONS[name], **options)
+
+
+def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
+    """A shared block of this width, without biases."""
+    return MLPSpec(inner, ACTIVATIONS[fields.text("hidden_act", "silu")])
+
+
+def sparse_layers(fields: ConfigReader) -> list[bool]:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    step, plain = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or ()
+    layers = range(fields.integer("num_hidden_layers"))
+    return [layer not in plain and (layer + 1) % step == 0 for layer in layers]
+
+
+def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen 3 with experts."""
+    fields = ConfigReader(hf)
+    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
+    bias = fields.flag("attention_bias")
+    spec = dense(
+        fields,
+        windows=(window,) * fields.integer("num_hidden_layers"),
+        max_position=32768,
+        kv_heads=4,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        renames=HEADLESS,
+    )
+    router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
+    experts = mixture(fields, router, count="num_experts", inner="moe_intermediate_size")
+    return with_mixture(spec, experts, sparse_layers(fields))
+
+
+def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen 1.5 and 2 with experts, and a gated shared one."""
+    fields = ConfigReader(hf)
+    spec = dense(
+        fields,
+        windows=windows_by_layer(fields, absent=4096, full_layers=28),
+        max_position=32768,
+        kv_heads=16,
+        qkv_bias=fields.flag("qkv_bias", True),
+        renames=HEADLESS,
+    )
+    router = RouterSpec(fields.integer("num_experts_per_tok", 4), normalize=fields.flag("norm_topk_prob"))
+    shared = shared_mlp(fields, fields.integer("shared_expert_intermediate_size", 5632))
+    experts = mixture(
+        fields, router, count="num_experts", inner="moe_intermediate_size", shared=shared, shared_gate=True
+    )
+    return with_mixture(spec, experts, sparse_layers(fields))
+
+
+def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Mixtral: experts in every layer."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5, "rope_theta": 1e6} | dict(hf))
+    layers = fields.integer("num_hidden_layers")
+    window = window_size(fields, 4096) if fields.present("sliding_window") else 0
+    spec = dense(fields, windows=(window,) * layers, max_position=131072, kv_heads=8, renames=HEADLESS + MIXTRAL_NAMES)
+    experts = mixture(
+        fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count="num_local_experts",
+        inner="intermediate_size", module="block_sparse_moe", names=("w1", "w3", "w2"),
+    )  # fmt: skip
+    return with_mixture(
+        spec, experts, [True] * layers
+    )
+
+
+def ernie4_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """ERNIE 4.5 with experts: a bias corrects the choice among softmax scores."""
+    fields = ConfigReader({"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True} | dict(hf))
+    bias, layers = fields.flag("use_bias"), fields.integer("num_hidden_layers")
+    spec = dense(
+        fields, windows=no_windows(fields), max_position=131072, kv_heads=4, qkv_bias=bias, out_bias=bias,
+        mlp_bias=bias, renames=(*HEADLESS, (".mlp.moe_statics.", ".mlp.gate.moe_statics.")),
+    )  # fmt: skip
+    inner, shared = fields.integer("moe_intermediate_size"), fields.integer("moe_num_shared_experts", 2, minimum=0)
+    router = RouterSpec(fields.integer("moe_k", 6), correction_bias="gate.moe_statics.e_score_correction_bias")
+    experts = mixture(
+        fields, router, count="moe_num_experts", inner="moe_intermediate_size", shared_name="shared_experts",
+        shared=replace(shared_mlp(fields, inner * shared), bias=bias) if shared else None,
+    )  # fmt: skip
+    first, step = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
+    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
+    last = layers - 1 if last == -1 else last
+    return with_mixture(spec, experts, [(layer + 1) % step == 0 and first <= layer <= last for layer in range(layers)])
+
+
+def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
+    """GLM-4.5: sigmoid scores with a correction bias, a shared expert, dense layers first, half of a head rotated."""
+    fields, rotated = _without_partial({"rms_norm_eps": 1e-5} | dict(hf), 0.5)
+    bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
+    spec = dense(
+        fields, windows=no_windows(fields), max_position=131072, kv_heads=8, qkv_bias=bias,
+        qk_norm=fields.flag("use_qk_norm"), renames=HEADLESS,
+    )  # fmt: skip
+    turned = rope(fields, int(spec.blocks[0].attention.dim * rotated), spec.max_position)
+    spec = replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, rope=turned)) for b in spec.blocks))
+    router = RouterSpec(
+        fields.integer("num_experts_per_tok", 8),
+        sigmoid=True,
+        normalize=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.integer("n_group", 1),
+        kept_groups=fields.integer("topk_group", 1),
+        two_of_group=True,
+        correction_bias="gate.e_score_correction_bias",
+    )
+    shared = shared_mlp(fields, fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1))
+    experts = mixture(
+        fields, router, count="n_routed_experts", inner="moe_intermediate_size", shared=shared,
+        shared_name="shared_experts",
+    )  # fmt: skip
+    first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
+
+
+def _without_partial(hf: dict[str, Any], absent: float) -> tuple[ConfigReader, float]:
+    """The attributes without `partial_rotary_factor`, and its value."""
+    nested = {name: dict(hf[name]) for name in ("rope_parameters", "rope_scaling") if isinstance(hf.get(name), Mapping)}
+    values = [part.pop("partial_rotary_factor", None) for part in (*nested.values(), dict(hf))]
+    given = ConfigReader({"partial_rotary_factor": next((value for value in values if value is not None), absent)})
+    return ConfigReader({k: v for k, v in (hf | nested).items() if k != "partial_rotary_factor"}), given.number(
+        "partial_rotary_factor"
+    )
