@@ -83,6 +83,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs_mode: Annotated[
         LogprobsMode, about("Kind of logprobs for requests that do not say: raw, temperature or processed.")
     ] = "raw"
+    enable_return_routed_experts: Annotated[
+        bool, about("Return the experts that were chosen for each position of prompt and output (CPU).")
+    ] = False
     eos_token_ids: Annotated[
         list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
     ] = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
@@ -154,13 +155,31 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The experts chosen for positions `start`, start + 1, ... of prompt and output.
+
+    `ids`: [n, layers, chosen] of `item` bytes each, little-endian; zeros in layers without experts.
+    """
+
+    ids: bytes
+    start: int
+    layers: int
+    chosen: int
+    item: int
+
+    def array(self, end: int) -> NDArray[Any]:
+        """The ids of positions before `end`."""
+        ids = np.frombuffer(self.ids, f"<u{self.item}").reshape(-1, self.layers, self.chosen)
+        return ids[: max(0, end - self.start)]
+
+
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
     With a request's first output: `prompt_logprobs` (rows for prompt tokens start, start + 1, ...; the very first token
     of a prompt has none) and `cached_tokens`, its prompt tokens found in the cache.  With its last: `finish`, and
     `weight_versions`, (weight version, start, end) of output positions, the version with the adapter's label.
-    `pooled`: float32, the vector of a pooling request.
+    `pooled`: float32, the vector of a pooling request.  `routed_experts`: if the server returns them.
     """
 
     row: int
@@ -169,6 +188,7 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     weight_versions: list[tuple[str, int, int]] = []
     pooled: bytes = b""
+    routed_experts: RoutedExperts | None = None
 
 
 OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None]  # request id, new tokens, and the rest

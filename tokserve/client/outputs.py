@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
 from tokserve.messages import Logprobs, Ready, Status, StepStats
 
@@ -20,7 +22,8 @@ class ChoiceOutput(msgspec.Struct):
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
     `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
     seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `pooled`: the
-    vector of a pooling request, float32, with the last delta.
+    vector of a pooling request, float32, with the last delta.  `routed_experts`: uint8 or uint16 [n, layers, chosen] of
+    all positions but the last, with the last delta, if the server returns them.
     """
 
     index: int
@@ -36,6 +39,7 @@ class ChoiceOutput(msgspec.Struct):
     weight_versions: list[tuple[str, int, int]] = []
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     pooled: bytes = b""
+    routed_experts: NDArray[Any] | None = None
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
@@ -76,4 +80,5 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         weight_versions=last.weight_versions,
         times=last.times,
         pooled=last.pooled,
+        routed_experts=last.routed_experts,
     )

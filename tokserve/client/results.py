@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice.  `finish_reason` "error" comes with a `message`."""
+    """One choice.  `finish_reason` "error" comes with a `message`.
+
+    `routed_experts` (`enable_return_routed_experts`): the experts chosen for each position of prompt and output but the
+    last, uint8 or uint16 [positions, layers, experts per token]; zeros in layers without experts.
+    """
 
     index: int
     text: str
@@ -67,6 +71,7 @@ class CompletionOutput:
     stop_detail: str | None = None
     message: str | None = None
     weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+    routed_experts: NDArray[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ def request_output(
             CompletionOutput(
                 index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
                 finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-                message=c.message, weight_versions=c.weight_versions,
+                message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
             )
         )  # fmt: skip
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt

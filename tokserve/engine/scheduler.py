@@ -370,6 +370,8 @@ class Scheduler:
                     request.output.add_prompt_rows(request.num_settled, prompt_logprobs[index])
                 request.num_in_flight -= row.num_logits
                 request.num_settled += row.num_tokens
+                if index in result.routed_experts:
+                    request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
                 if rejected:
                     request.num_computed -= rejected

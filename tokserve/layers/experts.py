@@ -29,8 +29,8 @@ ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 class RouterSpec:
     """How `chosen` experts of a token are found among all.  Fields as the arguments of `ops.route`.
 
-    `bias`: of the logits.  `correction_bias`: the checkpoint's name of a bias that is added to the scores for the choice
-    alone; None: there is none.
+    `bias`: of the logits.  `correction_bias`: the checkpoint's name of a bias that is added to the scores, for the
+    choice alone; None: there is none.
     """
 
     chosen: int

@@ -17,7 +17,7 @@ from tokserve.models.spec import (
     dense,
     no_windows,
     window_size,
-    windows_by_layer,
+    windows_by_type,
 )
 
 MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
@@ -78,7 +78,7 @@ def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     fields = ConfigReader(hf)
     spec = dense(
         fields,
-        windows=windows_by_layer(fields, absent=4096, full_layers=28),
+        windows=_alternating_windows(fields),
         max_position=32768,
         kv_heads=16,
         qkv_bias=fields.flag("qkv_bias", True),
@@ -102,9 +102,7 @@ def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
         fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count="num_local_experts",
         inner="intermediate_size", module="block_sparse_moe", names=("w1", "w3", "w2"),
     )  # fmt: skip
-    return with_mixture(
-        spec, experts, [True] * layers
-    )
+    return with_mixture(spec, experts, [True] * layers)
 
 
 def ernie4_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -154,6 +152,15 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     )  # fmt: skip
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
+
+
+def _alternating_windows(fields: ConfigReader) -> tuple[int, ...]:
+    """By `layer_types`, or else in every other layer below `max_window_layers`; none unless `use_sliding_window`."""
+    window = window_size(fields, 4096) if fields.flag("use_sliding_window") else 0
+    if fields.present("layer_types"):
+        return windows_by_type(fields, window)
+    last = fields.integer("max_window_layers", 28, minimum=0)
+    return tuple(0 if layer % 2 or layer >= last else window for layer in range(fields.integer("num_hidden_layers")))
 
 
 def _without_partial(hf: dict[str, Any], absent: float) -> tuple[ConfigReader, float]:

@@ -23,8 +23,9 @@ from tokserve.ops.registry import FAST, OPS, choose, set_threads
 __all__ = [
     "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
     "embedding", "experts", "experts_int8", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
-    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
-    "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
+    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear",
+    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step",
+    "quantize_rows",
     "rms_norm", "rope", "route", "sample", "sample_fused", "silu_mul", "store_kv",
 ]  # fmt: skip
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokserve.layers.batch import Pages
+from tokserve.layers.batch import ForwardBatch, Pages
 from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.plan import StepPlan
 from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
+from tokserve.runner.routed import RoutedExperts
 
 MAX_ROWS = 64  # of more rows the interpreter's share is small, and their logits are large
 
@@ -33,9 +34,13 @@ class CpuGraph:
 
 
 class CpuGraphs:
-    """`Replay` of `step`, from a batch to logits [R, V].  `row_bytes`: what a row of a step takes at most."""
+    """`Replay` of `step`, from a batch to logits [R, V].  `row_bytes`: what a row of a step takes at most.  `routed`:
+    takes the chosen experts."""
 
-    def __init__(self, slots: HostSlots, kv: Pages, step: Step, row_bytes: int) -> None:
+    def __init__(
+        self, slots: HostSlots, kv: Pages, step: Step, row_bytes: int, routed: RoutedExperts | None = None
+    ) -> None:
+        self._routed = routed
         self._slots = slots
         self._kv = kv
         self._step = step
@@ -58,6 +63,7 @@ class CpuGraphs:
             return self._capture(plan, key)
         self._slots.fill(plan, graph.batch)
         graph.run()
+        self._store(graph.batch.batch)
         return graph.logits
 
     def invalidate(self) -> None:
@@ -68,11 +74,19 @@ class CpuGraphs:
         rows, adapted = key
         batch = self._slots.decode_batch(rows, self._kv, adapters=adapted)
         self._slots.fill(plan, batch)
+        batch.batch.routed = None if self._routed is None else []
         try:
             logits, run = capture(lambda: self._step(batch.batch), self._memory)
         except NotCapturable as error:
             logger.info("decode steps run op by op: %s", error)
             self._can_capture = False
-            return self._step(batch.batch)
-        self._captured[key] = CpuGraph(batch, logits, run)
+            batch.batch.routed = None if self._routed is None else []
+            logits = self._step(batch.batch)
+        else:
+            self._captured[key] = CpuGraph(batch, logits, run)
+        self._store(batch.batch)
         return logits
+
+    def _store(self, batch: ForwardBatch) -> None:
+        if self._routed is not None and batch.routed is not None:
+            self._routed.store(batch.slot_mapping, batch.routed)

@@ -95,8 +95,10 @@ def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -
     if any(spec.dtype == kvcache.FLOAT8 for spec in specs):
         target.require_float8("kv_cache_dtype")
     if isinstance(target, Accelerator):
+        if config.model.enable_return_routed_experts:
+            raise StartError("option enable_return_routed_experts is for the CPU; this device does not have it yet")
         return CudaBackend(target, specs, config, max_model_len, model)
-    return HostBackend(target, specs, config, max_model_len)
+    return HostBackend(target, specs, config, max_model_len, model.spec)
 
 
 def _warm_up(runner: Runner, adapter: int) -> None:

@@ -21,7 +21,7 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
-from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
@@ -53,6 +53,7 @@ class ChatChoice(msgspec.Struct):
     stop_detail: StopDetail
     token_ids: list[int] | None = None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct):
@@ -90,6 +91,7 @@ class ChunkChoice(msgspec.Struct):
     stop_detail: StopDetail | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -290,6 +292,7 @@ class ChatRenderer:
             ChatChoice(
                 c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
                 StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
+                routed_experts=routed_experts(c),
             )
             for c in completions
         ]  # fmt: skip
@@ -342,6 +345,7 @@ class ChatRenderer:
             choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
             if self._ids:
                 choice.weight_versions = versions(delta)
+            choice.routed_experts = routed_experts(delta)
             chunk = self._chunk(choice)
             chunk.system_fingerprint = self._generation.fingerprint
             events += sse.event(encode_json(chunk))

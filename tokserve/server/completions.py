@@ -25,7 +25,7 @@ from tokserve.server import logprobs, schemas, sse, structured
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.logprobs import TextLogprobs
-from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
+from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts, single_part
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
@@ -50,6 +50,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_logprobs: Any = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class CompletionReply(msgspec.Struct):
@@ -246,6 +247,7 @@ class CompletionRenderer:
             choice.stop_detail = StopDetail(c.stop_detail, c.message)
             if self._ids:
                 choice.weight_versions = versions(c)
+            choice.routed_experts = routed_experts(c)
         return choice
 
     def _logprobs(self, c: ChoiceOutput, begins: bool) -> TextLogprobs:
