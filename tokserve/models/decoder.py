@@ -190,7 +190,9 @@ class Decoder:
             if block.mlp_post_norm is not None:
                 x = block.mlp_post_norm(x)
             x, residual = following.add(x, residual)
-        return x if needed is batch.logits_rows else x.index_select(0, batch.logits_rows.tokens)
+        if batch.logits_rows is None or needed is not None:
+            return x
+        return x.index_select(0, batch.logits_rows.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
         """Logits of some of the rows that `forward` returned."""

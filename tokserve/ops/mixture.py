@@ -126,7 +126,7 @@ def _outputs(
 ) -> Tensor:
     """What each chosen expert returns: [T,k,H] float32."""
     outputs = torch.zeros(*ids.shape, x.shape[1])
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         both = product(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert], None)
         inner = gated(both, activation)

@@ -291,8 +291,8 @@ class ChatRenderer:
         choices = [
             ChatChoice(
                 c.index, self._message(c), self._logprobs(c, parts), self._finish_reason(c), c.stop_reason,
-                StopDetail(c.stop_detail, c.message), *((c.token_ids, versions(c)) if self._ids else ()),
-                routed_experts=routed_experts(c),
+                StopDetail(c.stop_detail, c.message), c.token_ids if self._ids else None,
+                versions(c) if self._ids else UNSET, routed_experts(c),
             )
             for c in completions
         ]  # fmt: skip

@@ -13,8 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tokserve.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.lora import LoraSlots, LowRank
+from tokserve.layers.mlp import GatedMLP
 from tokserve.layers.norm import RMSNorm
 from tokserve.models.decoder import Decoder, DecoderBlock
 from tokserve.models.provenance import EMBEDDING, HEAD
@@ -33,6 +35,8 @@ class DecoderModules:
     """A decoder's layers, and the names of the masters of each."""
 
     def __init__(self, decoder: Decoder, products: Products) -> None:
+        if decoder.spec.mixtures:
+            raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
@@ -134,6 +138,7 @@ class DecoderModules:
 def kept_bytes(block: DecoderBlock) -> int:
     """What a block keeps of a token for its gradients."""
     attention, mlp = block.attention, block.mlp
+    assert isinstance(mlp, GatedMLP)  # others are refused
     widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
     rows = 4 if block.mlp_post_norm is None else 6  # of the residual stream's width
     return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
@@ -166,6 +171,7 @@ def run_block(
         return x if layer is None else functions.rms_norm(x, layer, masters[f"{name}.weight"])
 
     attention, mlp = block.attention, block.mlp
+    assert isinstance(mlp, GatedMLP)  # others are refused
     before_mlp = "post_attention_layernorm" if block.mlp_post_norm is None else "pre_feedforward_layernorm"
     x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
     norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
