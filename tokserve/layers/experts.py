@@ -92,7 +92,8 @@ class Experts:
         if spec.bias:
             self.gate_up_bias = torch.zeros(spec.experts, 2 * spec.inner, dtype=self.dtype, device=device)
             self.down_bias = torch.zeros(spec.experts, hidden, dtype=self.dtype, device=device)
-        self._halves: dict[tuple[int, str], Tensor] = {}  # gate or up, while the expert's other one is missing
+        self._halves: dict[int, Tensor] = {}  # by expert, gate above up while one of them is missing
+        self._spare: Tensor | None = None  # that has been used: new memory costs more than the copy into it
 
     def parameters(self) -> dict[str, Parameter]:
         """`<expert>.gate_proj.weight` and so on; `gate_up_proj` and `down_proj` where checkpoints have only these."""
@@ -140,12 +141,19 @@ class Experts:
         if shard == "down":
             self.down[expert] = self.quant.pack(tensor.to(self.dtype))
             return
-        other = self._halves.pop((expert, "up" if shard == "gate" else "gate"), None)
-        if other is None:
-            self._halves[expert, shard] = tensor.to(self.dtype, copy=True)
-            return
-        halves = (tensor.to(self.dtype), other) if shard == "gate" else (other, tensor.to(self.dtype))
-        self.gate_up[expert] = self.quant.pack_gated(torch.cat(halves))
+        complete = expert in self._halves
+        weight = self._halves.pop(expert) if complete else self._buffer()
+        weight[self.spec.inner * (shard == "up") :][: self.spec.inner].copy_(tensor)
+        if complete:
+            self.gate_up[expert] = self.quant.pack_gated(weight)
+            self._spare = None if all(one is not None for one in self.gate_up) else weight
+        else:
+            self._halves[expert] = weight
+
+    def _buffer(self) -> Tensor:
+        """Memory for the gate and up projections of an expert."""
+        buffer, self._spare = self._spare, None
+        return torch.empty(2 * self.spec.inner, self.hidden, dtype=self.dtype) if buffer is None else buffer
 
     def load_gate_up(self, tensor: Tensor) -> None:
         """Take the gate and up projections of all experts."""

@@ -8,10 +8,13 @@ unpickled.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,6 +29,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints store what the rope table holds
 LISTED = 10
+SMALL = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
     `parts`: by role, the tensors that form a weight in `format`; shape and dtype are then the weight's, file and key
-    those of one part.
+    those of one part.  `offset`: of its first byte in the file, if that is known.
     """
 
     file: Path
@@ -42,6 +46,7 @@ class Entry:
     dtype: torch.dtype | str
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
+    offset: int | None = None
 
 
 def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
@@ -83,16 +88,26 @@ def headers(file: Path) -> dict[str, Entry]:
     try:
         file.open("rb").close()  # safe_open reports a file without read permission as missing
         with safe_open(file, framework="pt") as opened:
-            entries = {}
+            entries, offsets = {}, _offsets(file)
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 view = opened.get_slice(key)
                 dtype = view.get_dtype()
-                entries[key] = Entry(file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype))
+                entries[key] = Entry(
+                    file, key, tuple(view.get_shape()), FLOATS.get(dtype, dtype), offset=offsets.get(key)
+                )
             return entries
     except SafetensorError as error:
         raise StartError(f"{file} is not a complete safetensors file: {error}") from error
     except OSError as error:
         raise StartError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _offsets(file: Path) -> dict[str, int]:
+    """Where the tensors of a safetensors file, which safe_open has checked, begin."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def stamp(entries: Mapping[str, Entry]) -> str:
@@ -153,10 +168,18 @@ def read(entry: Entry) -> Tensor:
 def stored(entry: Entry) -> Tensor | StoredWeight:
     """The weight as it is stored; it may be a view of the mapped file.
 
-    The file is opened for it alone, so that no more of it than that tensor is counted as our memory.
+    The file is mapped for it alone, so that no more of it than that tensor is counted as our memory.  A small one is
+    read: to map the file, and to touch its pages one by one, takes longer.
     """
     if entry.parts:
         return entry.format.assemble({role: read(part) for role, part in entry.parts.items()})
+    if entry.offset is not None and isinstance(entry.dtype, torch.dtype):
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        if 0 < size <= SMALL:
+            raw = np.fromfile(entry.file, np.uint8, size, offset=entry.offset)
+            if len(raw) < size:
+                raise StartError(f"{entry.file} ends within {entry.key}")
+            return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
     return tensor
