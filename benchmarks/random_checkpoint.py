@@ -1,4 +1,4 @@
-"""Write a Qwen3 checkpoint, dense or with experts, of random bf16 weights: `python benchmarks/random_checkpoint.py OUT --size 0.6b`.
+"""Write a Qwen3 checkpoint of random bf16 weights, dense or with experts: `random_checkpoint.py OUT --size 0.6b`.
 
 Speed does not depend on the values of weights, so no download is needed to compare servers.  The tokenizer is the demo
 model's: far smaller than the vocabulary, which does not matter to prompts of token ids.

@@ -1,4 +1,4 @@
-"""Write a Qwen3 checkpoint, dense or with experts, as GGUF for llama.cpp: `LLAMA_PYTHON write_gguf.py CHECKPOINT OUT.gguf [--type Q8_0]`.
+"""Write a Qwen3 checkpoint, dense or with experts, as GGUF: `LLAMA_PYTHON write_gguf.py FOLDER OUT.gguf [--type Q8_0]`.
 
 Run by a Python that has the `gguf` package and numpy.  It is for measuring, so it has no tokenizer: ids go in and
 out.  Matrices are bf16 or Q8_0; norms are float32, as llama.cpp wants them.

@@ -370,6 +370,11 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     one = torch.ones(2)
     qkv, at, angles = randn(3, 4 * 32), torch.arange(3), randn(4, 32)
     slots, ranks = torch.zeros(3, dtype=INT), torch.full((2, 2), 4, dtype=INT)
+    mixed: tuple[Any, ...] = (
+        x, torch.tensor([[0, 1], [2, 0], [1, 2]], dtype=INT), torch.ones(3, 2),
+        [CALLS["pack_gated"](randn(10, 64))] * 3, None, [CALLS["pack_linear"](randn(64, 5))] * 3, None, "silu", None,
+        None,
+    )  # fmt: skip
     lora = (randn(2, 2, 4, 64), randn(2, 4, 9), ranks, torch.ones(2, 2), (4, 5))
     return {
         "norm: short weight": ("rms_norm", (x, w[:63], 1e-6)),
@@ -402,6 +407,32 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "lora: shards": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:4], (9,))),
         "lora: int64": ("add_lora", (x[:, :9].clone(), x, slots.long(), *lora)),
         "lora: scales": ("add_lora", (x[:, :9].clone(), x, slots, *lora[:3], lora[3].half(), (4, 5))),
+        "route: too many": ("route", (logits, None, 51, False, 1, 1, False, True, 1.0)),
+        "route: none": ("route", (logits, None, 0, False, 1, 1, False, True, 1.0)),
+        "route: groups": ("route", (logits, None, 2, False, 3, 1, False, True, 1.0)),
+        "route: groups kept": ("route", (logits, None, 2, False, 5, 6, False, True, 1.0)),
+        "route: groups of one": ("route", (logits, None, 2, True, 50, 20, True, True, 1.0)),
+        "route: bias": ("route", (logits, torch.zeros(49), 2, True, 1, 1, False, True, 1.0)),
+        "route: float64": ("route", (logits.double(), None, 2, True, 1, 1, False, True, 1.0)),
+        **{
+            f"experts: {what}": ("experts", (*mixed[:at], wrong, *mixed[at + 1 :]))
+            for what, at, wrong in (
+                ("width", 0, x[:, :63]),
+                ("dtype", 0, x.half()),
+                ("int64", 1, mixed[1].long()),
+                ("id", 1, mixed[1] + 3),
+                ("negative id", 1, mixed[1] - 3),
+                ("weights", 2, mixed[2][:2]),
+                ("gate", 3, mixed[3][:2]),
+                ("gate's shape", 3, [CALLS["pack_gated"](randn(12, 64))] * 3),
+                ("bias", 4, torch.zeros(3, 9)),
+                ("down's shape", 5, [CALLS["pack_linear"](randn(64, 7))] * 3),
+                ("down's bias", 6, torch.zeros(2, 64)),
+                ("activation", 7, "relu"),
+                ("shared", 8, x[:2]),
+                ("shared gate", 9, torch.zeros(3)),
+            )
+        },
         "embedding: id past the end": ("embedding", (torch.tensor([10]), packed)),
         "embedding: negative id": ("embedding", (torch.tensor([-1]), packed)),
         "embedding: int32": ("embedding", (torch.tensor([1], dtype=INT), packed)),

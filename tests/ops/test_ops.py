@@ -236,6 +236,50 @@ def test_attention_survives_large_scores() -> None:
     assert torch.equal(result[0, 0], best) and math.isfinite(result.sum().item())
 
 
+def test_route_is_the_formula() -> None:
+    for logits, bias, k, sigmoid, groups, kept, two, normalize, scale in samples("route", torch.float32):
+        ids, weights = OPS["route"].reference(logits, bias, k, sigmoid, groups, kept, two, normalize, scale)
+        assert ids.dtype == torch.int32 and ids.shape == weights.shape == (len(logits), k)
+        for row, chosen, found in zip(logits.double(), ids.tolist(), weights.double(), strict=True):
+            scores = torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)
+            choice = (scores if bias is None else scores + bias).tolist()
+            size = len(choice) // groups
+            quality = [sum(sorted(choice[g * size : (g + 1) * size])[-2 if two else -1 :]) for g in range(groups)]
+            best = sorted(range(groups), key=lambda g: (-round(quality[g], 12), g))[:kept]
+            allowed = [e for e in range(len(choice)) if e // size in best]
+            assert sorted(allowed, key=lambda e: (-round(choice[e], 12), e))[:k] == chosen
+            exact = scores[chosen]
+            exact = exact / exact.sum() * scale if normalize else exact * scale
+            torch.testing.assert_close(found, exact, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_are_the_sum_of_what_each_makes(dtype: torch.dtype) -> None:
+    for x, ids, weights, up, up_bias, down, down_bias, activation, shared, gate in samples("experts", dtype):
+        packed = pack_arguments(
+            "experts", "torch", (x, ids, weights, up, up_bias, down, down_bias, activation, shared, gate)
+        )
+        result = OPS["experts"].reference(*packed)
+        exact = torch.zeros(x.shape, dtype=torch.float64)
+        for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
+            expert = int(ids[token, slot])
+            both = up[expert].double() @ x[token].double()
+            both = both if up_bias is None else both + up_bias[expert].double()
+            left, right = both.to(dtype).double().chunk(2)
+            if activation == "clamped_swiglu":
+                left = left.clamp(max=7)
+                inner = (right.clamp(-7, 7) + 1) * left * torch.sigmoid(1.702 * left)
+            else:
+                inner = (F.silu(left) if activation == "silu" else F.gelu(left, approximate="tanh")) * right
+            made = down[expert].double() @ inner.to(dtype).double()
+            made = made if down_bias is None else made + down_bias[expert].double()
+            exact[token] += weights[token, slot].double() * made
+        if shared is not None:
+            exact += (1.0 if gate is None else torch.sigmoid(gate.double())) * shared.double()
+        half = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+        torch.testing.assert_close(result.double(), exact, rtol=half, atol=half)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_returns_the_rows_of_the_weight(dtype: torch.dtype) -> None:
     for ids, weight in samples("embedding", dtype):

@@ -1,7 +1,8 @@
 """A mixture of experts on the GPU: the choice of experts, products of rows sorted by expert, and their weighted sum.
 
-Sizes of tiles and of the grid follow from shapes alone, so that a step can be captured; programs beyond the last tile of
-an expert return at once.  A product's chain over K is that of `linear_kernel`, whatever rows came to the expert.
+Sizes of tiles and of the grid follow from shapes alone, so that a step can be captured; programs beyond the last
+tile of all experts return at once.  A product's chain over K is that of `linear_kernel`, whatever rows
+came to the expert.
 """
 
 from __future__ import annotations
