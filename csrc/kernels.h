@@ -141,7 +141,8 @@ struct AttentionArgs {
   void* out;  // [T, heads, dim]
   int64_t q_stride, heads, kv_heads, page, dim;
   float scale;
-  int64_t window;  // 0: all keys up to the query
+  int64_t window;      // 0: all keys up to the query
+  const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
 };
 
 // Consecutive queries of one request, all heads of one group: one attention task.

@@ -56,6 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 24, "hidden_act": "gelu_pytorch_tanh", "head_dim": None}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-default-windows": ("gpt_oss", {"layer_types": None, "num_experts_per_tok": 1, "attention_bias": False}),
     "glm4-moe": ("glm4_moe", {}),
     "glm4-moe-plain": (
         "glm4_moe",

@@ -86,7 +86,8 @@ def calls(sizes: list[int]) -> None:
     many = torch.empty(512, heads, dim, dtype=BF16)
     kernels = 0
     for window in (0, 1000):
-        call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window)
+        for sinks in (None, torch.empty(heads)):
+            call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, sinks)
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
     for scales in ((1.0, 1.0), (0.03, 0.7)):
         call["store_kv"](k, k, *float8, index, *scales)

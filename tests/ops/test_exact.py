@@ -374,6 +374,7 @@ class Paged:
         order = torch.randperm(len(lengths) * blocks, generator=torch.Generator().manual_seed(page))
         self.tables = order.view(len(lengths), blocks).int()
         self.lengths, self.scale, self.window, self.store = lengths, dim**-0.5, window, store
+        self.sinks = randn(torch.float32, 80, heads) if dim == 80 else None
         self.q = [randn(dtype, row, length, heads, dim) for row, length in enumerate(lengths)]
         self.kv = [randn(dtype, 90 + row, 2, length, kv_heads, dim) for row, length in enumerate(lengths)]
         self.caches = torch.full((2, len(order), kv_heads, page, dim), float("nan"), dtype=dtype)
@@ -390,7 +391,18 @@ class Paged:
         query_start = torch.tensor([0, *sizes]).cumsum(0).int()
         q = torch.cat([self.q[row][start:end] for row, start, end in parts])
         lens = torch.tensor(ends, dtype=torch.int32)
-        result = call(q, self.caches[0], self.caches[1], self.tables[rows], query_start, lens, self.scale, self.window)
+        result = call(
+            q,
+            self.caches[0],
+            self.caches[1],
+            self.tables[rows],
+            query_start,
+            lens,
+            self.scale,
+            self.window,
+            1.0,
+            self.sinks,
+        )
         return list(result.split(sizes))
 
     def forget(self) -> None:

@@ -202,7 +202,7 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
         assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
     count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     query, key = torch.arange(length - count, length)[:, None], torch.arange(length)
@@ -210,19 +210,23 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) 
     if window:
         seen &= key > query - window
     k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    if sinks is not None:
+        scores = (q.double().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        beside = sinks.double()[:, None, None].expand(-1, count, 1)
+        return (torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
     mixed = F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=seen, scale=scale)
     return mixed.transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
-    for q, k_cache, v_cache, tables, starts, lens, scale, window in samples("paged_attention", dtype):
-        result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, scale, window)
+    for q, k_cache, v_cache, tables, starts, lens, scale, window, *more in samples("paged_attention", dtype):
+        result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, scale, window, *more)
         assert result.dtype == dtype and result.shape == q.shape
         for row, length in enumerate(lens.tolist()):
             k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
             actual = slice(int(starts[row]), int(starts[row + 1]))
-            exact = dense_attention(q[actual], k, v, scale, window)
+            exact = dense_attention(q[actual], k, v, scale, window, *more[1:])
             torch.testing.assert_close(result[actual].double(), **rounded(exact, q))
 
 

@@ -17,7 +17,7 @@ from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.rope import RopeSpec
 
 
@@ -26,7 +26,8 @@ class AttentionSpec:
     """`heads` query heads share `kv_heads` key and value heads of `dim`; scores are multiplied by `scale`.
 
     `kind`: a query of "window" attention sees the last `window` keys, itself included; of "full" attention, all.
-    `qk_norm`: of each query and key head before the rotation.
+    `qk_norm`: of each query and key head before the rotation.  `sinks`: each head has a score beside those of its keys,
+    whose value is zero.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    sinks: bool = False
 
 
 class Attention:
@@ -56,6 +58,8 @@ class Attention:
         sizes = {"q_proj": width, "k_proj": spec.kv_heads * spec.dim, "v_proj": spec.kv_heads * spec.dim}
         self.qkv = Linear(hidden, sizes, options, bias=spec.qkv_bias, split="column")
         self.out = Linear(width, {"o_proj": hidden}, options, bias=spec.out_bias, split="row")
+        self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
+        self._heads, self._group = spec.heads, group
         norm = spec.qk_norm
         self.norm_eps = norm.eps if norm else 0.0
         self.q_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None
@@ -71,7 +75,16 @@ class Attention:
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 parameters |= under(name, norm.parameters())
+        if self.sinks is not None:
+            parameters["sinks"] = Parameter((self._heads,), self.load_sinks, torch.float32)
         return parameters
+
+    def load_sinks(self, tensor: Tensor) -> None:
+        """Take the heads' sinks."""
+        assert self.sinks is not None
+        self.sinks = owned_copy(
+            tensor.narrow(0, self._group.rank * self.heads, self.heads), (self.heads,), torch.float32
+        )
 
     def kv_spec(self) -> KVSpec:
         """What the cache keeps for this layer."""
@@ -95,7 +108,7 @@ class Attention:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale,
+            self.window, self.v_scale, self.sinks,
         )  # [T or n, heads, dim]  # fmt: skip
         return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
 

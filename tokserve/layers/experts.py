@@ -50,8 +50,8 @@ class MixtureSpec:
 
     `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
-    outputs alternating.  `module`, `names`: the checkpoint's names of the block's part, and of an expert's gate, up and
-    down projections.
+    outputs alternating.  `module`, `router_name`, `names`: the checkpoint's names of the block's part, of the router in
+    it, and of an expert's gate, up and down projections.
     """
 
     experts: int
@@ -65,6 +65,7 @@ class MixtureSpec:
     stacked: bool = False
     interleaved: bool = False
     module: str = "mlp"
+    router_name: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -195,12 +196,13 @@ class Router:
 
     correction_bias: Tensor  # [E] float32
 
-    def __init__(self, hidden: int, experts: int, spec: RouterSpec, options: LayerOptions) -> None:
-        self.spec, self.experts = spec, experts
-        self.linear = Linear(hidden, {"gate": experts}, LayerOptions(options.dtype), bias=spec.bias)
+    def __init__(self, hidden: int, mixture: MixtureSpec, options: LayerOptions) -> None:
+        self.spec, self.experts = mixture.router, mixture.experts
+        shards = {mixture.router_name: mixture.experts}
+        self.linear = Linear(hidden, shards, LayerOptions(options.dtype), bias=self.spec.bias)
 
     def parameters(self) -> dict[str, Parameter]:
-        """`gate.weight`, `gate.bias` and the correction bias, as far as there are any."""
+        """Weight, bias and correction bias, as far as there are any."""
         parameters = self.linear.parameters()
         if self.spec.correction_bias is not None:
             parameters[self.spec.correction_bias] = Parameter(self._bias_shape(), self.load_correction, torch.float32)
@@ -231,7 +233,7 @@ class Mixture:
 
     def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
         self.spec, self.module = spec, spec.module
-        self.router = Router(hidden, spec.experts, spec.router, options)
+        self.router = Router(hidden, spec, options)
         self.experts = Experts(hidden, spec, options)
         self.shared = None if spec.shared is None else GatedMLP(hidden, spec.shared, options)
         plain = LayerOptions(options.dtype)

@@ -44,6 +44,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {
@@ -142,6 +158,8 @@ def _scale(name: str, width: int, tied: bool) -> tuple[float, float]:
         return 1.0, 0.1
     if name == "model.embed_tokens.weight":
         return 0.0, small if tied else 0.15
+    if name.endswith(".sinks"):
+        return 0.5, 1.0
     part = name.removesuffix(".weight").rpartition(".")[2]
     return 0.0, GAINS.get(part, 1.0) / width**0.5
 

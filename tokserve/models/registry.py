@@ -16,6 +16,7 @@ from tokserve.models.spec import DecoderSpec
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
     "Glm4MoeForCausalLM": "tokserve.models.moe:glm4_moe",
+    "GptOssForCausalLM": "tokserve.models.gpt_oss:gpt_oss",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
     "MixtralForCausalLM": "tokserve.models.moe:mixtral",

@@ -30,6 +30,7 @@ class RoutedExperts:
         chosen = max(mixture.router.chosen for mixture in mixtures.values())
         dtype = np.uint8 if max(mixture.experts for mixture in mixtures.values()) <= 256 else np.uint16
         self.shape = (len(spec.blocks), chosen)  # of a position's ids; those of layers without experts are 0
+        self.position_bytes = len(spec.blocks) * chosen * np.dtype(dtype).itemsize
         rows = layout.num_blocks * layout.block_size
         self._table: NDArray[Any] = np.zeros((rows, len(mixtures), chosen), dtype)  # memory is taken on first use
         self._block_size = layout.block_size

@@ -68,6 +68,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "dtype": config.model.dtype,
         "quantization": model.quantization,
         "exact": exact,
+        "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,
         "load_seconds": round(loaded - began, 3),
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),

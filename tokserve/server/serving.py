@@ -282,6 +282,7 @@ class Serving:
         size = reply_size.reply_bytes(
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
+            routed_bytes=ready.facts.get("routed_bytes", 0),
         )  # fmt: skip
         try:
             reply_size.check(size, self.config.limits.max_reply_bytes, params)

@@ -265,9 +265,10 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, *rest: Any
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...].  A cache is never float8, so v_scale is 1."""
-    scale, window, *_ = rest
+    scale, window, *more = rest
+    sinks = more[1] if len(more) > 1 else None
     out = torch.empty_like(q)
-    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
+    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, sinks, out)
     return out
 
 

@@ -54,4 +54,7 @@ def paged_attention(dtype: torch.dtype) -> Samples:
         tables = torch.randperm(len(rows) * blocks, generator=generator).view(len(rows), blocks).int()
         query_start = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
         q = torch.randn(int(new.sum()), heads, dim, generator=generator).to(dtype)
-        yield q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
+        arguments = q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
+        yield arguments
+        if heads > 1:
+            yield *arguments, 1.0, torch.randn(heads, generator=generator) * 3
