@@ -146,7 +146,7 @@ def test_adapters_take_attention_and_the_shared_block_not_the_experts(tmp_path: 
     [
         ({"num_experts_per_tok": 99}, "num_experts_per_tok is 99"),
         ({"hidden_act": "relu"}, "hidden_act"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be an integer of at least 1"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

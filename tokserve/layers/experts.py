@@ -19,7 +19,7 @@ from tokserve.errors import StartError
 from tokserve.layers.linear import Linear
 from tokserve.layers.mlp import GatedMLP, MLPSpec
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter, under
+from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.quant import Packed
 
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -205,17 +205,12 @@ class Router:
         """Weight, bias and correction bias, as far as there are any."""
         parameters = self.linear.parameters()
         if self.spec.correction_bias is not None:
-            parameters[self.spec.correction_bias] = Parameter(self._bias_shape(), self.load_correction, torch.float32)
+            parameters[self.spec.correction_bias] = Parameter((self.experts,), self.load_correction, torch.float32)
         return parameters
 
-    def _bias_shape(self) -> tuple[int, ...]:
-        return (1, self.experts) if "moe_statics" in (self.spec.correction_bias or "") else (self.experts,)
-
     def load_correction(self, tensor: Tensor) -> None:
-        """Take the correction bias."""
-        if tuple(tensor.shape) != self._bias_shape():
-            raise ValueError(f"expected a tensor of shape {list(self._bias_shape())}, found {list(tensor.shape)}")
-        self.correction_bias = torch.empty(self.experts, device=ops.torch_device).copy_(tensor.view(-1))
+        """Take the correction bias [E]."""
+        self.correction_bias = owned_copy(tensor, (self.experts,), torch.float32)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int32 and weights float32 [T,k] for x [T,hidden]."""

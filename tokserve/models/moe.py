@@ -29,16 +29,26 @@ def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool]
     return replace(spec, blocks=tuple(replace(b, mlp=mixture) if sparse else b for b, sparse in blocks))
 
 
-def mixture(fields: ConfigReader, router: RouterSpec, *, count: str, inner: str, **options: Any) -> MixtureSpec:
-    """`count` and `inner`: the attributes with the number of experts and their width; `options`: further fields."""
-    names = (count, "num_local_experts", "num_experts")  # transformers saves some families' under another name
-    experts = fields.integer(next((name for name in names if fields.present(name)), count))
+def mixture(
+    fields: ConfigReader, router: RouterSpec, *, count: tuple[str, int], inner: tuple[str, int | None], **options: Any
+) -> MixtureSpec:
+    """`count` and `inner`: the attributes with the number of experts and their width, and what is assumed where they
+    are absent; `options`: further fields."""
+    names = (count[0], "num_local_experts", "num_experts")  # transformers saves some families' under another name
+    experts = fields.integer(next((name for name in names if fields.present(name)), count[0]), count[1])
+    if experts % router.groups:
+        raise fields.refuse("n_group", f"{router.groups} does not divide the {experts} experts")
+    if router.two_of_group and router.groups > 1 and experts // router.groups < 2:
+        raise fields.refuse("n_group", f"{router.groups} leaves a group with one expert")
+    if router.kept_groups > router.groups:
+        raise fields.refuse("topk_group", f"is {router.kept_groups}, more than n_group {router.groups}")
     if router.chosen > experts // router.groups * router.kept_groups:
         raise fields.refuse("num_experts_per_tok", f"is {router.chosen}, more than there are to choose from")
     name = fields.text("hidden_act", "silu")
-    if ACTIVATIONS.get(name) not in ("silu", "gelu_tanh"):
+    activation = ACTIVATIONS.get(name)
+    if activation not in ("silu", "gelu_tanh"):
         raise fields.refuse("hidden_act", f"{name!r} is not supported for experts")
-    return MixtureSpec(experts, fields.integer(inner), router, ACTIVATIONS[name], **options)
+    return MixtureSpec(experts, fields.integer(*inner), router, activation, **options)
 
 
 def shared_mlp(fields: ConfigReader, inner: int) -> MLPSpec:
@@ -69,7 +79,7 @@ def qwen3_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         renames=HEADLESS,
     )
     router = RouterSpec(fields.integer("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob"))
-    experts = mixture(fields, router, count="num_experts", inner="moe_intermediate_size")
+    experts = mixture(fields, router, count=("num_experts", 128), inner=("moe_intermediate_size", 768))
     return with_mixture(spec, experts, sparse_layers(fields))
 
 
@@ -87,7 +97,12 @@ def qwen2_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     router = RouterSpec(fields.integer("num_experts_per_tok", 4), normalize=fields.flag("norm_topk_prob"))
     shared = shared_mlp(fields, fields.integer("shared_expert_intermediate_size", 5632))
     experts = mixture(
-        fields, router, count="num_experts", inner="moe_intermediate_size", shared=shared, shared_gate=True
+        fields,
+        router,
+        count=("num_experts", 60),
+        inner=("moe_intermediate_size", 1408),
+        shared=shared,
+        shared_gate=True,
     )
     return with_mixture(spec, experts, sparse_layers(fields))
 
@@ -99,30 +114,10 @@ def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
     window = window_size(fields, 4096) if fields.present("sliding_window") else 0
     spec = dense(fields, windows=(window,) * layers, max_position=131072, kv_heads=8, renames=HEADLESS + MIXTRAL_NAMES)
     experts = mixture(
-        fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count="num_local_experts",
-        inner="intermediate_size", module="block_sparse_moe", names=("w1", "w3", "w2"),
+        fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count=("num_local_experts", 8),
+        inner=("intermediate_size", 14336), module="block_sparse_moe", names=("w1", "w3", "w2"),
     )  # fmt: skip
     return with_mixture(spec, experts, [True] * layers)
-
-
-def ernie4_5_moe(hf: Mapping[str, Any]) -> DecoderSpec:
-    """ERNIE 4.5 with experts: a bias corrects the choice among softmax scores."""
-    fields = ConfigReader({"rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True} | dict(hf))
-    bias, layers = fields.flag("use_bias"), fields.integer("num_hidden_layers")
-    spec = dense(
-        fields, windows=no_windows(fields), max_position=131072, kv_heads=4, qkv_bias=bias, out_bias=bias,
-        mlp_bias=bias, renames=(*HEADLESS, (".mlp.moe_statics.", ".mlp.gate.moe_statics.")),
-    )  # fmt: skip
-    inner, shared = fields.integer("moe_intermediate_size"), fields.integer("moe_num_shared_experts", 2, minimum=0)
-    router = RouterSpec(fields.integer("moe_k", 6), correction_bias="gate.moe_statics.e_score_correction_bias")
-    experts = mixture(
-        fields, router, count="moe_num_experts", inner="moe_intermediate_size", shared_name="shared_experts",
-        shared=replace(shared_mlp(fields, inner * shared), bias=bias) if shared else None,
-    )  # fmt: skip
-    first, step = fields.integer("moe_layer_start_index", 1, minimum=0), fields.integer("moe_layer_interval", 1)
-    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
-    last = layers - 1 if last == -1 else last
-    return with_mixture(spec, experts, [(layer + 1) % step == 0 and first <= layer <= last for layer in range(layers)])
 
 
 def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
@@ -145,10 +140,10 @@ def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
         two_of_group=True,
         correction_bias="gate.e_score_correction_bias",
     )
-    shared = shared_mlp(fields, fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1))
+    shared = shared_mlp(fields, fields.integer("moe_intermediate_size", 1408) * fields.integer("n_shared_experts", 1))
     experts = mixture(
-        fields, router, count="n_routed_experts", inner="moe_intermediate_size", shared=shared,
-        shared_name="shared_experts",
+        fields, router, count=("n_routed_experts", 128), inner=("moe_intermediate_size", 1408),
+        shared=shared, shared_name="shared_experts",
     )  # fmt: skip
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     return with_mixture(spec, experts, [layer >= first for layer in range(layers)])
