@@ -16,7 +16,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.plan import Int32, StepPlan
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Step
-from tokserve.runner.routed import RoutedExperts
+from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
 from tokserve.runner.steps import PendingResult
 
@@ -62,7 +62,7 @@ class Backend(Protocol):
     def kv(self) -> Pages: ...
 
     @property
-    def routed(self) -> RoutedExperts | None:
+    def routed(self) -> RoutedTable | None:
         """The chosen experts of cached positions, if they are kept."""
 
     @property

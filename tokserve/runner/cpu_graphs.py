@@ -17,7 +17,7 @@ from tokserve.ops.cpu.capture import CaptureMemory, NotCapturable, capture
 from tokserve.plan import StepPlan
 from tokserve.runner.host_slots import DecodeBatch, HostSlots
 from tokserve.runner.replay import Step, is_decode
-from tokserve.runner.routed import RoutedExperts
+from tokserve.runner.routed import RoutedTable
 
 MAX_ROWS = 64  # of more rows the interpreter's share is small, and their logits are large
 
@@ -38,7 +38,7 @@ class CpuGraphs:
     takes the chosen experts."""
 
     def __init__(
-        self, slots: HostSlots, kv: Pages, step: Step, row_bytes: int, routed: RoutedExperts | None = None
+        self, slots: HostSlots, kv: Pages, step: Step, row_bytes: int, routed: RoutedTable | None = None
     ) -> None:
         self._routed = routed
         self._slots = slots

@@ -19,7 +19,7 @@ from tokserve.runner.cpu_graphs import CpuGraphs
 from tokserve.runner.host_slots import HostSlots
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.replay import Replay
-from tokserve.runner.routed import RoutedExperts
+from tokserve.runner.routed import RoutedTable
 from tokserve.runner.slots import SamplingColumns, last_indices
 from tokserve.runner.steps import PendingResult
 
@@ -40,7 +40,7 @@ class HostBackend:
         )  # fmt: skip
         self.slots = HostSlots(max_num_seqs, max_model_len, self.layout.block_size)
         self.kv: Pages = kvcache.allocate(self.layout)
-        self.routed = RoutedExperts(spec, self.layout) if config.model.enable_return_routed_experts else None
+        self.routed = RoutedTable(spec, self.layout) if config.model.enable_return_routed_experts else None
         self._eager = config.runtime.enforce_eager
         self._graphs: Replay | None = None
 

@@ -19,7 +19,7 @@ from tokserve.plan import StepPlan
 from tokserve.runner.slots import Slots
 
 
-class RoutedExperts:
+class RoutedTable:
     """`layout`: of the KV cache.  Raises StartError for a model without experts."""
 
     def __init__(self, spec: DecoderSpec, layout: KVLayout) -> None:
