@@ -205,6 +205,15 @@ def route(logits: Tensor, bias: Tensor | None, k: int, *rest: Any) -> tuple[Tens
     return ids, weights
 
 
+def _check_experts(x: Tensor, gate_up: PackedWeight | PackedInt8, down: PackedWeight | PackedInt8) -> None:
+    """Sizes that packed weights do not tell."""
+    if not x.shape[-1] == gate_up.columns == down.rows or gate_up.rows != 2 * down.columns:
+        raise ValueError(
+            f"experts: x has {x.shape[-1]} columns, the weights are [{gate_up.rows},{gate_up.columns}] and "
+            f"[{down.rows},{down.columns}]"
+        )
+
+
 @mixture.experts.implement("cpp", device="cpu")
 def experts(
     x: Tensor,
@@ -219,8 +228,7 @@ def experts(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
-    if x.shape[-1] != gate_up[0].columns:
-        raise ValueError(f"experts: x has {x.shape[-1]} columns, the weights {gate_up[0].columns}")
+    _check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
         x, ids, weights, [one.packed for one in gate_up], [], gate_up_bias, [one.packed for one in down], [],
@@ -243,8 +251,7 @@ def experts_int8(
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """Rows of x need not be adjacent."""
-    if x.shape[-1] != gate_up[0].columns:
-        raise ValueError(f"experts_int8: x has {x.shape[-1]} columns, the weights {gate_up[0].columns}")
+    _check_experts(x, gate_up[0], down[0])
     out = x.new_empty(x.shape[0], x.shape[1])
     _C.experts(
         x, ids, weights, [one.packed for one in gate_up], [one.scales for one in gate_up], gate_up_bias,
