@@ -82,8 +82,9 @@ class Experts:
 
     def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
         self.spec, self.hidden, self.dtype, self.quant = spec, hidden, options.dtype, options.quant
-        if self.quant.name == "fp8":
-            raise StartError("quantization fp8 does not cover the experts of a mixture; int8 does")
+        self._multiply = getattr(self.quant, "experts", None)  # not all methods have it
+        if self._multiply is None:
+            raise StartError(f"quantization {self.quant.name} does not cover the experts of a mixture")
         if options.group.size > 1:
             raise StartError("a mixture of experts runs on one rank")
         self.gate_up: list[Packed | None] = [None] * spec.experts
@@ -183,8 +184,8 @@ class Experts:
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
         """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`."""
-        call: Any = ops.experts_int8 if self.quant.name == "int8" else ops.experts
-        out: Tensor = call(
+        multiply: Any = self._multiply
+        out: Tensor = multiply(
             x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.spec.activation, shared,
             shared_gate,
         )  # fmt: skip

@@ -75,6 +75,10 @@ class Unquantized:
         """One op."""
         return ops.gated_linear(x, packed, bias, activation)
 
+    def experts(self, *arguments: Any) -> Tensor:
+        """Of a mixture; arguments as those of the op."""
+        return ops.experts(*arguments)
+
 
 class Int8:
     """Weights int8 with a scale per output, activations int8 with a scale per token, both symmetric."""
@@ -104,6 +108,10 @@ class Int8:
     def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
         """One op."""
         return ops.gated_linear_int8(x, packed, bias, activation)
+
+    def experts(self, *arguments: Any) -> Tensor:
+        """Of a mixture; arguments as those of the op."""
+        return ops.experts_int8(*arguments)
 
 
 @dataclass(frozen=True, slots=True)

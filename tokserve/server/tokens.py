@@ -119,7 +119,7 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[WeightVersion] | UnsetType = UNSET
     stop_detail: StopDetail | UnsetType = UNSET
     text: str | Raw | UnsetType | None = UNSET
-    routed_experts: str | bytes | UnsetType = UNSET
+    routed_experts: Any = UNSET  # an npy file: base64, in msgpack bytes
 
 
 class GenerateReply(msgspec.Struct):
