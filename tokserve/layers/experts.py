@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -82,8 +82,7 @@ class Experts:
 
     def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
         self.spec, self.hidden, self.dtype, self.quant = spec, hidden, options.dtype, options.quant
-        self._multiply = getattr(self.quant, "experts", None)  # not all methods have it
-        if self._multiply is None:
+        if not self.quant.covers_experts:
             raise StartError(f"quantization {self.quant.name} does not cover the experts of a mixture")
         if options.group.size > 1:
             raise StartError("a mixture of experts runs on one rank")
@@ -184,12 +183,10 @@ class Experts:
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, shared_gate: Tensor | None
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
         """`ids`, `weights` [T,k]: of the router.  `shared`, `shared_gate`: what is added, as in `ops.experts`."""
-        multiply: Any = self._multiply
-        out: Tensor = multiply(
+        return self.quant.experts(
             x, ids, weights, self.gate_up, self.gate_up_bias, self.down, self.down_bias, self.spec.activation, shared,
             shared_gate,
         )  # fmt: skip
-        return out
 
 
 class Router:
