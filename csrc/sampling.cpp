@@ -18,14 +18,29 @@ struct ScaledRow {
   TOKSERVE_INLINE float at(int64_t id) const { return temperature == 1.0f ? row[id] : row[id] / temperature; }
 };
 
-// Sum of e^(x - x_max): four partial sums in a slice, slices in order.
-float sum_exp(const ScaledRow& x, float x_max) {
+// Those of a row's values that can be drawn: where `processed` is not -inf.  The others are -inf.
+struct KeptRow {
+  ScaledRow row;
+  const float* processed;
+  int64_t vocab;
+  TOKSERVE_INLINE mask16 kept(int64_t at) const { return broadcast(kNegInf) < load_logits(processed, at, vocab); }
+  TOKSERVE_INLINE f32x16 operator()(int64_t at) const { return select(kept(at), row(at), broadcast(kNegInf)); }
+};
+
+// Sum of e^(x - x_max): four partial sums in a slice, slices in order.  kSparse: most values are -inf, and sixteen of
+// them together are passed over, which changes no bit.
+template <bool kSparse = false, class Row>
+float sum_exp(const Row& x, float x_max) {
   float mass = 0.0f;
   for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
     f32x16 part[4] = {zeros(), zeros(), zeros(), zeros()};
     const int64_t end = min(slice + kSlice, x.vocab);
     for (int64_t i = slice; i < end; i += 4 * kLanes) {
-      for (int j = 0; j < 4 && i + j * kLanes < end; j++) part[j] = part[j] + exp(x(i + j * kLanes) - broadcast(x_max));
+      for (int j = 0; j < 4 && i + j * kLanes < end; j++) {
+        const f32x16 value = x(i + j * kLanes);
+        if (kSparse && !mask_bits(broadcast(kNegInf) < value)) continue;
+        part[j] = part[j] + exp(value - broadcast(x_max));
+      }
     }
     mass += reduce_sum((part[0] + part[1]) + (part[2] + part[3]));
   }
@@ -152,12 +167,34 @@ void write_logprobs(const LogprobArgs& a, int64_t row, const ScaledRow& x, float
   for (int64_t i = 0; i < a.k + a.m; i++) values[i] = (x.at(ids[i]) - x_max) - log_mass;
 }
 
-float max_scaled(const ScaledRow& x) {
-  if (x.temperature == 1.0f) return max_logit(x.row, x.vocab);
+template <class Row>
+float max_of(const Row& x) {
   f32x16 largest = broadcast(kNegInf);
   for (int64_t i = 0; i < x.vocab; i += kLanes) largest = vmax(largest, x(i));
   return reduce_max(largest);
 }
+
+float max_scaled(const ScaledRow& x) { return x.temperature == 1.0f ? max_logit(x.row, x.vocab) : max_of(x); }
+
+// Writes the ids of the values that are not -inf, ascending, at most `limit`; returns how many there are.
+int64_t compact(const float* row, int64_t vocab, int32_t* ids, int64_t limit) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    for (uint32_t kept = mask_bits(broadcast(kNegInf) < load_logits(row, i, vocab)); kept; kept &= kept - 1, count++) {
+      if (count < limit) ids[count] = static_cast<int32_t>(i + __builtin_ctz(kept));
+    }
+  }
+  return count;
+}
+
+int64_t count_possible(const float* row, int64_t vocab) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes)
+    count += __builtin_popcount(mask_bits(broadcast(kNegInf) < load_logits(row, i, vocab)));
+  return count;
+}
+
+constexpr int32_t kWhole = -1, kTooLong = -2;
 
 // The largest logit of a row; NaN if it has one.
 float largest_or_nan(const float* row, int64_t vocab) {
@@ -198,6 +235,37 @@ void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
 
 void sample(const SampleArgs& a, int64_t row) {
   a.ids[row] = sample_row(a, row, ScaledRow{a.logits + row * a.vocab, a.vocab, 1.0f});
+}
+
+void sampling_mask(const MaskArgs& a, int64_t row) {
+  const float* processed = a.processed + row * a.vocab;
+  const ScaledRow x{a.logits + row * a.vocab, a.vocab, temperature_of(a.temperature, row)},
+      drawn{processed, a.vocab, 1.0f};
+  const KeptRow kept{x, processed, a.vocab};
+  const int64_t token = a.token_ids[row], limit = a.limit;
+  int32_t* ids = a.ids + row * limit;
+  const bool greedy = a.greedy[row];
+  int64_t count = 1;
+  float kept_max = x.at(token), log_kept = 0.0f, logprob = 0.0f;
+  if (greedy) {
+    if (limit > 0) ids[0] = static_cast<int32_t>(token);
+  } else {
+    count = compact(processed, a.vocab, ids, limit);
+    const float drawn_max = max_logit(processed, a.vocab);
+    logprob = (processed[token] - drawn_max) - log(sum_exp<true>(drawn, drawn_max));
+  }
+  const bool whole = count == count_possible(x.row, a.vocab);
+  a.logprobs[row] = logprob;
+  a.counts[row] = whole ? kWhole : count > limit ? kTooLong : static_cast<int32_t>(count);
+  std::memset(ids + (a.counts[row] < 0 ? 0 : count), 0, (limit - (a.counts[row] < 0 ? 0 : count)) * sizeof(int32_t));
+  a.kept_logprobs[row] = 0.0f;
+  if (whole) return;
+  if (!greedy) {
+    kept_max = max_of(kept);
+    log_kept = log(sum_exp<true>(kept, kept_max));
+  }
+  const float x_max = max_scaled(x);
+  a.kept_logprobs[row] = (kept_max - x_max) + (log_kept - log(sum_exp(x, x_max)));
 }
 
 bool sample_fused(const SampleFusedArgs& a, int64_t row, const float* logits, char* scratch) {

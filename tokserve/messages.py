@@ -111,6 +111,24 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )  # fmt: skip
 
 
+class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What n tokens were drawn from, in columns, as in `plan.SamplingMaskRows`: `counts` int32[n], `ids` int32 of all
+    tokens one after the other, `logprobs` and `kept_logprobs` float32[n]."""
+
+    counts: bytes = b""
+    ids: bytes = b""
+    logprobs: bytes = b""
+    kept_logprobs: bytes = b""
+
+    def cut(self, count: int) -> SamplingMasks:
+        """The first `count` rows."""
+        num_ids = sum(number for number in unpack_ids(self.counts)[:count] if number > 0)
+        end = 4 * count
+        return SamplingMasks(
+            self.counts[:end], self.ids[: 4 * num_ids], self.logprobs[:end], self.kept_logprobs[:end]
+        )  # fmt: skip
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
@@ -154,6 +172,31 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
 
 
+class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sampling masks of rows of a step: `columns` holds their new tokens one after the other.  `rows`: int32 indexes,
+    ascending; empty: all rows of the step.
+    """
+
+    columns: SamplingMasks
+    rows: bytes = b""
+
+    def scatter(self, counts: list[int], to: list[SamplingMasks | None]) -> None:
+        """Write each row's masks to its index of `to`; `counts`: tokens of every row of the step."""
+        packed_counts, ids, logprobs, kept_logprobs = msgspec.structs.astuple(self.columns)
+        numbers = unpack_ids(packed_counts)
+        end = ids_end = 0
+        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
+            start, end = end, end + counts[row]
+            ids_start = ids_end
+            for number in numbers[start:end]:
+                if number > 0:
+                    ids_end += number
+            part = slice(4 * start, 4 * end)
+            to[row] = SamplingMasks(
+                packed_counts[part], ids[4 * ids_start : 4 * ids_end], logprobs[part], kept_logprobs[part]
+            )
+
+
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
@@ -171,7 +214,8 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooled: bytes = b""
 
 
-OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None]  # request id, new tokens, and the rest
+# request id, new tokens, and the rest
+OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMasks | None]
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -214,6 +258,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
     `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
     every row has one.  A row is in at most one of `logprobs`, and has at most one of `rare`, which are in order.
+    `sampling_masks`: None if no row has any.
     """
 
     stats: StepStats
@@ -222,13 +267,14 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     counts: bytes = b""
     logprobs: list[RowLogprobs] = []
     rare: list[RareFields] = []
+    sampling_masks: RowSamplingMasks | None = None
 
     def rows(self) -> Iterator[OutputRow]:
         """The rows one by one."""
         ids = unpack_ids(self.token_ids)
-        if not (self.counts or self.logprobs or self.rare):
+        if not (self.counts or self.logprobs or self.rare or self.sampling_masks):
             for request_id, token in zip(self.request_ids, ids, strict=True):
-                yield request_id, [token], None, None
+                yield request_id, [token], None, None, None
             return
         counts = unpack_ids(self.counts) if self.counts else [1] * len(self.request_ids)
         logprobs: list[Logprobs | None] = [None] * len(counts)
@@ -237,10 +283,13 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
         rare: list[RareFields | None] = [None] * len(counts)
         for fields in self.rare:
             rare[fields.row] = fields
+        masks: list[SamplingMasks | None] = [None] * len(counts)
+        if self.sampling_masks is not None:
+            self.sampling_masks.scatter(counts, masks)
         end = 0
         for index, request_id in enumerate(self.request_ids):
             start, end = end, end + counts[index]
-            yield request_id, ids[start:end], logprobs[index], rare[index]
+            yield request_id, ids[start:end], logprobs[index], rare[index], masks[index]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -164,7 +164,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
-    `logprob_token_ids` the logprobs of given ids at every generated position.
+    `logprob_token_ids` the logprobs of given ids at every generated position.  `return_sampling_mask` returns the
+    ids that each token was drawn from; None is the server's default.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -191,6 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: Count = 0
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
+    return_sampling_mask: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
 

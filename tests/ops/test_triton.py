@@ -387,6 +387,10 @@ def test_sampling_rows_are_batch_invariant() -> None:
     rows_are_batch_invariant(
         lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
     )
+    cut, mask = logits.masked_fill(logits < index[:, None] * 2.0, float("-inf")), on_device("sampling_mask")
+    rows_are_batch_invariant(
+        lambda r: mask(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], 700), count
+    )
     rows_are_batch_invariant(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
     rows_are_batch_invariant(
         lambda r: penalize(logits[r], history[r], lens[r] // 3, lens[r], strength[r], strength[r], 0.5 + strength[r]),

@@ -243,6 +243,15 @@ def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, T
 _NO_LOGPROBS = _logprob_columns(0, 0)
 
 
+@sampling.sampling_mask.implement("cpp", device="cpu")
+def sampling_mask(logits: Tensor, processed: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, limit = logits.shape[0], rest[-1]
+    counts, ids = torch.empty(rows, dtype=torch.int32), torch.empty(rows, limit, dtype=torch.int32)
+    kept_logprobs, values = torch.empty(rows), torch.empty(rows)
+    _C.sampling_mask(logits, processed, *rest, counts, ids, kept_logprobs, values)
+    return counts, ids, kept_logprobs, values
+
+
 @sampling.filter_logits.implement("cpp", device="cpu")
 def filter_logits(logits: Tensor, *limits: Tensor) -> Tensor:
     out = torch.empty_like(logits)
