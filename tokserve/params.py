@@ -22,6 +22,7 @@ from tokserve.regex import explicit_classes
 
 LogprobsMode = Literal["raw", "temperature", "processed"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
+WHOLE_VOCABULARY, MASK_TOO_LONG = -1, -2  # counts of a sampling mask without ids: nothing is cut, too many ids
 MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token

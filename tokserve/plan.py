@@ -22,7 +22,6 @@ Float32 = NDArray[np.float32]
 UInt32 = NDArray[np.uint32]
 UInt8 = NDArray[np.uint8]
 
-WHOLE_VOCABULARY, MASK_TOO_LONG = -1, -2  # counts of a sampling mask without ids
 OK, NOT_FINITE, NO_LEGAL_TOKEN, WITHHELD = range(4)  # status of a row
 
 

@@ -17,7 +17,7 @@ import msgspec
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
 from tokserve.errors import RequestError
 from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, SamplingMasks, unpack_ids
-from tokserve.plan import MASK_TOO_LONG
+from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
 

@@ -18,7 +18,7 @@ PHILOX_BLOCKS = 1 << 15  # generated at a time: their integers stay in the cache
 LOW = 0xFFFFFFFF
 NEG_INF = float("-inf")
 EXACT = {torch.float32: (0.0, 0.0)}
-WHOLE, TOO_LONG = -1, -2  # in place of a number of kept ids: nothing is cut, more than the limit
+WHOLE_VOCABULARY, MASK_TOO_LONG = -1, -2  # in place of a number of kept ids; as in `params`
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -231,10 +231,10 @@ def sampling_mask(
     """What each of token_ids [R] int64 was drawn from: the ids of `processed` [R,V] that are not -inf, or, of greedy
     rows ([R] bool), the token alone.
 
-    Returns their number int32 [R] (WHOLE if these are all whose `logits` [R,V] are not -inf, TOO_LONG if more than
-    `limit`); int32 [R,limit], the ids ascending, then zeros, and only zeros if the number is negative; the logarithm of
-    the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole; and the log
-    softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
+    Returns their number int32 [R] (WHOLE_VOCABULARY if these are all whose `logits` [R,V] are not -inf, MASK_TOO_LONG
+    if more than `limit`); int32 [R,limit], the ids ascending, then zeros, and only zeros if the number is negative; the
+    logarithm of the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole; and
+    the log softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
     """
     rows = torch.arange(len(logits), device=logits.device)
     kept = processed > NEG_INF
@@ -252,5 +252,5 @@ def sampling_mask(
     work = processed.masked_fill(~kept, NEG_INF)
     shifted = work - work.amax(-1, keepdim=True)
     values = shifted[rows, token_ids] - torch.log(_row_sum(torch.exp(shifted)))
-    numbers = torch.where(whole, WHOLE, torch.where(too_long, TOO_LONG, count)).int()
+    numbers = torch.where(whole, WHOLE_VOCABULARY, torch.where(too_long, MASK_TOO_LONG, count)).int()
     return numbers, ids, torch.where(whole, 0.0, kept_logprobs), values

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device, Fetched
-from tokserve.params import LOGPROBS_MODES, LogprobsMode, SamplingParams
+from tokserve.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
 from tokserve.plan import (
     NO_LEGAL_TOKEN,
     NOT_FINITE,
     OK,
-    WHOLE_VOCABULARY,
     GrammarBitmask,
     Int32,
     LogprobRows,
