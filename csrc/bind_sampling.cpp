@@ -1,6 +1,7 @@
 // Bindings of the ops on logits [R, V]: one task per row.
 #include <nanobind/stl/optional.h>
 
+#include <cstring>
 #include <vector>
 
 #include "bind.h"
@@ -122,9 +123,10 @@ void sample_fused(const Tensor& logits, const Tensor& seeds, const Tensor& posit
   });
 }
 
-void sampling_mask(const Tensor& logits, const Tensor& processed, const Tensor& token_ids, const Tensor& greedy,
-                   const Tensor& temperature, int64_t limit, const Tensor& counts, const Tensor& ids,
-                   const Tensor& kept_logprobs, const Tensor& logprobs) {
+// Packs the rows' ids at the front of `ids`, one after the other; returns how many there are.
+int64_t sampling_mask(const Tensor& logits, const Tensor& processed, const Tensor& token_ids, const Tensor& greedy,
+                      const Tensor& temperature, int64_t limit, const Tensor& counts, const Tensor& ids,
+                      const Tensor& kept_logprobs, const Tensor& logprobs) {
   const char* op = "sampling_mask";
   const int64_t vocab = vocab_of(logits, op), rows = logits.size(0);
   require(processed, Kind::f32, {rows, vocab}, op, "processed must be like logits");
@@ -153,6 +155,13 @@ void sampling_mask(const Tensor& logits, const Tensor& processed, const Tensor& 
   over_rows(rows, 0.6 * vocab, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) kernels().sampling_mask(a, r);
   });
+  int64_t total = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    if (a.counts[r] <= 0) continue;
+    std::memmove(a.ids + total, a.ids + r * limit, a.counts[r] * sizeof(int32_t));
+    total += a.counts[r];
+  }
+  return total;
 }
 
 void filter_logits(const Tensor& logits, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,

@@ -27,20 +27,15 @@ struct KeptRow {
   TOKSERVE_INLINE f32x16 operator()(int64_t at) const { return select(kept(at), row(at), broadcast(kNegInf)); }
 };
 
-// Sum of e^(x - x_max): four partial sums in a slice, slices in order.  kSparse: most values are -inf, and sixteen of
-// them together are passed over, which changes no bit.
-template <bool kSparse = false, class Row>
+// Sum of e^(x - x_max): four partial sums in a slice, slices in order.
+template <class Row>
 float sum_exp(const Row& x, float x_max) {
   float mass = 0.0f;
   for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
     f32x16 part[4] = {zeros(), zeros(), zeros(), zeros()};
     const int64_t end = min(slice + kSlice, x.vocab);
     for (int64_t i = slice; i < end; i += 4 * kLanes) {
-      for (int j = 0; j < 4 && i + j * kLanes < end; j++) {
-        const f32x16 value = x(i + j * kLanes);
-        if (kSparse && !mask_bits(broadcast(kNegInf) < value)) continue;
-        part[j] = part[j] + exp(value - broadcast(x_max));
-      }
+      for (int j = 0; j < 4 && i + j * kLanes < end; j++) part[j] = part[j] + exp(x(i + j * kLanes) - broadcast(x_max));
     }
     mass += reduce_sum((part[0] + part[1]) + (part[2] + part[3]));
   }
@@ -167,31 +162,61 @@ void write_logprobs(const LogprobArgs& a, int64_t row, const ScaledRow& x, float
   for (int64_t i = 0; i < a.k + a.m; i++) values[i] = (x.at(ids[i]) - x_max) - log_mass;
 }
 
-template <class Row>
-float max_of(const Row& x) {
+float max_scaled(const ScaledRow& x) {
+  if (x.temperature == 1.0f) return max_logit(x.row, x.vocab);
   f32x16 largest = broadcast(kNegInf);
   for (int64_t i = 0; i < x.vocab; i += kLanes) largest = vmax(largest, x(i));
   return reduce_max(largest);
 }
 
-float max_scaled(const ScaledRow& x) { return x.temperature == 1.0f ? max_logit(x.row, x.vocab) : max_of(x); }
+// What a row keeps: its ids are written, ascending, at most `limit`.
+struct Support {
+  int64_t count = 0;     // of values of `processed` that are not -inf
+  int64_t possible = 0;  // of values of the row that are not
+  float max = kNegInf, kept_max = kNegInf, drawn_max = kNegInf;
+};
 
-// Writes the ids of the values that are not -inf, ascending, at most `limit`; returns how many there are.
-int64_t compact(const float* row, int64_t vocab, int32_t* ids, int64_t limit) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < vocab; i += kLanes) {
-    for (uint32_t kept = mask_bits(broadcast(kNegInf) < load_logits(row, i, vocab)); kept; kept &= kept - 1, count++) {
-      if (count < limit) ids[count] = static_cast<int32_t>(i + __builtin_ctz(kept));
+Support find_support(const ScaledRow& x, const float* processed, int32_t* ids, int64_t limit) {
+  Support s;
+  const f32x16 never = broadcast(kNegInf);
+  f32x16 largest = never, kept_largest = never, drawn_largest = never;
+  for (int64_t i = 0; i < x.vocab; i += kLanes) {
+    const f32x16 value = x(i), drawn = load_logits(processed, i, x.vocab);
+    largest = vmax(largest, value);
+    s.possible += __builtin_popcount(mask_bits(never < value));
+    uint32_t kept = mask_bits(never < drawn);
+    if (!kept) continue;
+    kept_largest = vmax(kept_largest, select(never < drawn, value, never));
+    drawn_largest = vmax(drawn_largest, drawn);
+    for (; kept; kept &= kept - 1, s.count++) {
+      if (s.count < limit) ids[s.count] = static_cast<int32_t>(i + __builtin_ctz(kept));
     }
   }
-  return count;
+  s.max = reduce_max(largest), s.kept_max = reduce_max(kept_largest), s.drawn_max = reduce_max(drawn_largest);
+  return s;
 }
 
-int64_t count_possible(const float* row, int64_t vocab) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < vocab; i += kLanes)
-    count += __builtin_popcount(mask_bits(broadcast(kNegInf) < load_logits(row, i, vocab)));
-  return count;
+// sum_exp of a row that is -inf but at these ids, which ascend: the same partial sums.
+float sum_exp_at(const ScaledRow& x, const int32_t* ids, int64_t count, float x_max) {
+  float sums[4 * kLanes] = {}, mass = 0.0f;
+  int64_t slice_end = kSlice;
+  const auto flush = [&] {
+    mass += reduce_sum((load(sums) + load(sums + kLanes)) + (load(sums + 2 * kLanes) + load(sums + 3 * kLanes)));
+    std::memset(sums, 0, sizeof sums);
+  };
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const int64_t n = min(kLanes, count - first);
+    float values[kLanes] = {};
+    for (int64_t i = 0; i < n; i++) values[i] = x.at(ids[first + i]);
+    store(values, exp(load(values) - broadcast(x_max)));
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t id = ids[first + i];
+      if (id >= slice_end) flush(), slice_end = (id / kSlice + 1) * kSlice;
+      sums[id % (4 * kLanes)] += values[i];
+    }
+  }
+  flush();
+  return mass;
 }
 
 constexpr int32_t kWhole = -1, kTooLong = -2;
@@ -241,31 +266,25 @@ void sampling_mask(const MaskArgs& a, int64_t row) {
   const float* processed = a.processed + row * a.vocab;
   const ScaledRow x{a.logits + row * a.vocab, a.vocab, temperature_of(a.temperature, row)},
       drawn{processed, a.vocab, 1.0f};
-  const KeptRow kept{x, processed, a.vocab};
   const int64_t token = a.token_ids[row], limit = a.limit;
   int32_t* ids = a.ids + row * limit;
   const bool greedy = a.greedy[row];
-  int64_t count = 1;
-  float kept_max = x.at(token), log_kept = 0.0f, logprob = 0.0f;
+  Support s = find_support(x, processed, ids, greedy ? 0 : limit);
+  float log_kept = 0.0f, logprob = 0.0f;
   if (greedy) {
+    s.count = 1, s.kept_max = x.at(token);
     if (limit > 0) ids[0] = static_cast<int32_t>(token);
-  } else {
-    count = compact(processed, a.vocab, ids, limit);
-    const float drawn_max = max_logit(processed, a.vocab);
-    logprob = (processed[token] - drawn_max) - log(sum_exp<true>(drawn, drawn_max));
   }
-  const bool whole = count == count_possible(x.row, a.vocab);
-  a.logprobs[row] = logprob;
-  a.counts[row] = whole ? kWhole : count > limit ? kTooLong : static_cast<int32_t>(count);
-  std::memset(ids + (a.counts[row] < 0 ? 0 : count), 0, (limit - (a.counts[row] < 0 ? 0 : count)) * sizeof(int32_t));
-  a.kept_logprobs[row] = 0.0f;
-  if (whole) return;
+  const bool whole = s.count == s.possible, listed = s.count <= limit;
   if (!greedy) {
-    kept_max = max_of(kept);
-    log_kept = log(sum_exp<true>(kept, kept_max));
+    const float mass = listed ? sum_exp_at(drawn, ids, s.count, s.drawn_max) : sum_exp(drawn, s.drawn_max);
+    logprob = (processed[token] - s.drawn_max) - log(mass);
+    const KeptRow kept{x, processed, a.vocab};
+    if (!whole) log_kept = log(listed ? sum_exp_at(x, ids, s.count, s.kept_max) : sum_exp(kept, s.kept_max));
   }
-  const float x_max = max_scaled(x);
-  a.kept_logprobs[row] = (kept_max - x_max) + (log_kept - log(sum_exp(x, x_max)));
+  a.counts[row] = whole ? kWhole : listed ? static_cast<int32_t>(s.count) : kTooLong;
+  a.logprobs[row] = logprob;
+  a.kept_logprobs[row] = whole ? 0.0f : (s.kept_max - s.max) + (log_kept - log(sum_exp(x, s.max)));
 }
 
 bool sample_fused(const SampleFusedArgs& a, int64_t row, const float* logits, char* scratch) {

@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
 
+MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
 
@@ -112,21 +114,34 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What n tokens were drawn from, in columns, as in `plan.SamplingMaskRows`: `counts` int32[n], `ids` int32 of all
-    tokens one after the other, `logprobs` and `kept_logprobs` float32[n]."""
+    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.
 
-    counts: bytes = b""
+    `rows`: for each token its count of ids (int32), then its logprob and kept logprob (float32), together 12 bytes.
+    `ids`: int32, of all tokens one after the other.
+    """
+
+    rows: bytes = b""
     ids: bytes = b""
-    logprobs: bytes = b""
-    kept_logprobs: bytes = b""
+
+    @property
+    def counts(self) -> NDArray[np.int32]:  # [n]
+        """How many ids each token has; negative: `params.WHOLE_VOCABULARY` or `MASK_TOO_LONG`."""
+        return np.frombuffer(self.rows, "<i4")[::3]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of each token among its ids."""
+        return np.frombuffer(self.rows, "<f4")[1::3]
+
+    @property
+    def kept_logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of all ids of each token in the model's distribution at the temperature."""
+        return np.frombuffer(self.rows, "<f4")[2::3]
 
     def cut(self, count: int) -> SamplingMasks:
         """The first `count` rows."""
-        num_ids = sum(number for number in unpack_ids(self.counts)[:count] if number > 0)
-        end = 4 * count
-        return SamplingMasks(
-            self.counts[:end], self.ids[: 4 * num_ids], self.logprobs[:end], self.kept_logprobs[:end]
-        )  # fmt: skip
+        num_ids = int(np.maximum(self.counts[:count], 0).sum())
+        return SamplingMasks(self.rows[: MASK_ROW * count], self.ids[: 4 * num_ids])
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -182,8 +197,8 @@ class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def scatter(self, counts: list[int], to: list[SamplingMasks | None]) -> None:
         """Write each row's masks to its index of `to`; `counts`: tokens of every row of the step."""
-        packed_counts, ids, logprobs, kept_logprobs = msgspec.structs.astuple(self.columns)
-        numbers = unpack_ids(packed_counts)
+        rows, ids = self.columns.rows, self.columns.ids
+        numbers = self.columns.counts.tolist()
         end = ids_end = 0
         for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
             start, end = end, end + counts[row]
@@ -191,10 +206,7 @@ class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
             for number in numbers[start:end]:
                 if number > 0:
                     ids_end += number
-            part = slice(4 * start, 4 * end)
-            to[row] = SamplingMasks(
-                packed_counts[part], ids[4 * ids_start : 4 * ids_end], logprobs[part], kept_logprobs[part]
-            )
+            to[row] = SamplingMasks(rows[MASK_ROW * start : MASK_ROW * end], ids[4 * ids_start : 4 * ids_end])
 
 
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):

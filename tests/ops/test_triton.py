@@ -23,7 +23,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from tests.ops.test_exact import Outputs, Paged, outputs, randn, same  # noqa: E402
+from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  # noqa: E402
 from tests.ops.test_ops import PACKING, close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
@@ -389,7 +389,7 @@ def test_sampling_rows_are_batch_invariant() -> None:
     )
     cut, mask = logits.masked_fill(logits < index[:, None] * 2.0, float("-inf")), on_device("sampling_mask")
     rows_are_batch_invariant(
-        lambda r: mask(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], 700), count
+        lambda r: by_row(mask(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], 700)), count
     )
     rows_are_batch_invariant(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
     rows_are_batch_invariant(

@@ -86,8 +86,9 @@ def test_rows_of_a_step() -> None:
 
 
 def masks_of(counts: list[int], ids: list[int], first: int = 0) -> m.SamplingMasks:
-    values = np.arange(first, first + len(counts), dtype="<f4").tobytes()
-    return m.SamplingMasks(m.pack_ids(counts), m.pack_ids(ids), values, values)
+    rows = np.repeat(np.arange(first, first + len(counts), dtype="<f4")[:, None], 3, 1)
+    rows.view("<i4")[:, 0] = counts
+    return m.SamplingMasks(rows.tobytes(), m.pack_ids(ids))
 
 
 def test_sampling_masks_are_cut_and_joined_by_rows() -> None:

@@ -48,10 +48,7 @@ def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks | None:
     """The rows of all parts in order."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    return SamplingMasks(
-        b"".join(part.counts for part in parts), b"".join(part.ids for part in parts),
-        b"".join(part.logprobs for part in parts), b"".join(part.kept_logprobs for part in parts),
-    )  # fmt: skip
+    return SamplingMasks(b"".join(part.rows for part in parts), b"".join(part.ids for part in parts))
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:

@@ -16,7 +16,7 @@ import msgspec
 
 from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
 from tokserve.errors import RequestError
-from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, SamplingMasks, unpack_ids
+from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, SamplingMasks
 from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
@@ -98,7 +98,7 @@ class ChoiceState:
             self._logprobs.append(logprobs)
         if masks is not None:
             self._masks.append(masks)
-            self._masks_too_long += unpack_ids(masks.counts).count(MASK_TOO_LONG)
+            self._masks_too_long += masks.counts.tolist().count(MASK_TOO_LONG)
 
     def _accept_text(
         self, detokenizer: Detokenizer, token_ids: list[int], logprobs: Logprobs | None,

@@ -80,14 +80,14 @@ class CompletionOutput:
 
     def set_masks(self, masks: SamplingMasks) -> None:
         """Fill in what its tokens were drawn from."""
-        counts = np.frombuffer(masks.counts, "<i4")
+        counts = masks.counts
         ends = np.maximum(counts, 0).cumsum().tolist()
         ids = np.frombuffer(masks.ids, "<i4")
         self.sampling_mask = [
             None if count < 0 else ids[end - count : end] for count, end in zip(counts.tolist(), ends, strict=True)
         ]
-        self.sampling_logprobs = np.frombuffer(masks.logprobs, "<f4")
-        self.kept_logprob = np.frombuffer(masks.kept_logprobs, "<f4")
+        self.sampling_logprobs = masks.logprobs.copy()
+        self.kept_logprob = masks.kept_logprobs.copy()
 
 
 @dataclass(slots=True)

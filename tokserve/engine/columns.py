@@ -11,6 +11,7 @@ from array import array
 import numpy as np
 
 from tokserve.messages import (
+    MASK_ROW,
     Finish,
     Logprobs,
     RareFields,
@@ -92,51 +93,41 @@ class LogprobColumns:
 class PackedMasks:
     """The sampling masks of a step's tokens as bytes."""
 
-    __slots__ = ("counts", "ends", "ids", "kept_logprobs", "logprobs")
+    __slots__ = ("ends", "ids", "rows")
 
     def __init__(self, rows: SamplingMaskRows) -> None:
-        self.counts = rows.counts.tobytes()
+        packed = np.empty((len(rows.counts), 3), np.int32)
+        packed[:, 0] = rows.counts
+        packed[:, 1], packed[:, 2] = rows.logprobs.view(np.int32), rows.kept_logprobs.view(np.int32)
+        self.rows = packed.tobytes()
         self.ids = rows.ids.tobytes()
-        self.logprobs = rows.logprobs.tobytes()
-        self.kept_logprobs = rows.kept_logprobs.tobytes()
-        self.ends = [0, *np.maximum(rows.counts, 0).cumsum().tolist()]  # in `ids`, of the rows before each
+        self.ends = [0, *(4 * np.maximum(rows.counts, 0)).cumsum().tolist()]  # in `ids`, of the rows before each
 
 
 class MaskColumns:
     """Sampling masks that are not yet sent, in order."""
 
-    __slots__ = ("_counts", "_ids", "_kept_logprobs", "_logprobs")
+    __slots__ = ("_ids", "_rows")
 
     def __init__(self) -> None:
-        self._counts = bytearray()
+        self._rows = bytearray()
         self._ids = bytearray()
-        self._logprobs = bytearray()
-        self._kept_logprobs = bytearray()
 
     def append(self, rows: PackedMasks, first: int, count: int) -> None:
         """Append `count` rows from `first` on."""
-        part = slice(4 * first, 4 * (first + count))
-        self._counts += rows.counts[part]
-        self._ids += rows.ids[4 * rows.ends[first] : 4 * rows.ends[first + count]]
-        self._logprobs += rows.logprobs[part]
-        self._kept_logprobs += rows.kept_logprobs[part]
+        self._rows += rows.rows[MASK_ROW * first : MASK_ROW * (first + count)]
+        self._ids += rows.ids[rows.ends[first] : rows.ends[first + count]]
 
     def move(self, to: MaskColumns) -> None:
         """Append all rows to those of another; none are left here."""
-        to._counts += self._counts
+        to._rows += self._rows
         to._ids += self._ids
-        to._logprobs += self._logprobs
-        to._kept_logprobs += self._kept_logprobs
-        self._counts.clear()
+        self._rows.clear()
         self._ids.clear()
-        self._logprobs.clear()
-        self._kept_logprobs.clear()
 
     def packed(self) -> SamplingMasks:
         """The rows as a message's part."""
-        return SamplingMasks(
-            bytes(self._counts), bytes(self._ids), bytes(self._logprobs), bytes(self._kept_logprobs)
-        )  # fmt: skip
+        return SamplingMasks(bytes(self._rows), bytes(self._ids))
 
 
 class StepColumns:

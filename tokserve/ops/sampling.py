@@ -232,18 +232,16 @@ def sampling_mask(
     rows ([R] bool), the token alone.
 
     Returns their number int32 [R] (WHOLE_VOCABULARY if these are all whose `logits` [R,V] are not -inf, MASK_TOO_LONG
-    if more than `limit`); int32 [R,limit], the ids ascending, then zeros, and only zeros if the number is negative; the
-    logarithm of the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole; and
-    the log softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
+    if more than `limit`); their ids int32, ascending, all rows one after the other, of negative numbers none; the
+    logarithm of the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole;
+    and the log softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
     """
     rows = torch.arange(len(logits), device=logits.device)
     kept = processed > NEG_INF
     kept = torch.where(greedy[:, None], torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None], kept)
     count = kept.sum(-1)
     whole, too_long = count == (logits > NEG_INF).sum(-1), count > limit
-    ids = torch.zeros(len(logits), limit, dtype=torch.int32, device=logits.device)
-    row, id = (kept & ~(whole | too_long)[:, None]).nonzero(as_tuple=True)
-    ids[row, (kept.cumsum(-1) - 1)[row, id]] = id.int()
+    ids = (kept & ~(whole | too_long)[:, None]).nonzero()[:, 1].int()
     scaled = logits / temperature.where(temperature != 0.0, 1.0)[:, None]
     part = scaled.masked_fill(~kept, NEG_INF)
     top, part_top = scaled.amax(-1, keepdim=True), part.amax(-1, keepdim=True)

@@ -168,20 +168,15 @@ class Sampler:
         if len(index) < len(rows.slots):
             on_device = self._tensor(index)
             inputs = tuple(column.index_select(0, on_device) for column in inputs)  # type: ignore[assignment]
-        numbers, ids, kept, values = ops.sampling_mask(*inputs, self._max_mask)
-        counts = numbers.cpu().numpy()
-        width = max(0, int(counts.max()))
-        listed = ids[:, :width].cpu().numpy()
-        packed = listed[np.arange(width) < counts[:, None]]
-        masks = SamplingMaskRows(counts, packed, values.cpu().numpy(), kept.cpu().numpy())
+        counts, ids, kept, values = (x.cpu().numpy() for x in ops.sampling_mask(*inputs, self._max_mask))
+        masks = SamplingMaskRows(counts, ids, values, kept)
         if len(index) == len(rows.slots):
             return masks
         count = len(rows.slots)
         all_rows = SamplingMaskRows(
-            np.full(count, WHOLE_VOCABULARY, np.int32), packed, np.zeros(count, np.float32), np.zeros(count, np.float32)
+            np.full(count, WHOLE_VOCABULARY, np.int32), ids, np.zeros(count, np.float32), np.zeros(count, np.float32)
         )
-        all_rows.counts[index], all_rows.logprobs[index] = counts, masks.logprobs
-        all_rows.kept_logprobs[index] = masks.kept_logprobs
+        all_rows.counts[index], all_rows.logprobs[index], all_rows.kept_logprobs[index] = counts, values, kept
         return all_rows
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:

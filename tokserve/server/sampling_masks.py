@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
 from tokserve.client.outputs import ChoiceOutput, SamplingMasks
 from tokserve.server.logprobs import clamped
@@ -60,19 +62,19 @@ def add(choice: MaskFields, c: ChoiceOutput, form: Form, parts: DeferredParts | 
 def mask_of(masks: SamplingMasks, form: Form) -> list[list[int] | None] | MaskArrays | PackedMaskArrays:
     """The masks of a choice's tokens."""
     if form == "packed":
-        return PackedMaskArrays(masks.counts, masks.ids)
-    counts, ids = _ints(masks.counts), _ints(masks.ids)
+        return PackedMaskArrays(masks.counts.tobytes(), masks.ids)
+    counts, ids = masks.counts.tolist(), _ints(masks.ids)
     return MaskArrays(counts, ids) if form == "arrays" else _lists(counts, ids)
 
 
-def logprobs_of(column: bytes, form: Form) -> list[float] | bytes:
-    """A float32 column with a value per token."""
-    return column if form == "packed" else clamped(column)
+def logprobs_of(column: NDArray[np.float32], form: Form) -> list[float] | bytes:
+    """A column with a value per token."""
+    return column.tobytes() if form == "packed" else clamped(column.tobytes())
 
 
 def num_bytes(masks: SamplingMasks | None) -> int:
     """The size of the columns."""
-    return 0 if masks is None else len(masks.ids) + 3 * len(masks.counts)
+    return 0 if masks is None else len(masks.ids) + len(masks.rows)
 
 
 def _ints(column: bytes) -> list[int]:
@@ -92,7 +94,7 @@ def _lists(counts: list[int], ids: list[int]) -> list[list[int] | None]:
 
 
 def _lists_encoder(masks: SamplingMasks) -> PartEncoder:
-    counts = _ints(masks.counts)
+    counts: list[int] = masks.counts.tolist()
     ends = [0]
     for count in counts:
         ends.append(ends[-1] + max(count, 0))

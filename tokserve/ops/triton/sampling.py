@@ -294,7 +294,7 @@ def sampling_mask_kernel(
     logits_ptr, processed_ptr, token_ptr, greedy_ptr, temperature_ptr, count_ptr, id_ptr, kept_logprob_ptr,
     width, limit, SWEEP: tl.constexpr,
 ):  # fmt: skip
-    """One row: how many ids are kept, the ids, and their mass.  `id_ptr` holds zeros."""
+    """One row: how many ids are kept, the ids at the front of the row's `limit` entries, and their mass."""
     row = tl.program_id(0).to(tl.int64)
     temperature, _ = row_terms(temperature_ptr, temperature_ptr, row, True, False)
     token, greedy = tl.load(token_ptr + row), tl.load(greedy_ptr + row) != 0
@@ -335,7 +335,7 @@ def sampling_mask(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits, processed = logits.contiguous(), processed.contiguous()
     rows, width = logits.shape
-    counts, ids = logits.new_empty(rows, dtype=torch.int32), logits.new_zeros((rows, limit), dtype=torch.int32)
+    counts, ids = logits.new_empty(rows, dtype=torch.int32), logits.new_empty((rows, limit), dtype=torch.int32)
     kept_logprobs = logits.new_empty(rows)
     if rows:
         size = min(SWEEP, max(16, triton.next_power_of_2(width)))
@@ -344,4 +344,5 @@ def sampling_mask(
             width, limit, size, num_warps=warps(size), **EXACT,
         )  # fmt: skip
     values = _logprobs(processed, token_ids, 0, None, None, None)[0]
-    return counts, ids, kept_logprobs, values.where(~greedy, 0.0)
+    listed = torch.arange(limit, device=ids.device) < counts[:, None]
+    return counts, ids[listed], kept_logprobs, values.where(~greedy, 0.0)
