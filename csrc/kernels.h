@@ -184,6 +184,19 @@ struct SampleFusedArgs {
   LogprobArgs logprobs;      // of sample.ids; token_logprobs null: no logprobs
 };
 
+struct MaskArgs {
+  const float* logits;       // [R, V]
+  const float* processed;    // [R, V], -inf: cannot be drawn
+  const int64_t* token_ids;  // [R]
+  const uint8_t* greedy;     // [R] bool
+  const float* temperature;  // [R]
+  int32_t* counts;           // [R]
+  int32_t* ids;              // [R, limit]
+  float* kept_logprobs;      // [R]
+  float* logprobs;           // [R]
+  int64_t vocab, limit;
+};
+
 struct FilterArgs {
   const float* logits;   // [R, V]
   const int32_t* top_k;  // [R], 0: off
@@ -241,6 +254,7 @@ struct Kernels {
   void (*sample)(const SampleArgs&, int64_t row);
   // Returns false, with nothing written, if the row's largest logit is not finite.  `logits`: the row.
   bool (*sample_fused)(const SampleFusedArgs&, int64_t row, const float* logits, char* scratch);
+  void (*sampling_mask)(const MaskArgs&, int64_t row);
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
 };

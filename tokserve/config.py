@@ -87,6 +87,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "processed_logprobs are the first and the last)."
         ),
     ] = "raw"
+    return_sampling_mask: Annotated[
+        bool, about("Return the ids that each token was drawn from, and their mass, to requests that do not say.")
+    ] = False
+    max_sampling_mask: Annotated[
+        int, about("Most ids of a sampling mask for one token; the mask of a token with more of them is null.", ge=1)
+    ] = 1024
     eos_token_ids: Annotated[
         list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
     ] = None

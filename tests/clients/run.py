@@ -36,7 +36,7 @@ BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
 CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
-           "schemathesis": "schemathesis"}  # fmt: skip
+           "schemathesis": "schemathesis", "verifiers": "verifiers"}  # fmt: skip
 ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3"}  # of clients that have none of their own
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
            "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -44,6 +44,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
     "closed": ("--structured-outputs-closed",),
+    "verifiers": ("--return-sampling-mask",),
     "loop": ("--chat-template", str(HERE / "plain.jinja")),
 }
 SECONDS = 1200.0

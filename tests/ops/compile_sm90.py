@@ -110,6 +110,7 @@ def calls(sizes: list[int]) -> None:
     call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
+    call["sampling_mask"](logits, logits, index, index == 0, ones, 1024)
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)
     call["edit_rows"](tables, torch.zeros(2, 4, dtype=INT), lens)
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)

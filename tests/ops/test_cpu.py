@@ -218,6 +218,10 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "sample_fused": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
+        "sampling_mask": (
+            logits, logits.masked_fill(logits < index[:, None] * 0.4, float("-inf")), logits.argmax(-1), index == 4,
+            0.5 + index * 0.25, 900,
+        ),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
         "logprobs": (logits, index, 20, index[:, None], 0.5 + index * 0.25),
     }  # fmt: skip
@@ -439,6 +443,9 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "logprobs: id outside": ("logprobs", (logits, ids + 50, 0, None, None)),
         "logprobs: k over V": ("logprobs", (logits, ids, 51, None, None)),
         "logprobs: named outside": ("logprobs", (logits, ids, 0, ids[:, None] - 1, None)),
+        "mask: processed": ("sampling_mask", (logits, logits[:, 1:], ids, ids == 0, one, 5)),
+        "mask: id outside": ("sampling_mask", (logits, logits, ids + 50, ids == 0, one, 5)),
+        "mask: greedy": ("sampling_mask", (logits, logits, ids, ids, one, 5)),
         "filter: int64 k": ("filter_logits", (logits, ids, one, one)),
         "penalize: id outside": ("penalize", (logits, torch.full((2, 4), 50, dtype=INT), count, count, one, one, one)),
         "penalize: too long": ("penalize", (logits, torch.zeros(2, 2, dtype=INT), count, count, one, one, one)),

@@ -258,8 +258,18 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
         assert torch.equal(call(x[MOST - size :], packed, None, None), whole[MOST - size :])
 
 
+def by_row(masks: Outputs) -> Outputs:
+    """Sampling masks with the ids of each row in a row of their own, padded with -1."""
+    counts, ids, *rest = masks
+    parts = ids.split(counts.clamp(min=0).tolist())
+    table = torch.full((len(counts), 1000), -1, dtype=torch.int32)
+    for row, part in zip(table, parts, strict=True):
+        row[: len(part)] = part
+    return counts, table, *rest
+
+
 @pytest.mark.parametrize("width", [1, 17, 1000, 5003])
-@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused")
+@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused", "sampling_mask")
 def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = randn(torch.float32, 1, MOST, width) * 3
@@ -272,6 +282,7 @@ def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> 
     history[torch.arange(40) >= lens[:, None]] = -1
     strength = (index % 6) * 0.2
     ids = torch.randint(0, width, (MOST,), generator=generator)
+    cut = logits.masked_fill(logits < logits.amax(-1, keepdim=True) - index[:, None], -float("inf"))
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
         "sample_fused": lambda r: call(
@@ -282,6 +293,9 @@ def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> 
             logits[r], history[r], lens[r] // 3, lens[r], strength[r], 1 - strength[r], 0.5 + strength[r]
         ),
         "logprobs": lambda r: call(logits[r], ids[r], min(width, 5), ids[r][:, None], strength[r]),
+        "sampling_mask": lambda r: by_row(
+            call(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], min(width, 300))
+        ),
     }
     rows_are_batch_invariant(calls[name], trials=5)
 

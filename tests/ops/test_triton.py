@@ -23,7 +23,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from tests.ops.test_exact import Outputs, Paged, outputs, randn, same  # noqa: E402
+from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  # noqa: E402
 from tests.ops.test_ops import PACKING, close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
@@ -386,6 +386,10 @@ def test_sampling_rows_are_batch_invariant() -> None:
     draw, filtered, penalize = (on_device(name) for name in ("sample_fused", "filter_logits", "penalize"))
     rows_are_batch_invariant(
         lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
+    )
+    cut, mask = logits.masked_fill(logits < index[:, None] * 2.0, float("-inf")), on_device("sampling_mask")
+    rows_are_batch_invariant(
+        lambda r: by_row(mask(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], 700)), count
     )
     rows_are_batch_invariant(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
     rows_are_batch_invariant(

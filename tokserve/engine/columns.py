@@ -1,4 +1,4 @@
-"""Output on its way to the front end, in columns: the logprobs of one request, and a step's message.
+"""Output on its way to the front end, in columns: logprobs and sampling masks of one request, and a step's message.
 
 A step's arrays are as wide as its widest row; a request keeps its own width, as packed bytes that are
 joined, never as objects per token.
@@ -8,8 +8,20 @@ from __future__ import annotations
 
 from array import array
 
-from tokserve.messages import Finish, Logprobs, RareFields, RowLogprobs, StepOutput, StepStats
-from tokserve.plan import LogprobRows
+import numpy as np
+
+from tokserve.messages import (
+    MASK_ROW,
+    Finish,
+    Logprobs,
+    RareFields,
+    RowLogprobs,
+    RowSamplingMasks,
+    SamplingMasks,
+    StepOutput,
+    StepStats,
+)
+from tokserve.plan import LogprobRows, SamplingMaskRows
 
 
 class PackedRows:
@@ -78,10 +90,50 @@ class LogprobColumns:
         )  # fmt: skip
 
 
+class PackedMasks:
+    """The sampling masks of a step's tokens as bytes."""
+
+    __slots__ = ("ends", "ids", "rows")
+
+    def __init__(self, rows: SamplingMaskRows) -> None:
+        packed = np.empty((len(rows.counts), 3), np.int32)
+        packed[:, 0] = rows.counts
+        packed[:, 1], packed[:, 2] = rows.logprobs.view(np.int32), rows.kept_logprobs.view(np.int32)
+        self.rows = packed.tobytes()
+        self.ids = rows.ids.tobytes()
+        self.ends = [0, *(4 * np.maximum(rows.counts, 0)).cumsum().tolist()]  # in `ids`, of the rows before each
+
+
+class MaskColumns:
+    """Sampling masks that are not yet sent, in order."""
+
+    __slots__ = ("_ids", "_rows")
+
+    def __init__(self) -> None:
+        self._rows = bytearray()
+        self._ids = bytearray()
+
+    def append(self, rows: PackedMasks, first: int, count: int) -> None:
+        """Append `count` rows from `first` on."""
+        self._rows += rows.rows[MASK_ROW * first : MASK_ROW * (first + count)]
+        self._ids += rows.ids[rows.ends[first] : rows.ends[first + count]]
+
+    def move(self, to: MaskColumns) -> None:
+        """Append all rows to those of another; none are left here."""
+        to._rows += self._rows
+        to._ids += self._ids
+        self._rows.clear()
+        self._ids.clear()
+
+    def packed(self) -> SamplingMasks:
+        """The rows as a message's part."""
+        return SamplingMasks(bytes(self._rows), bytes(self._ids))
+
+
 class StepColumns:
     """What one step has for one front end, row by row."""
 
-    __slots__ = ("_counts", "_logprobs", "_rare", "_request_ids", "_tokens")
+    __slots__ = ("_counts", "_logprobs", "_mask_rows", "_masks", "_rare", "_request_ids", "_tokens")
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
@@ -89,9 +141,14 @@ class StepColumns:
         self._counts: list[int] = []
         self._logprobs: dict[tuple[int, str], tuple[LogprobColumns, list[int]]] = {}  # with the rows they are of
         self._rare: list[RareFields] = []
+        self._masks = MaskColumns()
+        self._mask_rows: list[int] = []  # that have masks
 
-    def add(self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None) -> None:
-        """A row: new tokens, and their logprobs, which are moved here."""
+    def add(
+        self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None,
+        masks: MaskColumns | None = None,
+    ) -> None:  # fmt: skip
+        """A row: new tokens, and their logprobs and sampling masks, which are moved here."""
         if logprobs is not None:
             kind = (logprobs.width, logprobs.mode)
             if kind not in self._logprobs:
@@ -99,6 +156,9 @@ class StepColumns:
             columns, rows = self._logprobs[kind]
             logprobs.move(columns)
             rows.append(len(self._request_ids))
+        if masks is not None:
+            masks.move(self._masks)
+            self._mask_rows.append(len(self._request_ids))
         self._request_ids.append(request_id)
         self._tokens += tokens
         self._counts.append(len(tokens))
@@ -122,5 +182,12 @@ class StepColumns:
                 RowLogprobs(columns.packed(), b"" if len(rows) == count else array("i", rows).tobytes())
                 for columns, rows in self._logprobs.values()
             ],
-            self._rare,
+            self._rare, self._sampling_masks(),
         )  # fmt: skip
+
+    def _sampling_masks(self) -> RowSamplingMasks | None:
+        rows = self._mask_rows
+        if not rows:
+            return None
+        packed = b"" if len(rows) == len(self._request_ids) else array("i", rows).tobytes()
+        return RowSamplingMasks(self._masks.packed(), packed)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.columns import PackedRows
+from tokserve.engine.columns import PackedMasks, PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
@@ -358,6 +358,7 @@ class Scheduler:
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
+        masks = None if result.sampling_masks is None else PackedMasks(result.sampling_masks)
         requests, last = [], 0  # last: of the rows' tokens so far
         block_size = self._cache.block_size
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
@@ -379,7 +380,7 @@ class Scheduler:
                     request.on_status(status, now)
                 elif count:
                     tokens = token_ids[first:last]
-                    kept = request.append(tokens, logprobs, first, step.weight_version, now)
+                    kept = request.append(tokens, logprobs, first, step.weight_version, now, masks)
                     self.counters.output_tokens += kept
                 elif request.pooling and request.num_settled == request.prompt_len:
                     request.set_pooled(result.pooled[index], now)

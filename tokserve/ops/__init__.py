@@ -25,7 +25,7 @@ __all__ = [
     "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear", "linear_float8",
     "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
     "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
-    "rms_norm", "rope", "sample", "sample_fused", "silu_mul", "store_kv",
+    "rms_norm", "rope", "sample", "sample_fused", "sampling_mask", "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ prepare_step = step.prepare_step.reference
 filter_logits = sampling.filter_logits.reference
 penalize = sampling.penalize.reference
 logprobs = sampling.logprobs.reference
+sampling_mask = sampling.sampling_mask.reference
 
 
 def bind(

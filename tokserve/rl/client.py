@@ -32,6 +32,7 @@ from tokserve.rl.digests import checksums
 MSGPACK = "application/msgpack"
 INT32 = np.iinfo(np.int32)
 PIECE = 1 << 20  # bytes of a weight body sent at a time
+TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 WAIT = 0.1  # seconds between two attempts to reach a server
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -53,6 +54,10 @@ class Rollout:
     """One choice of one prompt.  `logprobs` are those of `token_ids`, in the requested mode.
 
     `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
+
+    With `return_sampling_mask`, else None, by token: `sampling_mask`, the ascending ids that it was drawn from, None
+    for the whole vocabulary and where there were too many (`mask_truncated`); `sampling_logprobs`, its logprob among
+    them; `kept_logprob`, the logprob of all of them in the model's distribution at the temperature.
     """
 
     prompt_index: int
@@ -62,6 +67,10 @@ class Rollout:
     logprobs: NDArray[np.float32]
     finish_reason: str
     weight_versions: list[tuple[str, int, int]]
+    sampling_mask: list[NDArray[np.int32] | None] | None = None
+    mask_truncated: NDArray[np.bool_] | None = None
+    sampling_logprobs: NDArray[np.float32] | None = None
+    kept_logprob: NDArray[np.float32] | None = None
 
 
 class TokserveClient:
@@ -326,10 +335,20 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
     logprobs = choice["logprobs"]
     values = b"" if logprobs is None else logprobs["token_logprobs"]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-    return Rollout(
+    rollout = Rollout(
         number, choice["index"], prompt, np.frombuffer(choice["token_ids"], "<i4"), np.frombuffer(values, "<f4"),
         choice["finish_reason"], spans,
     )  # fmt: skip
+    if "sampling_mask" in choice:
+        counts = np.frombuffer(choice["sampling_mask"]["counts"], "<i4")
+        parts = np.split(np.frombuffer(choice["sampling_mask"]["ids"], "<i4"), np.maximum(counts, 0).cumsum())
+        rollout.sampling_mask = [
+            None if count < 0 else ids for count, ids in zip(counts.tolist(), parts[:-1], strict=True)
+        ]
+        rollout.mask_truncated = counts == TRUNCATED
+        rollout.sampling_logprobs = np.frombuffer(choice["sampling_logprobs"], "<f4")
+        rollout.kept_logprob = np.frombuffer(choice["kept_logprob"], "<f4")
+    return rollout
 
 
 async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:

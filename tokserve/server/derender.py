@@ -135,7 +135,7 @@ class ReplyReader:
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
         self._serving = serving
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
-        self.params = params or SamplingParams()
+        self.params = msgspec.structs.replace(params or SamplingParams(), return_sampling_mask=False)
         self._known = params is not None
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
         self._external: ExternalReply | None = None

@@ -102,6 +102,7 @@ class Metrics(Collector):
         self._finished = LabelledCounter(counters, REASONS)
         self._aborts = LabelledCounter(counters, CAUSES)
         self._refusals = LabelledCounter(counters, REFUSALS)
+        self._truncated_masks = counters.allocate(1)
         self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
@@ -158,6 +159,8 @@ class Metrics(Collector):
             self._aborts.add(completion.stop_detail or "abort_user")
         self.prompt_length.observe(prompt_tokens)
         self.output_length.observe(output_tokens)
+        if completion.sampling_mask_truncated:
+            self._truncated_masks.add(0, completion.sampling_mask_truncated)
         queued, first, total = completion.times
         self.latency.observe(total)
         if not output_tokens:
@@ -271,6 +274,11 @@ class Metrics(Collector):
             ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
             ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
+            (
+                "sampling_masks_truncated",
+                "Tokens without a sampling mask, as it would have had too many ids.",
+                self._truncated_masks.total(0),
+            ),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric([self._model, ENGINE], value)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, RequestFailed
-from tokserve.server import body, errors, workers
+from tokserve.server import body, errors, sampling_masks, workers
 from tokserve.server.disconnect import CancelOnDisconnect, ClientDisconnected
 from tokserve.server.generation import Generation
 from tokserve.server.reply_parts import DeferredParts, PartedResponse
@@ -75,7 +75,8 @@ async def answer(
 
 def _columns_size(completion: ChoiceOutput) -> int:
     both = (completion.logprobs, completion.prompt_logprobs)
-    return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
+    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
+    return size + sampling_masks.num_bytes(completion.sampling_masks)
 
 
 async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:

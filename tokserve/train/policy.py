@@ -28,7 +28,7 @@ from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.modules import DecoderModules
 from tokserve.train.order import in_order
 from tokserve.train.products import Products
-from tokserve.train.requests import ScoringRequest, checked, items_of
+from tokserve.train.requests import Masks, ScoringRequest, checked, items_of
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATION_BYTES = 5 << 28
@@ -184,15 +184,16 @@ class PolicyModel(nn.Module):
         starts: Sequence[int],
         temperature: float | Sequence[float] = 1.0,
         logprobs_mode: str = "raw",
-        sampling_masks: Sequence[Sequence[Sequence[int] | None] | None] | None = None,
+        sampling_masks: Sequence[Masks | None] | None = None,
         share_prefixes: bool = True,
     ) -> list[Tensor]:
         """Logprobs float32 [len(sequence) - start] of each sequence's tokens from its `start` (at least 1) on.
 
         They are the server's to the bit, whatever the other sequences, their order and `share_prefixes`, which
         computes a prefix that several sequences have in common once.  `temperature`: one for all or one a sequence; it
-        counts in the modes "temperature" and "processed".  `sampling_masks`: by sequence and scored token the ids that
-        the token was drawn from, None: the whole vocabulary; for "processed".  Raises ValueError.
+        counts in the modes "temperature" and "processed".  `sampling_masks`, for "processed": by sequence what the
+        token route returns as `sampling_mask`, a list with the ids that each scored token was drawn from (None: the
+        whole vocabulary), or its columns.  Raises ValueError.
         """
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")

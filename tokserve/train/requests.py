@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
 
 Mask = Sequence[int] | None
+Masks = Sequence[Mask] | Mapping[str, Any]  # a list by token, or columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ def checked(
     sequences: Sequence[Sequence[int]],
     starts: Sequence[int],
     temperature: float | Sequence[float],
-    sampling_masks: Sequence[Sequence[Mask] | None] | None,
+    sampling_masks: Sequence[Masks | None] | None,
     *,
     vocab: int,
     positions: int,
@@ -53,7 +56,7 @@ def _request(
     sequence: Sequence[int],
     start: int,
     temperature: float,
-    masks: Sequence[Mask] | None,
+    masks: Masks | None,
     vocab: int,
     positions: int,
 ) -> ScoringRequest:
@@ -68,8 +71,31 @@ def _request(
         raise ValueError(f"starts[{number}] must be between 1 and {len(tokens)}, got {start}")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or a positive number, got {temperature} for sequences[{number}]")
+    if isinstance(masks, Mapping):
+        masks = _from_columns(number, masks)
     kept = None if masks is None else _masks(number, tokens[start:], masks, vocab)
     return ScoringRequest(tokens.astype(np.int32), int(start), float(temperature), kept)
+
+
+def _from_columns(number: int, columns: Mapping[str, Any]) -> Sequence[Mask]:
+    """By token the ids, of `counts` and `ids` as the token route has them: lists, or int32 as bytes or base64.  A
+    negative count is a row without a mask."""
+    counts, ids = (_int32(columns.get(name), f"sampling_masks[{number}].{name}") for name in ("counts", "ids"))
+    ends = np.maximum(counts, 0).cumsum()
+    if len(ids) != (ends[-1] if len(ends) else 0):
+        raise ValueError(f"sampling_masks[{number}] has {len(ids)} ids, and its counts say otherwise")
+    parts = np.split(ids, ends)[:-1]
+    return [None if count < 0 else part for count, part in zip(counts.tolist(), parts, strict=True)]
+
+
+def _int32(value: Any, name: str) -> NDArray[np.int32]:
+    if isinstance(value, str):
+        value = base64.b64decode(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return np.frombuffer(value, "<i4")
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    return np.asarray(value, np.int32)
 
 
 def _masks(

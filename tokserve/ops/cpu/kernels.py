@@ -243,6 +243,30 @@ def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, T
 _NO_LOGPROBS = _logprob_columns(0, 0)
 
 
+@sampling.sampling_mask.implement("cpp", device="cpu")
+def sampling_mask(logits: Tensor, processed: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, limit = logits.shape[0], rest[-1]
+    counts, kept_logprobs, values = torch.empty(rows, dtype=torch.int32), torch.empty(rows), torch.empty(rows)
+    ids = _mask_ids.of(rows, limit)
+    total = _C.sampling_mask(logits, processed, *rest, counts, ids, kept_logprobs, values)
+    return counts, ids.view(-1)[:total].clone(), kept_logprobs, values
+
+
+class _KeptBuffer:
+    """Room for ids that is used again: fresh pages would cost more than the work on them."""
+
+    def __init__(self) -> None:
+        self._ids = torch.empty(0, dtype=torch.int32)
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        if self._ids.numel() < rows * columns:
+            self._ids = torch.empty(rows * columns, dtype=torch.int32)
+        return self._ids[: rows * columns].view(rows, columns)
+
+
+_mask_ids = _KeptBuffer()
+
+
 @sampling.filter_logits.implement("cpp", device="cpu")
 def filter_logits(logits: Tensor, *limits: Tensor) -> Tensor:
     out = torch.empty_like(logits)
