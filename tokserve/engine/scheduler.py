@@ -186,16 +186,17 @@ class Scheduler:
         most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
         contended = bool(builder.shares)
+        block_size = self._cache.block_size
         for request in self.shares.in_turns(self._running) if contended else list(self._running):
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
-            num_tokens = request.num_tokens
-            if num_tokens - request.num_computed > 1 or request.pooling:
+            num_tokens, num_computed = request.num_tokens, request.num_computed
+            if num_tokens - num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif num_tokens >= request.limit or (request.stalled and self._is_idle(request)):
-                continue
-            elif (builder.allowed(request) if contended else builder.budget) and self._make_room(request, builder):
-                builder.add(request, 1)
+            elif num_tokens < request.limit and not (request.stalled and self._is_idle(request)):
+                budget = builder.allowed(request) if contended else builder.budget
+                if budget and (num_computed % block_size or self._make_room(request, builder)):  # else within its block
+                    builder.add_decode(request)
         for request in prompts:
             budget = builder.allowed(request)
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
@@ -359,7 +360,7 @@ class Scheduler:
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
         requests, last = [], 0  # last: of the rows' tokens so far
-        block_size = self._cache.block_size
+        block_size, version, num_output = self._cache.block_size, step.weight_version, 0
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
         for index, (row, count, status) in enumerate(columns):
             request = row.request
@@ -378,9 +379,7 @@ class Scheduler:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
                 elif count:
-                    tokens = token_ids[first:last]
-                    kept = request.append(tokens, logprobs, first, step.weight_version, now)
-                    self.counters.output_tokens += kept
+                    num_output += request.append(token_ids[first:last], logprobs, first, version, now)
                 elif request.pooling and request.num_settled == request.prompt_len:
                     request.set_pooled(result.pooled[index], now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
@@ -393,6 +392,7 @@ class Scheduler:
                     requests.append(request)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
+        self.counters.output_tokens += num_output
         return requests
 
     def _release_slot(self, request: Request) -> None:
