@@ -340,6 +340,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
     ] = 75
+    stream_stall_timeout: Annotated[
+        float,
+        about("Seconds after which a client that does not read its reply is disconnected, and its request aborted; 0: "
+              "never.", ge=0, le=FOR_EVER),
+    ] = 300.0  # fmt: skip
     shutdown_timeout: Annotated[
         float, about("Seconds that running requests may finish in after SIGTERM.", ge=0, le=FOR_EVER)
     ] = 10.0

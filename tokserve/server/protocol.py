@@ -1,15 +1,17 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, with six differences.
+"""HTTP/1.1 on a connection: uvicorn's protocol, with seven differences.
 
 Upgrades are declined and versions other than 1.0 and 1.1 refused; refusals have the form of other errors; a request's
 head is limited in size and in time; HTTP/1.0 (nginx's default towards upstreams) gets no chunked response; the pieces
-of a body are gathered before the application is woken, and many tiny chunks are refused.  Java's HTTP client offers h2c
-with every plain request, and the parser would take such a request's body for the other protocol.  RFC 9110 (7.8) lets a
-server ignore the offer, so the request is parsed again without it.
+of a body are gathered before the application is woken, and many tiny chunks are refused; a client that does not read
+its reply is disconnected after a time.  Java's HTTP client offers h2c with every plain request, and the parser would
+take such a request's body for the other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is
+parsed again without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +21,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokserve.errors import RequestError
 from tokserve.server import client_names, errors, sse
+
+logger = logging.getLogger(__name__)
 
 OFFER = (b"upgrade", b"http2-settings")
 VERSIONS = ("1.0", "1.1")
@@ -42,10 +46,15 @@ class VersionNotSupported(RequestError):
 
 
 class Protocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=Protocol, ws="none")`."""
+    """For `uvicorn.Config(http=Protocol, ws="none")`.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `stall_timeout`: seconds that a connection may be full before it is closed, 0 for any time.
+    """
+
+    def __init__(self, *args: Any, stall_timeout: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._stall_timeout = stall_timeout
+        self._stall_timer: asyncio.TimerHandle | None = None  # while the connection is full
         self._head: int | None = 0  # bytes so far of an unfinished head, or of trailers; None in a body
         self._refusal: RequestError | None = None  # why the parser was stopped
         self._pieces: list[bytes] = []  # of the body, not yet passed to the application
@@ -58,7 +67,33 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    def pause_writing(self) -> None:
+        """The connection is full: the client does not read as fast as the server writes, or not at all."""
+        super().pause_writing()
+        if self._stall_timeout and self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._stall_timeout, self._disconnect_stalled)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _disconnect_stalled(self) -> None:
+        self._stall_timer = None
+        logger.warning(
+            "a client did not read its reply for %g s (stream_stall_timeout): the connection from %s is closed",
+            self._stall_timeout, self.client and self.client[0],
+        )  # fmt: skip
+        if self.cycle is not None:
+            self.cycle.scope[sse.STALLED] = True  # type: ignore[literal-required]
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_stall_timer()
         self._give()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
