@@ -47,10 +47,10 @@ class FloodWithGrammar(Flood):
 
 
 TINY: list[Flood | Case] = [
-    Flood(name="c=64, stream", concurrency=64, stream=True, per_lane=12),
-    Flood(name="c=64, whole", concurrency=64, stream=False, per_lane=12),
-    Flood(name="c=64, stream, logprobs 5", concurrency=64, stream=True, logprobs=5, per_lane=12),
-    FloodWithGrammar(name="c=64, stream, one grammar", concurrency=64, stream=True, per_lane=12),
+    Flood(name="c=64, stream", concurrency=64, stream=True, per_lane=6),
+    Flood(name="c=64, whole", concurrency=64, stream=False, per_lane=6),
+    Flood(name="c=64, stream, logprobs 5", concurrency=64, stream=True, logprobs=5, per_lane=6),
+    FloodWithGrammar(name="c=64, stream, one grammar", concurrency=64, stream=True, per_lane=6),
 ]
 DECODE: list[Flood | Case] = [case for case in LARGE if case.name in ("decode c=1", "decode c=16")]
 
