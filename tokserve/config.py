@@ -81,7 +81,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
     ] = 20
     logprobs_mode: Annotated[
-        LogprobsMode, about("Kind of logprobs for requests that do not say: raw, temperature or processed.")
+        LogprobsMode,
+        about(
+            "Kind of logprobs for requests that do not say: raw, temperature or processed (vLLM's raw_logprobs and "
+            "processed_logprobs are the first and the last)."
+        ),
     ] = "raw"
     eos_token_ids: Annotated[
         list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
@@ -256,6 +260,11 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024),
     ] = 4
+    lora_eviction: Annotated[
+        Literal["lru", "none"],
+        about("When --max-loras adapters are loaded and another is to be: lru unloads the one that has been unused for "
+              "longest, if no request is using it; none refuses."),
+    ] = "lru"  # fmt: skip
     max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
     lora_modules: Annotated[
         list[str] | None,
@@ -285,6 +294,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         list[str] | None,
         about("Names the model answers to (repeatable); the first is used in replies. Default: MODEL as it was given."),
     ] = None
+    rl: Annotated[
+        bool,
+        about("Defaults for reinforcement learning: --logprobs-mode processed (the distribution that tokens are drawn "
+              "from), --generation-config none (no sampling parameters but the request's), --scheduling-policy "
+              "priority. An option that is given wins."),
+    ] = False  # fmt: skip
     tokens_only: Annotated[
         bool, about("Serve the token routes only: no tokenizer is loaded, text routes are absent.")
     ] = False
@@ -415,6 +430,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = GIB  # fmt: skip
 
 
+# what --rl changes where an option is not given
+RL_DEFAULTS = {"logprobs_mode": "processed", "generation_config": "none", "scheduling_policy": "priority"}
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
 
@@ -430,6 +449,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def make(cls, **values: Any) -> Config:
         """Build from flat field names; None means the default.  Raises StartError naming the field at fault."""
+        if values.get("rl"):
+            values = values | {name: value for name, value in RL_DEFAULTS.items() if values.get(name) is None}
         groups: dict[str, dict[str, Any]] = {}
         homes = {name: group for group, name, _ in fields()}
         for name, value in values.items():

@@ -20,8 +20,9 @@ from tokserve import jsonschema
 from tokserve.errors import RequestError
 from tokserve.regex import explicit_classes
 
-LogprobsMode = Literal["raw", "temperature", "processed"]
+LogprobsMode = Literal["raw", "temperature", "processed", "raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
+VLLM_LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
@@ -211,6 +212,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """A copy without the front end's fields, with `changes` applied."""
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
+        if self.logprobs_mode in VLLM_LOGPROBS_MODES:
+            changes["logprobs_mode"] = VLLM_LOGPROBS_MODES[self.logprobs_mode]
         return msgspec.structs.replace(
             self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,

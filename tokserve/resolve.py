@@ -17,6 +17,7 @@ from tokserve import checkpoint
 from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
 from tokserve.cpu_list import cpu_list
 from tokserve.errors import StartError
+from tokserve.params import VLLM_LOGPROBS_MODES
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
@@ -52,6 +53,7 @@ def resolve(config: Config) -> Config:
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+            logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
         runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),

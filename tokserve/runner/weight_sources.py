@@ -75,6 +75,10 @@ def announcement(source: dict[str, Any]) -> Announcement:
         raise RequestError(f"update_info: {error}", field="update_info") from None
 
 
+class NoDirectory(RequestError):
+    """The directory is not there."""
+
+
 def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "weight_dir") -> Path:
     """The directory, with links followed; Forbidden if it is not below one of `allowed`."""
     try:
@@ -85,7 +89,7 @@ def allowed_directory(name: str, allowed: Sequence[str] | None, field: str = "we
     if not _is_within(path, allowed):
         raise Forbidden(f"{name} is not within --allowed-weight-dirs", field=field)
     if not is_there:
-        raise RequestError(f"no directory {name}", field=field)
+        raise NoDirectory(f"no directory {name}", field=field)
     return path
 
 
