@@ -112,7 +112,7 @@ def test_a_body_is_no_head() -> None:
     async def scene() -> None:
         with connected() as (connection, wire):
             feed(connection, wire, HEAD + b"\r\n", *[b"3e8\r\n" + PIECE + b"\r\n"] * 200, b"0\r\n\r\n")
-            feed(connection, wire, *[b"GET / HTTP/1.1\r\nX: " + PIECE + b"\r\n\r\n"] * 200)
+            feed(connection, wire, *[b"GET / HTTP/1.1\r\nHost: a\r\nX: " + PIECE + b"\r\n\r\n"] * 200)
             async with asyncio.timeout(30):
                 while wire.written.count(b"HTTP/1.1 200 OK") < 201:
                     await asyncio.sleep(0)
@@ -121,8 +121,8 @@ def test_a_body_is_no_head() -> None:
     asyncio.run(scene())
 
 
-GET, POST = b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
-GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
+GET, POST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ncontent-length: 0\r\n\r\n"
+GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
 
 
 @pytest.mark.parametrize(
@@ -252,3 +252,28 @@ def test_a_connection_may_be_full_for_ever_where_there_is_no_timeout() -> None:
             return wire.aborted
 
     assert not asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a", 400),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nHost: b", 400),
+        (b"GET / HTTP/1.0", 200),
+        (b"GET / HTTP/1.1\r\nhOST: a", 200),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: Chunked", 200),
+    ],
+)
+def test_a_head_that_a_proxy_may_read_in_another_way_is_refused(head: bytes, status: int) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            feed(connection, wire, head + b"\r\n\r\n" + (b"0\r\n\r\n" if head.startswith(b"POST") else b""))
+            while not wire.written:
+                await asyncio.sleep(0.001)
+            assert wire.written.split()[1] == str(status).encode(), wire.written
+            assert wire.closed == (status == 400) or head.endswith(b"1.0"), "what follows must not be read"
+
+    asyncio.run(scene())

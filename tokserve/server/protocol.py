@@ -121,6 +121,7 @@ class Protocol(HttpToolsProtocol):
         self._chunks = self._chunked = 0
         if self.parser.get_http_version() not in VERSIONS:
             self._refuse(VersionNotSupported("this server speaks HTTP/1.1", code="http_version"))
+        self._check_framing()
         if not self.parser.should_upgrade():
             self._unset_keepalive_if_required()  # only for a whole head: a client could send one byte by byte
             super().on_headers_complete()
@@ -130,6 +131,18 @@ class Protocol(HttpToolsProtocol):
             self.scope[client_names.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
+
+    def _check_framing(self) -> None:
+        """Refuse what a proxy in front may read in another way (RFC 9112, 3.2 and 6.1)."""
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                what = "the only transfer-encoding that this server knows is chunked"
+                self._refuse(RequestError(what, code="invalid_http"))
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(RequestError("a request has one Host header", code="invalid_http"))
 
     def on_chunk_header(self) -> None:
         """Count chunks, which cost time of the event loop, and the bytes of trailers, which follow the last header."""
