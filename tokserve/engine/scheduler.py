@@ -172,22 +172,24 @@ class Scheduler:
             budget = min(limit, max(len(self.shares.present), self._pace.max_tokens(limit)))
         builder = PlanBuilder.of(budget, self.shares.present)
         self._deferred = 0
-        self._continue(builder)
+        order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
+        self._continue(builder, order)
         if not builder.short:
             self._admit(builder, now)
-        self._fill(builder)
+        if builder.budget and builder.shares:
+            self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
         if self._drafter is not None and not builder.short:
             self._add_drafts(builder, self._drafter)
         self._short = builder.short
         return builder
 
-    def _continue(self, builder: PlanBuilder) -> None:
-        """Rows for running requests: those that lack one token first, so that no prompt delays them.  A client gets at
-        most its share of the budget, so that other clients' requests get on and are admitted."""
+    def _continue(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Rows for running requests, in this order, but those that lack one token first, so that no prompt delays them.
+        A client gets at most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
         contended = bool(builder.shares)
         block_size = self._cache.block_size
-        for request in self.shares.in_turns(self._running) if contended else list(self._running):
+        for request in order:
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
             num_tokens, num_computed = request.num_tokens, request.num_computed
@@ -202,16 +204,16 @@ class Scheduler:
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
                 builder.add(request, self._chunk(request, budget))
 
-    def _fill(self, builder: PlanBuilder) -> None:
-        """Give what is left of the budget to requests that exceed their client's share."""
-        if not builder.budget or not builder.shares:
-            return
+    def _fill(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Give what is left of the budget to requests that exceed their client's share, in this order."""
         rows = {row.request: row for row in builder.rows}
-        for request in self.shares.in_turns(self._running):
+        for request in order:
+            if not builder.budget:
+                return
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
             missing = request.num_tokens - request.num_computed
-            if not builder.budget or request.state is not State.RUNNING or not request.is_ready_to_sample:
+            if request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
             if missing > max(count, not request.pooling):
                 more = self._chunk(request, count + builder.budget) - count
