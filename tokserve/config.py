@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -361,6 +361,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
     ] = 75
+    stream_stall_timeout: Annotated[
+        float,
+        about("Seconds after which a client that does not read its reply is disconnected, and its request aborted; 0: "
+              "never.", ge=0, le=FOR_EVER),
+    ] = 300.0  # fmt: skip
     shutdown_timeout: Annotated[
         float, about("Seconds that running requests may finish in after SIGTERM.", ge=0, le=FOR_EVER)
     ] = 10.0
@@ -467,12 +472,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise StartError(_readable(str(error), values)) from None
 
 
-def fields() -> Iterator[tuple[str, str, Any]]:
+@cache
+def fields() -> tuple[tuple[str, str, Any], ...]:
     """(group, field name, annotated type) of every option, in order of definition."""
+    rows = []
     for group in msgspec.structs.fields(Config):
         hints = get_type_hints(group.type, include_extras=True)
-        for field in msgspec.structs.fields(group.type):
-            yield group.name, field.name, hints[field.name]
+        rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
+    return tuple(rows)
 
 
 def _nearest(name: str, known: dict[str, str]) -> str:

@@ -22,12 +22,10 @@ from tokserve.train import PolicyModel
 MODES = ("raw", "temperature", "processed")
 CASES = [
     ("demo", "bfloat16"),
-    ("qwen3-mixed-wide", "float32"),
     *(
         pytest.param((name, dtype), marks=pytest.mark.slow)
         for name in FAMILIES
         for dtype in ("bfloat16", "float32", "float16")
-        if (name, dtype) != ("qwen3-mixed-wide", "float32")
     ),
 ]
 

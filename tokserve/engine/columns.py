@@ -38,13 +38,19 @@ class PackedRows:
 
 
 class LogprobColumns:
-    """Rows of one width and mode that are not yet sent, in order."""
+    """Rows of one width and mode that are not yet sent, in order.
 
-    __slots__ = ("_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "mode", "width")
+    The newest step's rows are copied when the next step's come, or straight to where they are moved: those of a stream
+    are thus copied once.
+    """
+
+    __slots__ = ("_newest", "_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "kind", "mode", "width")
 
     def __init__(self, width: int, mode: str) -> None:
         self.width = width
         self.mode = mode
+        self.kind = (width, mode)
+        self._newest: tuple[PackedRows, int, int] | None = None  # rows, first, count
         self._token_logprobs = bytearray()
         self._ranks = bytearray()
         self._top_ids = bytearray()
@@ -52,17 +58,29 @@ class LogprobColumns:
 
     def append(self, rows: PackedRows, first: int, count: int = 1) -> None:
         """Append `count` rows from `first` on, cut to this width."""
+        if self._newest is not None:
+            self._copy_newest()
+        self._newest = (rows, first, count)
+
+    def _copy_newest(self) -> None:
+        if self._newest is not None:
+            self._copy(*self._newest)
+            self._newest = None
+
+    def _copy(self, rows: PackedRows, first: int, count: int) -> None:
         start, end = 4 * first, 4 * (first + count)
         self._token_logprobs += rows.token_logprobs[start:end]
         self._ranks += rows.ranks[start:end]
         if self.width:
-            for start in range(rows.stride * first, rows.stride * (first + count), rows.stride):
+            stride = rows.stride
+            for start in range(stride * first, stride * (first + count), stride):
                 end = start + 4 * self.width
                 self._top_ids += rows.top_ids[start:end]
                 self._top_logprobs += rows.top_logprobs[start:end]
 
     def add(self, rows: LogprobRows, first: int, last: int) -> None:
         """Append rows first..last-1, cut to this width."""
+        self._copy_newest()
         width = self.width
         self._token_logprobs += rows.token_logprobs[first:last].tobytes()
         self._ranks += rows.ranks[first:last].tobytes()
@@ -72,18 +90,22 @@ class LogprobColumns:
 
     def move(self, to: LogprobColumns) -> None:
         """Append all rows to those of another of the same width and mode; none are left here."""
-        to._token_logprobs += self._token_logprobs
-        to._ranks += self._ranks
-        self._token_logprobs.clear()
-        self._ranks.clear()
-        if self.width:
+        if to._newest is not None:
+            to._copy_newest()
+        if self._ranks:
+            to._token_logprobs += self._token_logprobs
+            to._ranks += self._ranks
             to._top_ids += self._top_ids
             to._top_logprobs += self._top_logprobs
-            self._top_ids.clear()
-            self._top_logprobs.clear()
+            for column in (self._token_logprobs, self._ranks, self._top_ids, self._top_logprobs):
+                column.clear()
+        if self._newest is not None:
+            to._copy(*self._newest)
+            self._newest = None
 
     def packed(self) -> Logprobs:
         """The rows as a message's part."""
+        self._copy_newest()
         return Logprobs(
             bytes(self._token_logprobs), bytes(self._ranks), bytes(self._top_ids), bytes(self._top_logprobs),
             self.width, self.mode,
@@ -145,23 +167,27 @@ class StepColumns:
         self._mask_rows: list[int] = []  # that have masks
 
     def add(
-        self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None,
+        self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None, first: int = 0,
         masks: MaskColumns | None = None,
     ) -> None:  # fmt: skip
-        """A row: new tokens, and their logprobs and sampling masks, which are moved here."""
+        """A row: `tokens` from index `first` on, and their logprobs and sampling masks, which are moved here."""
         if logprobs is not None:
-            kind = (logprobs.width, logprobs.mode)
-            if kind not in self._logprobs:
-                self._logprobs[kind] = (LogprobColumns(*kind), [])
-            columns, rows = self._logprobs[kind]
+            entry = self._logprobs.get(logprobs.kind)
+            if entry is None:
+                entry = self._logprobs[logprobs.kind] = (LogprobColumns(*logprobs.kind), [])
+            columns, rows = entry
             logprobs.move(columns)
             rows.append(len(self._request_ids))
         if masks is not None:
             masks.move(self._masks)
             self._mask_rows.append(len(self._request_ids))
         self._request_ids.append(request_id)
-        self._tokens += tokens
-        self._counts.append(len(tokens))
+        count = len(tokens) - first
+        if count == 1:
+            self._tokens.append(tokens[-1])
+        else:
+            self._tokens += tokens[first:]
+        self._counts.append(count)
 
     def set_rare(
         self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,

@@ -99,7 +99,7 @@ class OutputBuffer:
         self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
     ) -> None:
         """Add what is unsent to a step's columns."""
-        columns.add(request_id, tokens[self._next_to_send :], self._logprobs, self._masks)
+        columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
         self._next_to_send = len(tokens)
         if finish is None and self._sent:
             return

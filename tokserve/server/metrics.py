@@ -41,7 +41,7 @@ SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
-CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
+CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
 SAMPLED = 16  # the serialization of one stream in so many is timed
 
