@@ -63,7 +63,11 @@ class Decoder:
     """`options`: of the blocks; `head`: of the output head; `tables`: a rope table for each of the spec's ropes.
 
     `float8_cache`: the KV cache has a narrow dtype, so scales that come with weights are used.
+    `exact`: all that is computed is batch invariant if the ops are.  `implementation`: as the option model_impl.
     """
+
+    exact = True
+    implementation = "tokserve"
 
     def __init__(
         self,

@@ -39,6 +39,11 @@ ARCHITECTURES = {
 }
 
 
+def is_known(hf: Mapping[str, Any]) -> bool:
+    """Whether a function of the table reads this config.json."""
+    return not ARCHITECTURES.keys().isdisjoint(ConfigReader(hf).texts("architectures"))
+
+
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:
     """The spec for this config.json; StartError if no architecture it names is known."""
     names = ConfigReader(hf).texts("architectures")

@@ -72,7 +72,8 @@ class DecoderSpec:
 
     `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
     `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
-    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first.  `format`: how the checkpoint stores weights.
+    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first.
+    `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -146,7 +147,8 @@ def dense(
 
     `kv_heads`, `head_dim`: as `attention` takes them; `max_position`: as `decoder` does.  `rotary`: the part of a head
     that is rotated, where the config does not say, None: all of it; `interleaved`: as in a `RopeSpec`.  `ropes`:
-    one per layer, else the config's for all.  `norm`: else RMS norms with the config's `rms_norm_eps`.  `in_...`: more fields of these specs.
+    one per layer, else the config's for all.  `norm`: else RMS norms with the config's `rms_norm_eps`.
+    `in_...`: more fields of these specs.
     """
     norm = norm or NormSpec(fields.number("rms_norm_eps", 1e-6))
     dim, positions = head_size(fields, head_dim), fields.integer("max_position_embeddings", max_position)
