@@ -133,7 +133,7 @@ class TransformersModel(Decoder):
 
     def _tie(self, name: str) -> None:
         """The head has the embedding's weight, under the embedding's name."""
-        head = next(path for path, one in self.module.named_modules() if getattr(one, "linear", None) is self._head)
+        head = next(path for path, one in self.module.named_modules() if vars(one).get("linear") is self._head)
         of_head = self._parameters.pop(f"{head}.weight")
         of_embedding = self._parameters[name]
 
@@ -157,9 +157,9 @@ class TransformersModel(Decoder):
         renamings = [one for one in get_model_conversion_mapping(self.module) if isinstance(one, WeightRenaming)]
         pairs = []
         for name in names:
-            own = weights.model_name(name, self.spec.renames)
-            if own is not None and own not in self._parameters:
-                renamed = apply_renamings(own, renamings)
+            target = weights.model_name(name, self.spec.renames)
+            if target is not None and target not in self._parameters:
+                renamed = apply_renamings(target, renamings)
                 if renamed in self._parameters or renamed in self.buffers:
                     pairs.append((name, renamed))
         self.spec = replace(self.spec, renames=(*pairs, *self.spec.renames))
