@@ -30,10 +30,40 @@ struct NormArgs {
   const void* x;         // [T, H]
   const void* residual;  // [T, H], or null: plain rms_norm
   const void* weight;    // [H]
+  const void* bias;      // [H] of weight_dtype, or null
   void* out;             // [T, H]
-  void* sum;             // [T, H]: x + residual rounded to dtype, or null
+  void* sum;             // [T, H]: x * multiplier + residual rounded to dtype, or null
   int64_t width;
-  float eps;
+  float eps, multiplier;
+};
+
+struct AddArgs {
+  DType dtype;
+  const void* x;         // [T, width]
+  const void* residual;  // [T, width]
+  void* out;             // [T, width]: x * multiplier + residual
+  int64_t width;
+  float multiplier;
+};
+
+// limit * tanh(x * multiplier / limit), or x * multiplier where the limit is 0.
+struct CapArgs {
+  DType dtype;
+  const void* x;  // [T, width]
+  void* out;      // [T, width]; it may be x
+  int64_t width;
+  float multiplier, limit;
+};
+
+enum class Activation : int { silu, gelu_tanh, gelu, relu, relu2 };
+
+struct ActivateArgs {
+  DType dtype;
+  Activation activation;
+  bool gated;
+  const void* x;  // [T, width], or gated: [T, 2 * width], the gate first
+  void* out;      // [T, width]
+  int64_t width;
 };
 
 struct GatedArgs {
@@ -52,13 +82,14 @@ struct RopeArgs {
   int64_t q_stride, k_stride, q_heads, k_heads, dim, rot;
   const float* table;  // [max_pos, rot]: cos for rot / 2 pairs, then sin
   const int64_t* positions;
+  bool interleaved;  // pairs are (2 i, 2 i + 1), not (i, i + rot / 2)
 };
 
 // From a row of the qkv projection to its queries, with keys and values written into the pages.
 struct QkvArgs {
   DType dtype, weight_dtype;
   const void* qkv;       // [T, (q_heads + 2 * k_heads) * dim]
-  const void* q_weight;  // [dim], of the norm over each head; null, both: no norm
+  const void* q_weight;  // [dim], of the norm over each head, or [heads * dim]; null, both: no norm
   const void* k_weight;
   void* q_out;    // [T, q_heads, dim]
   void* k_cache;  // [B, k_heads, page * dim elements as in pages.h]
@@ -68,6 +99,9 @@ struct QkvArgs {
   const int64_t* slots;  // as in StoreArgs
   int64_t q_heads, k_heads, dim, rot, page;
   float eps;
+  bool interleaved;  // as in RopeArgs
+  bool norm_all;     // one norm over all heads of q, one over those of k
+  bool norm_last;    // after the rotation
 };
 
 struct StoreArgs {
@@ -142,6 +176,7 @@ struct AttentionArgs {
   int64_t q_stride, heads, kv_heads, page, dim;
   float scale;
   int64_t window;  // 0: all keys up to the query
+  float softcap;   // 0: none
 };
 
 // Consecutive queries of one request, all heads of one group: one attention task.
@@ -223,11 +258,16 @@ struct Kernels {
   const char* arithmetic;  // of its bfloat16 products: kernels of one arithmetic give the same bits in every op
   // These compute rows [begin, end).
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*add_residual)(const AddArgs&, int64_t begin, int64_t end);
+  void (*cap)(const CapArgs&, int64_t begin, int64_t end);
+  void (*activate)(const ActivateArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
-  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
+  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end,
+                          char* scratch);  // scratch: k_heads * dim elements
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
   // converts the rows of x, a cost that pays off from linear_panels(args) panels on.
   int64_t (*linear_scratch)(const LinearArgs&);

@@ -38,9 +38,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "kv_spec"}, {"transformers"}),
     "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors"}, {"transformers"}),
+    "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
         {
+            "hf",
             "models",
             "layers",
             "ops",

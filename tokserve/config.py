@@ -71,6 +71,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "weight file is read."
         ),
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "tokserve", "transformers"],
+        about(
+            "What computes the model. tokserve: a family that is built in. transformers: the module of that library, "
+            "with our projections, KV pages and attention; bits are not promised. auto: tokserve where the "
+            "architecture is built in."
+        ),
+    ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
     generation_config: Annotated[
         str,

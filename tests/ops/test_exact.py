@@ -76,7 +76,10 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
-@every("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul")
+@every(
+    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add_residual", "cap", "activate",
+    "silu_mul", "gelu_mul",
+)  # fmt: skip
 def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
         randn(dtype, 1, MOST, 2 * width) * 4,
@@ -86,6 +89,11 @@ def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, 
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "rms_norm": lambda r: call(x[r], weight, 1e-6),
         "add_rms_norm": lambda r: call(x[r], residual[r], weight, 1e-6),
+        "layer_norm": lambda r: call(x[r], weight, residual[0], 1e-6),
+        "add_layer_norm": lambda r: call(x[r], residual[r], weight, residual[0], 1e-6, 0.3),
+        "add_residual": lambda r: call(x[r], residual[r], 0.3),
+        "cap": lambda r: call(x[r], 1.5, 3.0),
+        "activate": lambda r: call(x[r], "gelu"),
         "silu_mul": lambda r: call(x[r]),
         "gelu_mul": lambda r: call(x[r]),
     }
@@ -220,16 +228,21 @@ def test_norm_rope_store_tokens_are_batch_invariant(
     positions = torch.randint(0, 99, (MOST,), generator=torch.Generator().manual_seed(0))
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))
 
-    def stored(rows: Tensor, *weights: Tensor | None) -> Outputs:
+    def stored(rows: Tensor, *weights: Tensor | None, interleaved: bool = False, norm_last: bool = False) -> Outputs:
         caches = torch.zeros(2, 80 // page + 1, kv_heads, page, dim, dtype=dtype)
         where = slots[: len(rows)]
-        q = call(qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where)
+        q = call(
+            qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where, 1.0, 1.0, interleaved, norm_last
+        )
         written = pages.rows(named("norm_rope_store", call), *caches.unbind())
         k, v = (cache[where // page, :, where % page] for cache in written)
         return q, k, v
 
     rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight), trials=4)
-    rows_are_batch_invariant(lambda rows: stored(rows, None, None), trials=2)
+    rows_are_batch_invariant(lambda rows: stored(rows, None, None, interleaved=True), trials=2)
+    rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight, norm_last=True), trials=2)
+    whole = (randn(dtype, 5, heads * dim), randn(dtype, 6, kv_heads * dim))
+    rows_are_batch_invariant(lambda rows: stored(rows, *whole), trials=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -133,6 +133,13 @@ def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     norm, add, silu, gelu = (on_device(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul"))
     rows_are_batch_invariant(lambda r: norm(x[r], weight, 1e-6), 9)
     rows_are_batch_invariant(lambda r: add(x[r], residual[r], weight, 1e-6), 9)
+    layer_norm, residuals, cap, gelu_erf = (
+        on_device(name) for name in ("add_layer_norm", "add_residual", "cap", "activate")
+    )
+    rows_are_batch_invariant(lambda r: layer_norm(x[r], residual[r], weight, weight, 1e-6, 0.5), 9)
+    rows_are_batch_invariant(lambda r: residuals(x[r], residual[r], 0.5), 9)
+    rows_are_batch_invariant(lambda r: cap(x[r], 0.5, 3.0), 9)
+    rows_are_batch_invariant(lambda r: gelu_erf(x[r], "gelu"), 9)
     rows_are_batch_invariant(lambda r: silu(x[r]), 9)
     rows_are_batch_invariant(lambda r: gelu(x[r]), 9)
 
@@ -434,7 +441,17 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
     for name, figures in variants(
-        compiled, "linear", "decode", "prefill", "merge", "norm_rope_store", "rms_norm", "rope", "gate", "store"
+        compiled,
+        "linear",
+        "decode",
+        "prefill",
+        "merge",
+        "norm_rope_store",
+        "norm",
+        "rope",
+        "activate",
+        "scale",
+        "store",
     ).items():
         assert not figures["fma"], f"{name} contracts"
 

@@ -44,15 +44,20 @@ class Embedding:
             self.head.tie(weight, self.packed)
 
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
-        rows = ops.embedding(ids, self.packed)
-        return rows if self.multiplier == 1.0 else rows * self.multiplier
+        return ops.embedding(ids, self.packed, self.multiplier)
 
 
 class Head:
-    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands."""
+    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands.
 
-    def __init__(self, vocab: int, hidden: int, options: LayerOptions) -> None:
+    `multiplier`: of the products; `softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
+    """
+
+    def __init__(
+        self, vocab: int, hidden: int, options: LayerOptions, *, multiplier: float = 1.0, softcap: float = 0.0
+    ) -> None:
         self.options = options
+        self.multiplier, self.softcap = multiplier, softcap
         self.dtype = options.dtype
         self.linear = Linear(hidden, {"lm_head": vocab}, options)
 
@@ -66,4 +71,7 @@ class Head:
         self.linear.packed = packed if same else self.linear.pack(weight.to(self.dtype))
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
-        return self.linear(hidden.to(self.dtype), out_dtype=torch.float32)
+        products = self.linear(hidden.to(self.dtype), out_dtype=torch.float32)
+        if self.multiplier == 1.0 and self.softcap == 0.0:
+            return products
+        return ops.cap(products, self.multiplier, self.softcap)

@@ -22,7 +22,8 @@ from tokserve.layers.parallel import Split
 from tokserve.layers.parameter import Parameter, StoredWeight
 from tokserve.layers.quant import Packed, gated
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+FUSED = ("silu", "gelu_tanh")  # activations that the gated product takes
 
 
 class Linear:
@@ -161,7 +162,8 @@ class Linear:
 
 
 class GatedLinear(Linear):
-    """activation(first half) * second half of x W^T + b, for two shards of equal size: a gate and what it gates."""
+    """activation(first half) * second half of x W^T + b, for a gate and what it gates: two shards of equal
+    size, or one that holds both."""
 
     def __init__(
         self,
@@ -184,10 +186,11 @@ class GatedLinear(Linear):
         self, x: Tensor, *, adapters: Tensor | None = None
     ) -> Tensor:  # [T, inputs] -> [T, outputs / 2] of x's dtype
         """Adapters add to the product before the activation; the bits of rows without one are the same either way."""
-        if adapters is None or self.lora is None:
+        if (adapters is None or self.lora is None) and self.activation in FUSED:
             return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
         both = self.quant.gated_linear(x, self.packed, self.bias, None)
-        self.lora.add(both, x, adapters)
+        if adapters is not None and self.lora is not None:
+            self.lora.add(both, x, adapters)
         return gated(both, self.activation)
 
 

@@ -197,7 +197,9 @@ def gated(both: Tensor, activation: str | None) -> Tensor:
     """activation(first half) * second half of a gated product [T, 2 * inner]; None: the product itself."""
     if activation is None:
         return both
-    return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+    if activation == "silu":
+        return ops.silu_mul(both)
+    return ops.gelu_mul(both) if activation == "gelu_tanh" else ops.activate(both, activation, True)
 
 
 UNQUANTIZED, FLOAT8 = Unquantized(), Float8()

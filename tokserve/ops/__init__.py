@@ -21,8 +21,9 @@ from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
 
 __all__ = [
-    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
-    "embedding", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear", "linear_float8",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "activate", "add_layer_norm", "add_lora",
+    "add_residual", "add_rms_norm", "bind", "cap", "edit_rows", "embedding", "filter_logits", "gated_linear",
+    "gated_linear_int8", "gelu_mul", "layer_norm", "linear", "linear_float8",
     "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear", "pack_linear_float8",
     "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step", "quantize_rows",
     "rms_norm", "rope", "sample", "sample_fused", "sampling_mask", "silu_mul", "store_kv",
@@ -34,6 +35,11 @@ torch_device = torch.device("cpu")  # of the tensors that the bound ops take
 
 rms_norm = elementwise.rms_norm.reference
 add_rms_norm = elementwise.add_rms_norm.reference
+layer_norm = elementwise.layer_norm.reference
+add_layer_norm = elementwise.add_layer_norm.reference
+add_residual = elementwise.add_residual.reference
+cap = elementwise.cap.reference
+activate = elementwise.activate.reference
 rope = elementwise.rope.reference
 silu_mul = elementwise.silu_mul.reference
 gelu_mul = elementwise.gelu_mul.reference

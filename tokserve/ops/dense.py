@@ -67,12 +67,13 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 
 @op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
-def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
+def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Tensor:
+    """Rows ids [T] int64 of a packed weight, as they were before packing, times the multiplier: [T,K].
 
     An embedding tied to the output head thus shares its memory.
     """
-    return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
+    rows = packed.packed[: packed.columns].index_select(1, ids).t()
+    return (rows * multiplier).to(packed.dtype).contiguous()
 
 
 @op(tolerance=TOLERANCE, follows="gated_linear")

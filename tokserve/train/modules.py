@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokserve.layers.linear import Linear
+from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.lora import LoraSlots, LowRank
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.norm import NoNorm
 from tokserve.models.decoder import Decoder, DecoderBlock
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.train import functions, scores
+from tokserve.train import functions, norms, scores
+from tokserve.train.activations import activate
 from tokserve.train.adapters import TrainedAdapter, down, up
 from tokserve.train.batch import PackedBatch
 from tokserve.train.byte_budget import ByteBudget
@@ -26,7 +27,7 @@ from tokserve.train.products import Products
 from tokserve.train.scores import Items
 
 Masters = Mapping[str, Tensor]
-NORM = "model.norm.weight"
+NORM = "model.norm"
 
 
 class DecoderModules:
@@ -108,7 +109,7 @@ class DecoderModules:
                 if name.startswith(prefix) and (name in self._parameters or self.adapted)
             }
             x = self._block(number, x, batch, of_block, budget)
-        return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
+        return norms.norm(x.index_select(0, rows), self.decoder.norm, norm_masters(masters, NORM))
 
     def logprobs(
         self, hidden: Tensor, masters: Masters, items: Items, budget: ByteBudget
@@ -135,8 +136,14 @@ def kept_bytes(block: DecoderBlock) -> int:
     """What a block keeps of a token for its gradients."""
     attention, mlp = block.attention, block.mlp
     widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
-    rows = 4 if block.mlp_post_norm is None else 6  # of the residual stream's width
+    rows = 6 if block.norm_names.after_mlp else 4  # of the residual stream's width
     return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
+
+
+def norm_masters(masters: Masters, name: str) -> list[Tensor]:
+    """Those of a norm: its weight and, if there is one, its bias; none without a name."""
+    names = (f"{name}.weight", f"{name}.bias") if name else ()
+    return [masters[one] for one in names if one in masters]
 
 
 def run_block(
@@ -162,21 +169,26 @@ def run_block(
         ]
         return functions.low_rank(out, x, layer, factors) if factors else out
 
-    def post_norm(x: Tensor, layer: RMSNorm | None, name: str) -> Tensor:
-        return x if layer is None else functions.rms_norm(x, layer, masters[f"{name}.weight"])
+    def norm(x: Tensor, layer: NoNorm, name: str) -> Tensor:
+        return norms.norm(x, layer, norm_masters(masters, name))
 
-    attention, mlp = block.attention, block.mlp
-    before_mlp = "post_attention_layernorm" if block.mlp_post_norm is None else "pre_feedforward_layernorm"
-    x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
-    norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
-    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, norms)
-    x = post_norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, "post_attention_layernorm")
-    x, residual = functions.add_rms_norm(x, residual, block.mlp_norm, masters[f"{before_mlp}.weight"])
-    if torch.is_grad_enabled() or scales:
-        x = functions.gate(linear(x, mlp.gate_up, "mlp"), mlp.gate_up.activation)
+    attention, mlp, names, multiplier = block.attention, block.mlp, block.norm_names, block.residual_multiplier
+    x = norm(residual, block.attention_norm, names.before_attention)
+    heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, heads)
+    mixed = norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, names.after_attention)
+    if block.parallel:
+        residual = norms.add_residual(mixed, residual, multiplier)
     else:
+        before_mlp = norm_masters(masters, names.before_mlp)
+        x, residual = norms.add_norm(mixed, residual, block.mlp_norm, before_mlp, multiplier)
+    is_gated = isinstance(mlp.gate_up, GatedLinear)
+    if is_gated and not torch.is_grad_enabled() and not scales:
         x = mlp.gate_up(x)
-    return residual + post_norm(linear(x, mlp.down, "mlp"), block.mlp_post_norm, "post_feedforward_layernorm")
+    else:
+        x = activate(linear(x, mlp.gate_up, block.mlp_name), mlp.activation, gated=is_gated)
+    x = norm(linear(x, mlp.down, block.mlp_name), block.mlp_post_norm, names.after_mlp)
+    return norms.add_residual(x, residual, multiplier)
 
 
 class _Recomputed(torch.autograd.Function):

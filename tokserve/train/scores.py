@@ -96,7 +96,7 @@ class _Logprobs(torch.autograd.Function):
             temperature = part.divisors() if part.mode == "temperature" else None
             out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
             if budget is not None:
-                keep = budget.take(work.numel() * head.dtype.itemsize)
+                keep = not head.softcap and budget.take(work.numel() * head.dtype.itemsize)
                 ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
         ctx.save_for_backward(hidden, weight, out)
         return out
@@ -113,11 +113,16 @@ class _Logprobs(torch.autograd.Function):
             part = items.part(piece)
             rows = hidden.index_select(0, part.rows)
             slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
+            steepness: Tensor | None = None
             if slopes is None:
-                slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
+                logits = head(rows)
+                steepness = 1.0 - (logits / head.softcap).square_() if head.softcap else None
+                slopes = _probabilities(part, part.processed(logits)).to(head.dtype)
             slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
-            factor = (-grad[piece] / part.divisors())[:, None]
+            if steepness is not None:
+                slopes = steepness.mul_(slopes).to(head.dtype)
+            factor = (-grad[piece] * head.multiplier / part.divisors())[:, None]
             part_grad = ctx.products.linear_input(slopes, [rounded]).float()
             grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
             if ctx.needs_input_grad[2]:

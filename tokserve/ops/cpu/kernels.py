@@ -41,15 +41,54 @@ def set_threads(count: int, cpus: Sequence[int] = ()) -> bool:
 @elementwise.rms_norm.implement("cpp", device="cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _C.rms_norm(x, None, weight, eps, out, None)
+    _C.rms_norm(x, None, weight, eps, 1.0, out, None)
     return out
 
 
 @elementwise.add_rms_norm.implement("cpp", device="cpu")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _C.rms_norm(x, residual, weight, eps, out, total)
+    _C.rms_norm(x, residual, weight, eps, multiplier, out, total)
     return out, total
+
+
+@elementwise.layer_norm.implement("cpp", device="cpu")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    _C.layer_norm(x, None, weight, bias, eps, 1.0, out, None)
+    return out
+
+
+@elementwise.add_layer_norm.implement("cpp", device="cpu")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _C.layer_norm(x, residual, weight, bias, eps, multiplier, out, total)
+    return out, total
+
+
+@elementwise.add_residual.implement("cpp", device="cpu")
+def add_residual(x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+    out = torch.empty_like(x)
+    _C.add_residual(x, residual, multiplier, out)
+    return out
+
+
+@elementwise.cap.implement("cpp", device="cpu")
+def cap(x: Tensor, multiplier: float, limit: float) -> Tensor:
+    out = torch.empty_like(x)
+    _C.cap(x, multiplier, limit, out)
+    return out
+
+
+@elementwise.activate.implement("cpp", device="cpu")
+def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
+    _C.activate(x, activation, gated, out)
+    return out
 
 
 @elementwise.silu_mul.implement("cpp", device="cpu")
@@ -67,10 +106,10 @@ def gelu_mul(x: Tensor) -> Tensor:
 
 
 @elementwise.rope.implement("cpp", device="cpu")
-def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """q and k may be slices of one tensor [T, ...]."""
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    _C.rope(q, k, table, positions, out_q, out_k)
+    _C.rope(q, k, table, positions, interleaved, out_q, out_k)
     return out_q, out_k
 
 
@@ -122,9 +161,9 @@ def add_lora(out: Tensor, *rest: object) -> None:
 
 
 @dense.embedding.implement("cpp", device="cpu")
-def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
+def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Tensor:
     out = packed.packed.new_empty(ids.shape[0], packed.columns)
-    _C.embedding(ids, packed.packed, packed.rows, out)
+    _C.embedding(ids, packed.packed, packed.rows, multiplier, out)
     return out
 
 
@@ -141,11 +180,15 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    interleaved: bool = False,
+    norm_last: bool = False,
 ) -> Tensor:
     """A cache is never float8, so the scales are 1."""
     _, kv_heads, _, dim = k_cache.shape
     q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
-    _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
+    _C.norm_rope_store(
+        qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, interleaved, norm_last, q
+    )
     return q
 
 
@@ -208,9 +251,10 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, *rest: Any
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...].  A cache is never float8, so v_scale is 1."""
-    scale, window, *_ = rest
+    scale, window, *more = rest
+    softcap = more[1] if len(more) > 1 else 0.0
     out = torch.empty_like(q)
-    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, out)
+    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap, out)
     return out
 
 
