@@ -64,6 +64,12 @@ class Items:
         divisors = self.divisors()
         return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
 
+    def probabilities(self, processed: Tensor) -> Tensor:  # [n, V], overwritten
+        """Of what `processed` returned."""
+        if self.mode == "temperature":
+            processed = processed.div_(self.divisors()[:, None])
+        return torch.softmax(processed, -1)
+
 
 def logprobs(
     hidden: Tensor, head: Head, weight: Tensor, items: Items, budget: ByteBudget, products: Products
@@ -97,7 +103,7 @@ class _Logprobs(torch.autograd.Function):
             out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
             if budget is not None:
                 keep = budget.take(work.numel() * head.dtype.itemsize)
-                ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
+                ctx.kept.append(part.probabilities(work).to(head.dtype) if keep else None)
         ctx.save_for_backward(hidden, weight, out)
         return out
 
@@ -114,7 +120,7 @@ class _Logprobs(torch.autograd.Function):
             rows = hidden.index_select(0, part.rows)
             slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
             if slopes is None:
-                slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
+                slopes = part.probabilities(part.processed(head(rows))).to(head.dtype)
             slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
             factor = (-grad[piece] / part.divisors())[:, None]
@@ -126,7 +132,20 @@ class _Logprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), None, grad_weight, None, None, None
 
 
-def _probabilities(items: Items, work: Tensor) -> Tensor:  # [n, V], overwritten
-    if items.mode == "temperature":
-        work = work.div_(items.divisors()[:, None])
-    return torch.softmax(work, -1)
+class Logits(torch.autograd.Function):
+    """A head's logits [n, V] float32 of hidden states [n, H]; `weight`: its master [V, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, products: Products) -> Tensor:
+        ctx.head, ctx.products = head, products
+        ctx.save_for_backward(hidden, weight)
+        return head(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        dtype, needs = ctx.head.dtype, ctx.needs_input_grad
+        rounded = grad.to(dtype)
+        grad_hidden = ctx.products.linear_input(rounded, [weight]).to(hidden.dtype) if needs[0] else None
+        return grad_hidden, None, ctx.products.linear_weight(rounded, hidden.to(dtype)) if needs[2] else None, None
