@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -59,26 +58,28 @@ def exact(
     with whole tensors of floats on the CPU, and ValueError for an architecture or a setting that the server has not.
     """
     causal = _causal(model)
-    own = _dtype_of(causal) if dtype is None else str(dtype).removeprefix("torch.")
-    if own not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {own}")
+    name = _dtype_of(causal) if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {name}")
     options = ServedOptions(
-        dtype=own, head_dtype=head_dtype, max_model_len=max_model_len, cpu_arithmetic=cpu_arithmetic,
+        dtype=name, head_dtype=head_dtype, max_model_len=max_model_len, cpu_arithmetic=cpu_arithmetic,
         cpu_kernels=cpu_kernels, ops=ops, max_tokens=max_tokens, activation_bytes=activation_bytes,
         share_prefixes=share_prefixes,
     )  # fmt: skip
     base, head = causal.get_submodule("model"), causal.get_submodule("lm_head")
-    tied = getattr(head, "weight", None) is projections.collect(base, [EMBEDDING], PREFIX).masters[EMBEDDING]
     if type(head) is not nn.Linear and not isinstance(head, _ExactHead):
         raise TypeError(f"lm_head is a {type(head).__qualname__}: only a plain one is supported")
+    tied = head.weight is projections.collect(base, [EMBEDDING], PREFIX).masters[EMBEDDING]
     try:
         served = ServedDecoder(_spec(causal, tied=tied), options)
     except StartError as error:
         raise ValueError(str(error)) from error
     projections.collect(base, served.names, PREFIX)
-    for module, mixin in ((causal, _ExactCausalLM), (base, _ExactBackbone), (head, _ExactHead)):
-        if not isinstance(module, mixin):
-            module.__class__ = _subclass(type(module), mixin)
+    replaced: list[tuple[Any, type]] = [(causal, _ExactCausalLM), (base, _ExactBackbone), (head, _ExactHead)]
+    for module, methods in replaced:
+        if not isinstance(module, methods):
+            kind: Any = type(module)
+            module.__class__ = _subclass(kind, methods)
         vars(module)["_served"] = served
     return model
 
@@ -86,19 +87,19 @@ def exact(
 def _causal(model: nn.Module) -> Any:
     """The transformers model, within peft's if it is one.  Raises TypeError, ValueError."""
     causal: Any = model
-    if type(causal).__module__.split(".")[0] == "peft" and hasattr(causal, "get_base_model"):
+    if type(model).__module__.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
         causal = causal.get_base_model()
-    if not (isinstance(causal, nn.Module) and hasattr(causal, "config") and hasattr(causal, "save_pretrained")):
+    if not all(hasattr(causal, name) for name in ("config", "save_pretrained", "parameters")):
         raise TypeError(f"a transformers causal language model is needed, got {type(model).__qualname__}")
     name = type(causal).__name__
     if name not in ARCHITECTURES or not hasattr(causal, "lm_head") or not hasattr(causal, "model"):
         raise ValueError(f"architecture {name} is not supported; supported are: {', '.join(ARCHITECTURES)}")
-    if getattr(causal, "is_quantized", False) or getattr(causal.config, "quantization_config", None):
+    config: dict[str, Any] = causal.config.to_dict()
+    if config.get("quantization_config"):
         raise ValueError("the model is quantized; quantized weights have no useful gradient here")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
-        if getattr(causal.config, name, None):
-            value = getattr(causal.config, name)
-            raise ValueError(f"config.{name} is {value}; the server drops nothing out: set it to 0.0")
+        if config.get(name):
+            raise ValueError(f"config.{name} is {config[name]}; the server drops nothing out: set it to 0.0")
     return causal
 
 
@@ -115,13 +116,13 @@ def _spec(causal: Any, *, tied: bool) -> Any:
 
 
 class _ExactModule(nn.Module):
-    """A module whose class was replaced by a subclass, which copies and pickles as the class and its mixin."""
+    """A module whose class was replaced by a subclass, which copies and pickles as the class and what it adds."""
 
     _served: ServedDecoder
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = type(self)
-        return _blank, (_original(kind), _mixin(kind)), vars(self)
+        return _blank, (_original(kind), _methods_of(kind)), vars(self)
 
 
 class _ExactBackbone(_ExactModule):
@@ -138,7 +139,8 @@ class _ExactBackbone(_ExactModule):
         """transformers' output of hidden states [B, L, H], zeros at padding."""
         given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
         for name in (*NOT_SUPPORTED, "use_cache"):
-            if given.get(name) not in (None, False):
+            value = given.get(name)
+            if value is not None and value is not False:
                 raise ValueError(f"{name} is not supported by an exact model: it computes whole sequences of ids")
         if input_ids is None:
             raise ValueError("input_ids are needed")
@@ -150,9 +152,7 @@ class _ExactBackbone(_ExactModule):
             weights = projections.collect(self, served.names, PREFIX)
             served.sync(weights)
             modules = served.modules
-            batch = unpad(
-                input_ids, attention_mask, position_ids, vocab=modules.vocab, positions=modules.num_positions
-            )
+            batch = unpad(input_ids, attention_mask, position_ids, vocab=modules.vocab, positions=modules.num_positions)
             whole, before = served.hidden(
                 weights.masters, batch, input_ids.numel(), recompute=_checkpoints(self), streams=streams
             )
@@ -217,16 +217,22 @@ def _exact_head(causal: nn.Module) -> nn.Module:
 
 
 def _checkpoints(base: nn.Module) -> bool:
-    return base.training and any(getattr(module, "gradient_checkpointing", False) for module in base.modules())
+    return base.training and any(
+        hasattr(module, "gradient_checkpointing") and module.gradient_checkpointing for module in base.modules()
+    )
 
 
-@lru_cache(maxsize=None)
-def _subclass(kind: type, mixin: type) -> type:
-    """A class like `kind` in name and module, whose methods are the mixin's first."""
-    members: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    if mixin is _ExactCausalLM:
+@functools.cache
+def _subclass(kind: type, methods: type) -> type:
+    """A class like `kind` in name and module, whose methods are those of `methods` first."""
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    if methods is _ExactCausalLM:
         members["forward"] = _with_exact_head(kind.forward)  # type: ignore[attr-defined]
-    return type(kind.__name__, (mixin, kind), members)
+    return type(kind.__name__, (methods, kind), members)
 
 
 def _with_exact_head(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,10 +248,10 @@ def _original(kind: type) -> type:
     return next(parent for parent in kind.__mro__[1:] if not issubclass(parent, _ExactModule))
 
 
-def _mixin(kind: type) -> type:
+def _methods_of(kind: type) -> type:
     return next(parent for parent in kind.__mro__ if parent in (_ExactBackbone, _ExactHead, _ExactCausalLM))
 
 
-def _blank(kind: type, mixin: type) -> Any:
-    cls: Any = _subclass(kind, mixin)
+def _blank(kind: type, methods: type) -> Any:
+    cls: Any = _subclass(kind, methods)
     return cast(Any, cls.__new__(cls))

@@ -110,7 +110,12 @@ class DecoderModules:
         return changed
 
     def hidden(
-        self, batch: PackedBatch, rows: Tensor, masters: Masters, budget: ByteBudget, streams: list[Tensor] | None = None
+        self,
+        batch: PackedBatch,
+        rows: Tensor,
+        masters: Masters,
+        budget: ByteBudget,
+        streams: list[Tensor] | None = None,
     ) -> Tensor:  # [n] -> [n, H]
         """Hidden states after the final norm of the batch's tokens `rows` int64.
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tokserve import ops
 from tokserve.train.adapters import MAX_RANK, down, up
 
 PEFT_LINEAR = ("peft.tuners.lora.layer", "Linear")
@@ -46,15 +47,15 @@ def collect(base: nn.Module, names: Iterable[str], prefix: str) -> ModelWeights:
 
 def parameter(module: nn.Module, place: str, leaf: str) -> Tensor:
     """A module's weight or bias, which must be a whole tensor of floats.  Raises TypeError."""
-    tensor = getattr(module, leaf, None)
+    tensor = getattr(module, leaf) if hasattr(module, leaf) else None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{place} is a {type(module).__qualname__} without a {leaf}")
     if isinstance(tensor, DTensor):
         raise TypeError(f"{place}.{leaf} is sharded; shard the whole model as one group (fully_shard(model))")
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise TypeError(f"{place}.{leaf} is {tensor.dtype}: quantized weights are not supported")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{place}.{leaf} is on {tensor.device}: exact models compute on the CPU")
+    if tensor.device.type != ops.torch_device.type:
+        raise TypeError(f"{place}.{leaf} is on {tensor.device}: exact models compute on {ops.torch_device}")
     return tensor
 
 
@@ -73,7 +74,8 @@ def _add_adapter(weights: ModelWeights, place: str, layer: Any) -> None:
         _check(layer, place, name)
         factors = layer.lora_A[name], layer.lora_B[name]
         weights.masters[down(place)], weights.masters[up(place)] = (
-            parameter(factor, f"{place}.{kind}", "weight") for factor, kind in zip(factors, ("lora_A", "lora_B"), strict=True)
+            parameter(factor, f"{place}.{kind}", "weight")
+            for factor, kind in zip(factors, ("lora_A", "lora_B"), strict=True)
         )
         weights.scales[place] = float(layer.scaling[name])
         weights.rank = max(weights.rank, len(weights.masters[down(place)]))
@@ -87,6 +89,6 @@ def _check(layer: Any, place: str, name: str) -> None:
         raise ValueError(f"{place}: {variant} is not supported; the server adds plain LoRA")
     if layer.lora_bias.get(name):
         raise ValueError(f"{place}: lora_bias is not supported")
-    dropout = getattr(layer.lora_dropout[name], "p", 0.0)
-    if dropout and layer.training:
-        raise ValueError(f"{place}: lora_dropout is {dropout}; the server drops nothing out: set it to 0.0")
+    dropout = layer.lora_dropout[name]
+    if isinstance(dropout, nn.Dropout) and dropout.p and layer.training:
+        raise ValueError(f"{place}: lora_dropout is {dropout.p}; the server drops nothing out: set it to 0.0")

@@ -112,7 +112,7 @@ class ServedDecoder:
             empty = torch.zeros(0, self.spec.hidden, dtype=self.modules.decoder.dtype, device=device)
             parts = [[empty] * width]
         places = torch.from_numpy(source).to(device)
-        *rest, whole = (spread(torch.cat(list(each)), places) for each in zip(*parts, strict=True))
+        *rest, whole = (spread(torch.cat(list(batches)), places) for batches in zip(*parts, strict=True))
         return whole, rest
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H] -> [n, V] float32
