@@ -21,7 +21,7 @@ from tokserve.models.registry import ARCHITECTURES, decoder_spec
 from tokserve.params import LOGPROBS_MODES
 from tokserve.train import projections
 from tokserve.train.padding import unpad
-from tokserve.train.requests import Mask, checked
+from tokserve.train.requests import Mask, Params, checked
 from tokserve.train.served import ServedDecoder, ServedOptions
 
 PREFIX = "model."
@@ -190,6 +190,7 @@ class _ExactCausalLM(_ExactModule):
         temperature: float | Sequence[float] = 1.0,
         logprobs_mode: str = "raw",
         sampling_masks: Sequence[Sequence[Mask] | None] | None = None,
+        sampling_params: Params | None = None,
     ) -> list[Tensor]:
         """As `PolicyModel.logprobs`: of lists of ids, without padding, and without logits of what is not scored."""
         if logprobs_mode not in LOGPROBS_MODES:
@@ -197,6 +198,7 @@ class _ExactCausalLM(_ExactModule):
         base, served = self.get_submodule("model"), self._served
         requests = checked(
             sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
+            sampling_params if logprobs_mode == "processed" else None,
             vocab=served.modules.vocab, positions=served.modules.num_positions,
         )  # fmt: skip
         with torch.autocast("cpu", enabled=False):

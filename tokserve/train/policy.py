@@ -25,7 +25,7 @@ from tokserve.train.adapters import TrainedAdapter
 from tokserve.train.binding import Binding
 from tokserve.train.modules import DecoderModules
 from tokserve.train.products import Products
-from tokserve.train.requests import checked
+from tokserve.train.requests import Params, checked
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATION_BYTES = 5 << 28
@@ -182,19 +182,23 @@ class PolicyModel(nn.Module):
         logprobs_mode: str = "raw",
         sampling_masks: Sequence[Sequence[Sequence[int] | None] | None] | None = None,
         share_prefixes: bool = True,
+        sampling_params: Params | None = None,
     ) -> list[Tensor]:
         """Logprobs float32 [len(sequence) - start] of each sequence's tokens from its `start` (at least 1) on.
 
         They are the server's to the bit, whatever the other sequences, their order and `share_prefixes`, which
         computes a prefix that several sequences have in common once.  `temperature`: one for all or one a sequence; it
         counts in the modes "temperature" and "processed".  `sampling_masks`: by sequence and scored token the ids that
-        the token was drawn from, None: the whole vocabulary; for "processed".  Raises ValueError.
+        the token was drawn from, None: the whole vocabulary; for "processed".  `sampling_params`: likewise by sequence
+        what its request had (or None), of which bias and penalties count; its prompt ends at `start`.  Raises
+        ValueError.
         """
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         modules = self._modules_of_decoder
         requests = checked(
             sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
+            sampling_params if logprobs_mode == "processed" else None,
             vocab=modules.vocab, positions=modules.num_positions,
         )  # fmt: skip
         return scoring.rows(
