@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tests.models.driver import random_ids
 from tests.train.conftest import FAMILIES
+from tests.train.test_exact import padded, scored
+from tokserve.checkpoint import DEMO_DIR
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl import TokserveClient
 from tokserve.rl.client import Rollout
-from tokserve.train import PolicyModel
+from tokserve.train import PolicyModel, exact, selective_logprobs
 
 MODES = ("raw", "temperature", "processed")
 CASES = [
@@ -94,6 +97,19 @@ def test_decoded_logprobs(server: Server, policy: PolicyModel, mode: str, temper
     assert_equal(policy, rollouts, temperature=temperature, logprobs_mode=mode, share_prefixes=False)
 
 
+def test_an_exact_model(checkpoint: tuple[str, str], server: Server) -> None:
+    model, dtype = checkpoint
+    directory = DEMO_DIR if model == "demo" else model
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    transformer = exact(plain, dtype=dtype, cpu_arithmetic=arithmetic(server))
+    rollouts = groups(server, temperature=0.7, logprobs_mode="temperature")
+    ids, mask = padded([[*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()] for rollout in rollouts], "left")
+    logits = transformer(ids, attention_mask=mask).logits[:, :-1]
+    found = scored(selective_logprobs(logits, ids[:, 1:], 0.7), mask)
+    for rollout, row in zip(rollouts, found, strict=True):
+        assert row[len(rollout.prompt_ids) - 1 :].tolist() == rollout.logprobs.tolist()
+
+
 def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyModel) -> None:
     rows, starts, masks, expected = [], [], [], []
     for seed in range(3):
@@ -115,6 +131,35 @@ def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyMo
     assert len({len(mask) for row in masks for mask in row}) > 3
     found = policy.logprobs(rows, starts, 1.3, "processed", masks)
     assert [np.float32(row).tolist() for row in expected] == [row.tolist() for row in found]
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": -0.4, "logit_bias": {5: 2.5, 31: -1.25}},
+    {"repetition_penalty": 30.0, "logit_bias": {7: 400.0}, "frequency_penalty": 2.0},  # extreme
+    {"repetition_penalty": 0.6, "temperature": 0.0},
+]
+
+
+def test_bias_and_penalties(server: Server, policy: PolicyModel) -> None:
+    rows, starts, expected, params = [], [], [], []
+    for seed, given in enumerate(PENALTIES):
+        sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | given
+        options = {key: value for key, value in sampling.items() if key != "seed"}
+        (rollout,) = in_client(
+            server, lambda c, o=options, s=seed: c.generate(
+                [random_ids(40, 256, s)], seeds=[s], logprobs_mode="processed", **o
+            )
+        )  # fmt: skip
+        rows.append([*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()])
+        starts.append(len(rollout.prompt_ids))
+        expected.append(rollout.logprobs.tolist())
+        params.append(sampling)
+    temperatures = [given["temperature"] for given in params]
+    found = policy.logprobs(rows, starts, temperatures, "processed", sampling_params=params)
+    assert [row.tolist() for row in found] == expected
+    again = policy.logprobs(rows[1:2], starts[1:2], temperatures[1:2], "processed", sampling_params=params[1:2])
+    assert torch.equal(again[0], found[1])
 
 
 def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:

@@ -78,7 +78,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
-        return None, None, torch.zeros_like(weight).index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        return None, None, total.index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
 
 
 class _Linear(torch.autograd.Function):

@@ -18,11 +18,12 @@ from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.norm import NoNorm
 from tokserve.models.decoder import Decoder, DecoderBlock
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.train import functions, norms, scores
+from tokserve.train import functions, norms, scores, support
 from tokserve.train.activations import activate
-from tokserve.train.adapters import TrainedAdapter, down, up
+from tokserve.train.adapters import down, up
 from tokserve.train.batch import PackedBatch
 from tokserve.train.byte_budget import ByteBudget
+from tokserve.train.fingerprint import fingerprint
 from tokserve.train.products import Products
 from tokserve.train.scores import Items
 
@@ -31,9 +32,10 @@ NORM = "model.norm"
 
 
 class DecoderModules:
-    """A decoder's layers, and the names of the masters of each."""
+    """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient."""
 
     def __init__(self, decoder: Decoder, products: Products) -> None:
+        support.check(decoder.spec)
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
@@ -43,9 +45,9 @@ class DecoderModules:
         self._targets = decoder.adapter_targets()
         self._groups = self._loaded_together()
         self._products = products
-        self._adapter: TrainedAdapter | None = None
+        self._adapter: dict[str, float] = {}  # by module, what the product of its factors is multiplied by
         self.adapted = False  # whether the adapter counts
-        self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
+        self._packed: dict[str, int] = {}  # by name, the fingerprint of the values that are packed
 
     def _loaded_together(self) -> list[tuple[str, ...]]:
         """Names of masters, those that one layer packs as one weight together."""
@@ -57,12 +59,17 @@ class DecoderModules:
         return joined + [(name,) for name in self._parameters if name in single]
 
     def sync(self, masters: Masters, *, everything: bool = False) -> None:
-        """Round and pack the masters that changed since the last call."""
+        """Round and pack the masters that changed since the last call; what is loaded together is given together."""
         for names in self._groups:
-            if self._changed(names, masters, everything):
+            if names[0] in masters and self._changed(names, masters, everything):
                 for name in names:
                     self._parameters[name].load(masters[name].detach())
         self._sync_adapter(masters, everything)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all masters."""
+        return list(self._parameters)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the projections, by the name of their module."""
@@ -76,16 +83,21 @@ class DecoderModules:
         """Prefixes of names in checkpoints, and what they are here."""
         return self.decoder.spec.renames
 
-    def adapt(self, adapter: TrainedAdapter) -> None:
-        """Give the layers a slot for an adapter."""
-        self._adapter = adapter
+    def adapt(self, scales: Mapping[str, float], rank: int) -> None:
+        """Give the layers a slot for an adapter of rank up to `rank`, in place of any other, and use it.
+
+        `scales`: by module, what the product of its factors is multiplied by.  None: no adapter.
+        """
+        self._adapter, self.adapted = dict(scales), bool(scales)
         for linear in self._linears.values():
-            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, adapter.rank, linear.dtype)
+            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, rank, linear.dtype) if scales else None
+        for name in [name for name in self._packed if name not in self._parameters]:
+            del self._packed[name]
 
     def _sync_adapter(self, masters: Masters, everything: bool) -> None:
-        for module, scale in self._adapter.scales.items() if self._adapter else ():
+        for module, scale in self._adapter.items() if self.adapted else ():
             names = (down(module), up(module))
-            if self._changed(names, masters, everything):
+            if names[0] in masters and self._changed(names, masters, everything):
                 name, shard = self._targets[module]
                 slots = self._linears[name].lora
                 assert slots is not None
@@ -93,15 +105,27 @@ class DecoderModules:
                 slots.place(0, shard, LowRank(factors[0], factors[1], scale))
 
     def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
-        stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
+        stamps = {name: fingerprint(masters[name]) for name in names}
         changed = everything or any(self._packed.get(name) != stamp for name, stamp in stamps.items())
         self._packed |= stamps
         return changed
 
-    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, budget: ByteBudget) -> Tensor:  # [n] -> [n, H]
-        """Hidden states after the final norm of the batch's tokens `rows` int64."""
+    def hidden(
+        self,
+        batch: PackedBatch,
+        rows: Tensor,
+        masters: Masters,
+        budget: ByteBudget,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:  # [n] -> [n, H]
+        """Hidden states after the final norm of the batch's tokens `rows` int64.
+
+        `streams`: a list that the residual stream [T, H] before each block is appended to.
+        """
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number in range(len(self.decoder.blocks)):
+            if streams is not None:
+                streams.append(x)
             prefix = f"model.layers.{number}."
             of_block = {
                 name.removeprefix(prefix): master
@@ -128,7 +152,7 @@ class DecoderModules:
 
     def _scales(self, prefix: str) -> dict[str, float]:
         """Of the adapter in a block, by module."""
-        scales = self._adapter.scales if self._adapter and self.adapted else {}
+        scales = self._adapter if self.adapted else {}
         return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
 
 Mask = Sequence[int] | None
 Masks = Sequence[Mask] | Mapping[str, Any]  # a list by token, or columns
+Params = Sequence[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class ScoringRequest:
     start: int
     temperature: float
     masks: list[NDArray[np.int64] | None] | None  # by scored token; None: no token has one
+    adjustment: Adjustment | None = None
 
 
 def checked(
@@ -34,6 +37,7 @@ def checked(
     starts: Sequence[int],
     temperature: float | Sequence[float],
     sampling_masks: Sequence[Masks | None] | None,
+    sampling_params: Params | None = None,
     *,
     vocab: int,
     positions: int,
@@ -42,13 +46,21 @@ def checked(
     count = len(sequences)
     temperatures = [temperature] * count if isinstance(temperature, int | float) else list(temperature)
     masks = [None] * count if sampling_masks is None else list(sampling_masks)
-    for name, values in (("starts", starts), ("temperature", temperatures), ("sampling_masks", masks)):
+    params = [None] * count if sampling_params is None else list(sampling_params)
+    named = {"starts": starts, "temperature": temperatures, "sampling_masks": masks, "sampling_params": params}
+    for name, values in named.items():
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} sequences")
-    return [
+    requests = [
         _request(number, *values, vocab, positions)
         for number, values in enumerate(zip(sequences, starts, temperatures, masks, strict=True))
     ]
+    return [
+        replace(request, adjustment=adjustment_of(
+            number, own, request.temperature, masked=request.masks is not None, vocab=vocab
+        ))
+        for number, (request, own) in enumerate(zip(requests, params, strict=True))
+    ]  # fmt: skip
 
 
 def _request(
@@ -122,20 +134,23 @@ def items_of(
 
     What several requests score alike (a token after the same prefix, at one temperature, with one mask) is one item.
     """
-    numbers: dict[tuple[int, int, float, bytes | None], int] = {}
+    numbers: dict[tuple[int, int, float, bytes | None, int], int] = {}
     masks: list[NDArray[np.int64] | None] = []
+    adjusted: list[AdjustedRow | None] = []
     members: list[list[int]] = []
-    for request, index in zip(requests, packing.index, strict=True):
-        numbered = []
+    for which, (request, index) in enumerate(zip(requests, packing.index, strict=True)):
+        numbered, adjustment = [], request.adjustment
         for offset, position in enumerate(range(request.start, len(request.tokens))):
             mask = None if request.masks is None else request.masks[offset]
             key = (
                 int(index[position - 1]), int(request.tokens[position]), request.temperature,
-                None if mask is None else mask.tobytes(),
+                None if mask is None else mask.tobytes(), -1 if adjustment is None else which,
             )  # fmt: skip
             if key not in numbers:
                 numbers[key] = len(masks)
                 masks.append(mask)
+                history = request.tokens[:position]
+                adjusted.append(None if adjustment is None else AdjustedRow(adjustment, history, request.start))
             numbered.append(numbers[key])
         members.append(numbered)
     keys = list(numbers)
@@ -149,6 +164,7 @@ def items_of(
         temperatures=torch.tensor([keys[number][2] for number in ascending], dtype=torch.float32, device=device),
         mode=mode,
         masks=[_tensor(masks[number], device) for number in ascending] if any(m is not None for m in masks) else [],
+        adjusted=[adjusted[number] for number in ascending] if any(row is not None for row in adjusted) else [],
     )
     return (
         torch.from_numpy(tokens).to(device), items,
