@@ -65,9 +65,9 @@ class MatrixPlace:
 
     def positions(self, indices: Indices) -> Indices:
         small = self.memory.numel() < 1 << 32
-        flat = indices.astype(np.uint32 if small else np.int64, copy=False)
-        rows = flat // self.packed.columns
-        return np.asarray(self.packed.positions(rows + self.start, flat - rows * self.packed.columns))
+        flat: NDArray[Any] = indices.astype(np.uint32 if small else np.int64, copy=False)
+        rows, columns = np.divmod(flat, self.packed.columns)
+        return np.asarray(self.packed.positions(rows + self.start, columns))
 
     def read(self, first: int, last: int) -> Tensor:
         return self.packed.unpacked(self.start + first, self.start + last)

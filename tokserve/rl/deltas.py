@@ -79,7 +79,8 @@ Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 def encode_steps(indices: Indices) -> NDArray[Any]:
     """Ascending places as steps, of the width that takes fewer bytes."""
-    gaps = np.diff(indices.astype(np.int64), prepend=-1)
+    signed = indices.astype(np.int64)
+    gaps = signed - np.concatenate([[-1], signed[:-1]])
     encoded = [_with_escapes(gaps, limit, dtype) for limit, dtype in ((255, np.uint8), (65535, np.uint16))]
     return min(encoded, key=lambda steps: steps.nbytes)
 
@@ -99,7 +100,7 @@ def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
     limit = np.iinfo(steps.dtype).max
     escapes = steps == 0
     if escapes.any():
-        indices = np.cumsum(np.where(escapes, limit, steps), dtype=np.int64)[~escapes]
+        indices: Indices = np.cumsum(np.where(escapes, limit, steps), dtype=np.int64)[~escapes]
         if escapes[-1]:
             raise RequestError("the steps end with an escape")
     else:
@@ -127,6 +128,28 @@ def tensors_of(deltas: Deltas) -> dict[str, Tensor]:
             tensors[name + STEPS] = torch.from_numpy(encode_steps(delta.indices))
             tensors[name + VALUES] = delta.values
     return tensors
+
+
+def merged(first: TensorDelta | None, then: TensorDelta) -> TensorDelta:
+    """The changes of one delta and of the next as one."""
+    if first is None or then.indices is None:
+        return then
+    if first.indices is None:
+        values = first.values.clone()
+        values.view(-1)[torch.from_numpy(then.indices.astype(np.int64))] = then.values
+        return TensorDelta(None, values)
+    indices, places = np.unique(np.concatenate([then.indices, first.indices]), return_index=True)
+    return TensorDelta(indices, torch.cat([then.values, first.values])[torch.from_numpy(places)])
+
+
+def applied(delta: TensorDelta | None, tensor: Tensor) -> Tensor:
+    """A contiguous tensor with the changes; itself, changed, or the delta's."""
+    if delta is None:
+        return tensor
+    if delta.indices is None:
+        return delta.values
+    tensor.view(-1)[torch.from_numpy(delta.indices.astype(np.int64))] = delta.values
+    return tensor
 
 
 @dataclass(slots=True)
@@ -163,7 +186,7 @@ class DeltaReader:
             raise RequestError(f"{name} must come whole, or with {STEPS} and {VALUES}")
         values_shape, values_dtype = roles.get("") or roles[VALUES]
         if values_dtype != dtype:
-            raise RequestError(f"the elements of {name} must be {_named(dtype)}, not {_named(values_dtype)}")
+            raise RequestError(f"the elements of {name} must be {dtype_name(dtype)}, not {dtype_name(values_dtype)}")
         if "" in roles:
             if values_shape != shape:
                 raise RequestError(f"{name} must have the shape {list(shape)}, not {list(values_shape)}")
@@ -198,7 +221,8 @@ def _split(key: str) -> tuple[str, str]:
     return key.removesuffix(role), role
 
 
-def _named(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -215,8 +239,8 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     packed = json.dumps(header, separators=(",", ":")).encode()
     packed += b" " * (-len(packed) % 8)
     yield len(packed).to_bytes(8, "little") + packed
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    for name in tensors:
+        flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         for first in range(0, len(flat), PIECE):
             yield flat[first : first + PIECE].tobytes()
 
