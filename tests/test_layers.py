@@ -63,6 +63,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server": ({"client", "text", "jsonschema", "prompt", "params", "errors", "config", "log", "checkpoint"}, TORCH),
     "cli": ({"bench", "client", "server", "config", "resolve", "errors", "log", "sockets"}, TORCH),
     "bench": ({"client", "params", "errors"}, TORCH),
+    "testing": (
+        {"cli", "client", "rl", "engine", "messages", "plan", "params", "kv_spec", "checkpoint", "config", "errors"},
+        TORCH,
+    ),
 }
 # modules a package may import from another only in the named file
 ONLY_IN = {
@@ -85,6 +89,8 @@ LAZY_IMPORTS = {
     "cli/bench.py",
     "cli/main.py",
     "cli/http.py",
+    "testing/plugin.py",
+    "testing/process.py",
 }
 
 
