@@ -26,11 +26,13 @@ class Update:
     `closed`: nothing more may come, or it is the whole one of a single call.  `source`: the directory that its tensors
     come from, if they come from one, and `stamp` the state of its files.  `streams`: the safetensors bodies that belong
     to it, by name; one that began before it, or beside another update, does not.  `is_delta`: it changes elements of
-    the weights that serve, so there is nothing beside them; `spoiled`: a worker call may have changed them since."""
+    the weights that serve, so there is nothing beside them; `spoiled`: a worker call may have changed them since.
+    `checksum`: what the result must have, if the call that opened it knows."""
 
     in_place: bool = False
     is_delta: bool = False
     spoiled: bool = False
+    checksum: str | None = None
     closed: bool = False
     source: str | None = None
     stamp: str | None = None

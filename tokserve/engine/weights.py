@@ -170,6 +170,8 @@ class Weights:
             update = yield from self._open_delta(self.version, plan["base"], closed=True)
         else:
             update = yield from self._open(closed=True)
+        if plan is not None:
+            update.checksum = plan["checksum"]
         update.source = weight_dir
         update.stamp = yield from self._staged(update, "receive_update", source=source)
         return update, version
@@ -266,7 +268,7 @@ class Weights:
         if not update.is_delta:
             yield from self._staged(update, "finish_update")
             return weight_version, None
-        done = yield from self._staged(update, "finish_update", checksum=checksum)
+        done = yield from self._staged(update, "finish_update", checksum=checksum or update.checksum)
         version, result = done["version"], done["checksum"]
         if weight_version is None:
             weight_version = version

@@ -79,7 +79,7 @@ class MatrixPlace:
 def gather(place: Place, positions: Indices, dtype: torch.dtype) -> Tensor:
     """Elements as `dtype`, in host memory."""
     memory = place.memory
-    if memory.device != torch.device("cpu"):
+    if not memory.is_cpu:
         return memory[torch.from_numpy(positions.astype(np.int64)).to(memory.device)].to("cpu", dtype)
     taken = _words(memory).take(positions)
     return torch.from_numpy(taken).view(memory.dtype).to(dtype)
@@ -88,7 +88,7 @@ def gather(place: Place, positions: Indices, dtype: torch.dtype) -> Tensor:
 def scatter(place: Place, positions: Indices, values: Tensor) -> None:
     """Replace elements."""
     memory, stored = place.memory, place.stored(values)
-    if memory.device != torch.device("cpu"):
+    if not memory.is_cpu:
         memory[torch.from_numpy(positions.astype(np.int64)).to(memory.device)] = stored.to(memory.device)
     else:
         _words(memory)[positions] = _words(stored)

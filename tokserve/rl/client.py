@@ -233,11 +233,11 @@ class TokserveClient:
         loaded: dict[str, Any] = await self.control("/update_weights", body)
         return loaded
 
-    async def weight_info(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+    async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
         """GET /weight_info.  `checksum`: have the checksum of all weights computed; `tensors`: list them."""
         flags = [name for name, value in (("checksum", checksum), ("tensors", tensors)) if value]
-        info: dict[str, Any] = await self.get("/weight_info?" + "&".join(f"{name}=true" for name in flags))
-        return info
+        reply: dict[str, Any] = await self.get("/weight_info?" + "&".join(f"{name}=true" for name in flags))
+        return reply
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the tensors that the server's weights were loaded from, by name, as `checksums` computes them.

@@ -74,7 +74,7 @@ class TensorDelta:
 
 
 Deltas = dict[str, TensorDelta]
-Each = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+Calls = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 
 def encode_steps(indices: Indices) -> NDArray[Any]:
@@ -245,10 +245,10 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
             yield flat[first : first + PIECE].tobytes()
 
 
-def difference(old: Tensor, new: Tensor, each: Each = map) -> TensorDelta | None:
+def difference(old: Tensor, new: Tensor, calls: Calls = map) -> TensorDelta | None:
     """What changes when `old`, a contiguous CPU tensor, becomes `new`, rounded to its dtype; None: nothing.
 
-    Bits are compared.  `each` is `map`, or one that calls in several threads.
+    Bits are compared.  `calls` is `map`, or one that calls in several threads.
     """
     before, flat = bits_of(old), new.detach().reshape(-1)
 
@@ -256,7 +256,7 @@ def difference(old: Tensor, new: Tensor, each: Each = map) -> TensorDelta | None
         piece = flat[first : first + PIECE].to("cpu", old.dtype)
         return _changed(before[first : first + PIECE], bits_of(piece), first)
 
-    pieces = list(each(changed, range(0, len(before), PIECE)))
+    pieces = list(calls(changed, range(0, len(before), PIECE)))
     count = sum(len(indices) for indices, _ in pieces)
     if not count:
         return None

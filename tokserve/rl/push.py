@@ -189,9 +189,9 @@ def sparse_broadcast(deltas: Deltas) -> tuple[dict[str, Any], list[Tensor]]:
         delta = deltas[name]
         indices = np.arange(delta.num_changed) if delta.indices is None else delta.indices
         tensors += [torch.from_numpy(indices.astype(np.int32)), delta.values.view(-1)]
-    info = {
+    announced = {
         "names": names,
         "dtype_names": [str(deltas[name].values.dtype).removeprefix("torch.") for name in names],
         "num_updates_list": [deltas[name].num_changed for name in names],
     }
-    return info, tensors
+    return announced, tensors

@@ -144,10 +144,10 @@ class Pusher:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
             await self._connection.send_body(PUT, body_of(pieces), TENSORS)
             return size
-        info, tensors = sparse_broadcast(deltas)
-        info["shapes"] = [list(pushed.described[name][1]) for name in info["names"]]
+        announced, tensors = sparse_broadcast(deltas)
+        announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
         if deltas:
-            await self._connection.broadcast(info, tensors, packed=False)
+            await self._connection.broadcast(announced, tensors, packed=False)
         return sum(tensor.nbytes for tensor in tensors)
 
     async def _push_full(
@@ -174,11 +174,11 @@ class Pusher:
         rounded = RoundedTensors(server, sent)
         if self._connection.has_group:
             tensors = list(rounded.values())
-            info = {
+            announced = {
                 "names": list(rounded), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
                 "shapes": [list(tensor.shape) for tensor in tensors], "packed": True,
             }  # fmt: skip
-            await self._connection.broadcast(info, tensors, packed=True)
+            await self._connection.broadcast(announced, tensors, packed=True)
             return sum(tensor.nbytes for tensor in tensors)
         size = 0
 

@@ -210,8 +210,9 @@ class SafetensorsStream:
         missing = self._header_size - len(self._head)
         self._head += rest[:missing]
         if len(self._head) == self._header_size:
-            metadata, self._entries = _entries(bytes(self._head), self._dtypes)
+            metadata, described = _header(bytes(self._head))
             self._begin(metadata)
+            self._entries = _entries(described, self._dtypes)
             self._announce([(name, shape, dtype) for name, dtype, shape in self._entries])
             self._entries.reverse()
         return rest[missing:]
@@ -231,15 +232,18 @@ class SafetensorsStream:
         return True
 
 
-def _entries(header: bytes, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, str], list[Declared]]:
-    """The metadata of a header, and its tensors in the order of their bytes, which must follow each other without
-    gaps."""
+def _header(header: bytes) -> tuple[dict[str, str], dict[str, HeaderEntry]]:
+    """A header's metadata and entries."""
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        described = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        return metadata, {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("this is not a safetensors file: its header cannot be read") from None
+
+
+def _entries(described: Mapping[str, HeaderEntry], dtypes: Mapping[str, torch.dtype]) -> list[Declared]:
+    """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
     rows = [(*entry.data_offsets, name, entry.dtype, entry.shape) for name, entry in described.items()]
     entries: list[Declared] = []
     position = 0
@@ -251,4 +255,4 @@ def _entries(header: bytes, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str
             raise RequestError(f"the header contradicts itself at {name}")
         entries.append(declared)
         position = end
-    return metadata, entries
+    return entries

@@ -108,7 +108,7 @@ class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
     names: str | None = None
 
 
-class WeightInfoQuery(msgspec.Struct, forbid_unknown_fields=True):
+class WeightQuery(msgspec.Struct, forbid_unknown_fields=True):
     """What a trainer wants to know beside version and epoch."""
 
     checksum: bool = False
@@ -342,7 +342,7 @@ async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
 
 async def weights(serving: Serving, request: Request) -> Response:
     """GET /weight_info: which weights serve; `checksum`: compute their checksum; `tensors`: list their tensors"""
-    params = await read(serving, request, WeightInfoQuery)
+    params = await read(serving, request, WeightQuery)
     reply: dict[str, Any] = {}
     if params.tensors:
         reply |= await serving.llm.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"}
