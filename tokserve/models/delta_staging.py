@@ -7,6 +7,7 @@ the old ones are, so the addresses of weights do not change.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class DeltaStaging:
         self._reader = DeltaReader(coordinates.described)
         self._writes: list[tuple[Place, Indices | None, Tensor]] = []
         self._changed: set[str] = set()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
 
     def begin_file(self, metadata: dict[str, str]) -> None:
         """The metadata of a file.  Raises Conflict if its delta is of other weights than those that serve."""
@@ -70,6 +73,11 @@ class DeltaStaging:
         if name in self._changed:
             raise RequestError(f"{name} comes twice")
         self._changed.add(name)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(sums.THREADS)
+        self._pending.append(self._pool.submit(self._add, name, delta))
+
+    def _add(self, name: str, delta: TensorDelta) -> None:
         dtype, _ = self.coordinates.described[name]
         values = delta.values.contiguous()
         if self._check_finite and not is_finite(values, dtype):
@@ -87,6 +95,11 @@ class DeltaStaging:
 
     def finish(self, checksum: str | None) -> None:
         """Compare the checksum of the result; `checksum`: what it must be, if no file says it."""
+        try:
+            for future in self._pending:
+                future.result()
+        finally:
+            self.close()
         expected = {label.checksum for label in (self.label,) if label is not None} | ({checksum} - {None})
         if not expected:
             raise RequestError("nothing says which checksum the delta's result has", field="checksum")
@@ -98,6 +111,13 @@ class DeltaStaging:
                     "made from other weights, or changed on its way; push full weights",
                     field="checksum", code="checksum_mismatch",
                 )  # fmt: skip
+
+    def close(self) -> None:
+        """End what is still being staged."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._pending.clear()
 
     def apply(self) -> Decoder:
         """Write the changes, between two steps; returns the decoder, which has the new weights."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.errors import RequestError
-from tokserve.rl.sums import Bits, Indices, bits_of
+from tokserve.rl.sums import Bits, Indices, bits_of, change, in_threads
 
 FORMAT = "tokserve-delta-1"
 FULL_FORMAT = "tokserve-full-1"  # of a file that a chain of deltas begins with
@@ -74,25 +75,24 @@ class TensorDelta:
 
 
 Deltas = dict[str, TensorDelta]
-Calls = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 
 def encode_steps(indices: Indices) -> NDArray[Any]:
     """Ascending places as steps, of the width that takes fewer bytes."""
-    signed = indices.astype(np.int64)
-    gaps = signed - np.concatenate([[-1], signed[:-1]])
-    encoded = [_with_escapes(gaps, limit, dtype) for limit, dtype in ((255, np.uint8), (65535, np.uint16))]
-    return min(encoded, key=lambda steps: steps.nbytes)
+    signed = indices.astype(np.int64, copy=False)
+    gaps = signed.copy()
+    gaps[:1] += 1
+    gaps[1:] -= signed[:-1]
+    narrow = not len(gaps) or np.count_nonzero(gaps > 255) * 4 < len(gaps)
+    return _with_escapes(gaps, 255, np.uint8) if narrow else _with_escapes(gaps, 65535, np.uint16)
 
 
 def _with_escapes(gaps: NDArray[np.int64], limit: int, dtype: Any) -> NDArray[Any]:
-    escapes = (gaps - 1) // limit
-    total = int(escapes.sum())
-    if not total:
-        return gaps.astype(dtype)
-    steps = np.zeros(len(gaps) + total, dtype)
-    steps[np.cumsum(escapes) + np.arange(len(gaps))] = gaps - escapes * limit
-    return steps
+    """`gaps` is overwritten."""
+    large = np.flatnonzero(gaps > limit)
+    escapes = (gaps[large] - 1) // limit
+    gaps[large] -= escapes * limit
+    return np.insert(gaps.astype(dtype), np.repeat(large, escapes), 0)
 
 
 def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
@@ -120,13 +120,15 @@ def max_steps(count: int, size: int, dtype: torch.dtype) -> int:
 
 def tensors_of(deltas: Deltas) -> dict[str, Tensor]:
     """The tensors of the file."""
+    sparse = {name: delta.indices for name, delta in deltas.items() if delta.indices is not None}
+    steps = in_threads((name, partial(encode_steps, indices)) for name, indices in sparse.items())
     tensors: dict[str, Tensor] = {}
     for name, delta in deltas.items():
-        if delta.indices is None:
-            tensors[name] = delta.values
-        else:
-            tensors[name + STEPS] = torch.from_numpy(encode_steps(delta.indices))
+        if name in steps:
+            tensors[name + STEPS] = torch.from_numpy(steps[name])
             tensors[name + VALUES] = delta.values
+        else:
+            tensors[name] = delta.values
     return tensors
 
 
@@ -245,25 +247,25 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
             yield flat[first : first + PIECE].tobytes()
 
 
-def difference(old: Tensor, new: Tensor, calls: Calls = map) -> TensorDelta | None:
-    """What changes when `old`, a contiguous CPU tensor, becomes `new`, rounded to its dtype; None: nothing.
-
-    Bits are compared.  `calls` is `map`, or one that calls in several threads.
-    """
+def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
+    """What changes when `old`, a contiguous CPU tensor, becomes `new`, rounded to its dtype, and what that adds to its
+    sum; None: nothing.  Bits are compared."""
     before, flat = bits_of(old), new.detach().reshape(-1)
-
-    def changed(first: int) -> tuple[NDArray[np.int64], Bits]:
-        piece = flat[first : first + PIECE].to("cpu", old.dtype)
-        return _changed(before[first : first + PIECE], bits_of(piece), first)
-
-    pieces = list(calls(changed, range(0, len(before), PIECE)))
-    count = sum(len(indices) for indices, _ in pieces)
+    indices, values, added = [], [], 0
+    for first in range(0, len(before), PIECE):
+        piece = bits_of(flat[first : first + PIECE].to("cpu", old.dtype))
+        was = before[first : first + PIECE]
+        places = _changed(was, piece)
+        if len(places):
+            indices.append(places + first)
+            values.append(piece[places])
+            added += change(indices[-1], was[places], values[-1])
+    count = sum(map(len, indices))
     if not count:
         return None
     if count > DENSE_FROM * len(before):
-        return TensorDelta(None, new.detach().to("cpu", old.dtype, copy=True).contiguous())
-    values = np.concatenate([bits for _, bits in pieces])
-    return TensorDelta(np.concatenate([indices for indices, _ in pieces]), as_tensor(values, old.dtype))
+        return TensorDelta(None, new.detach().to("cpu", old.dtype, copy=True).contiguous()), added
+    return TensorDelta(np.concatenate(indices), as_tensor(np.concatenate(values), old.dtype)), added
 
 
 def as_tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
@@ -271,14 +273,12 @@ def as_tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(dtype)
 
 
-def _changed(old: Bits, new: Bits, first: int) -> tuple[NDArray[np.int64], Bits]:
-    """Places (counted from `first`) that differ, and their new bits: words of 64 bits are compared first, as few of
-    them differ."""
+def _changed(old: Bits, new: Bits) -> NDArray[np.int64]:
+    """Places that differ: words of 64 bits are compared first, as few of them differ."""
     size = 8 // old.itemsize
     whole = len(old) // size * size
     words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
     places = (words[:, None] * size + np.arange(size)).reshape(-1)
     if whole < len(old):
         places = np.concatenate([places, np.arange(whole, len(old))])
-    places = places[old[places] != new[places]]
-    return places + first, new[places]
+    return places[old[places] != new[places]]

@@ -7,7 +7,6 @@ server.  It is compared with the next set bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokserve.rl.deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
-from tokserve.rl.sums import THREADS, Sums, bits_of, change, in_threads, set_checksum, tensor_sum
+from tokserve.rl.sums import Sums, in_threads, set_checksum, tensor_sum
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -132,20 +131,13 @@ class PushedWeights:
 
     def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
         """How these tensors differ from the ones that were pushed, and the sums of all of them."""
+        largest_first = sorted(known.items(), key=lambda item: -item[1].numel())
+        results = in_threads((name, partial(difference, self.tensors[name], tensor)) for name, tensor in largest_first)
         deltas, sums = Deltas(), dict(self.sums)
-        with ThreadPoolExecutor(THREADS) as pool:
-            for name, tensor in known.items():
-                old = self.tensors[name]
-                delta = difference(old, tensor, pool.map)
-                if delta is None:
-                    continue
-                deltas[name] = delta
-                if delta.indices is None:
-                    sums[name] = tensor_sum(delta.values)
-                else:
-                    new = bits_of(delta.values)
-                    sums[name] += change(delta.indices, bits_of(old)[delta.indices], new)
-                    sums[name] %= 1 << 64
+        for name in known:
+            if (changed := results[name]) is not None:
+                deltas[name], added = changed
+                sums[name] = (sums[name] + added) % (1 << 64)
         return deltas, sums
 
     def label(self, sums: Sums, version: str) -> DeltaLabel:

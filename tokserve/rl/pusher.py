@@ -86,6 +86,7 @@ class Pusher:
         self._connection = connection
         self._server: ServerTensors | None = None
         self._pushed: PushedWeights | None = None
+        self._keeping: asyncio.Future[None] | None = None  # the kept copy is brought up to date
         self._epoch = 0
         self._directories: dict[Path, tuple[WeightDirectory, PushedWeights | None]] = {}
 
@@ -93,6 +94,8 @@ class Pusher:
         self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int
     ) -> PushResult:
         """As `TokserveClient.push`."""
+        if self._keeping is not None:
+            await self._keeping
         named = await asyncio.to_thread(named_tensors, weights)
         server = self._server or await self._ask()
         if directory is not None:
@@ -133,7 +136,7 @@ class Pusher:
             if error.code not in CURED_BY_FULL:
                 raise
             return error.message
-        await asyncio.to_thread(pushed.commit, deltas, sums, label)
+        self._keeping = asyncio.ensure_future(asyncio.to_thread(pushed.commit, deltas, sums, label))
         self._epoch = done["epoch"]
         return PushResult(
             done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements

@@ -10,10 +10,12 @@ is.  docs/rl.md specifies it for other implementations.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ BLOCK = 64 * COLUMNS  # elements that are summed at a time
 THREADS = 2
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Sums = dict[str, int]
+T = TypeVar("T")
 Bits = NDArray[Any]  # unsigned integers
 Indices = NDArray[Any]  # unsigned or int64
 
@@ -87,11 +90,25 @@ def change(indices: Indices, old: Bits, new: Bits) -> int:
     return int((coefficients * (new.astype(np.uint64) - old.astype(np.uint64))).sum(dtype=np.uint64))
 
 
-def in_threads(calls: Iterator[tuple[str, Callable[[], int]]]) -> Sums:
-    """Sums of tensors by name, several at a time."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        pending = [(name, pool.submit(call)) for name, call in calls]
-        return {name: future.result() for name, future in pending}
+@cache
+def _workers() -> ThreadPoolExecutor:
+    """Threads in which torch starts none of its own: each works on tensors that stay in its cache.  They begin once, as
+    torch's setting holds for other libraries' threads too while it is made."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(THREADS, "weights", initializer=torch.set_num_threads, initargs=(1,))
+    for future in [pool.submit(time.sleep, 0.001) for _ in range(THREADS)]:  # all of them begin
+        future.result()
+    torch.set_num_threads(threads)  # of threads that begin later
+    return pool
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+def in_threads(calls: Iterable[tuple[str, Callable[[], T]]]) -> dict[str, T]:
+    """Results by name, of several calls at a time; the longest should come first."""
+    pending = [(name, _workers().submit(call)) for name, call in calls]
+    return {name: future.result() for name, future in pending}
 
 
 def set_checksum(sums: Mapping[str, int], described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:

@@ -195,6 +195,8 @@ class WeightSync:
 
     def abort(self) -> None:
         """Drop what is staged."""
+        if isinstance(self._staging, DeltaStaging):
+            self._staging.close()
         self._staging = self._complete = self._stream = None
         self._device.give_back_memory()
 
