@@ -306,13 +306,14 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The answer to a `Call`; `error` is a message for the caller, `status` its kind (one of `errors.BY_STATUS`),
-    `field` the argument it is about."""
+    `field` the argument it is about, `code` the error's."""
 
     call_id: int
     result: Any = None
     error: str | None = None
     status: int = 500
     field: str | None = None
+    code: str | None = None
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -332,7 +333,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     The rest is for an engine that takes the place of this one (`Control.take_over`).  `source`: the directory that the
     weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
     that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
-    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.
+    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.  `checksum`: of the weights, if
+    it is known.
     """
 
     state: str = "running"
@@ -350,6 +352,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     asleep: list[str] = []
     dropped: bool = False
     num_loads: int = 0
+    checksum: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -17,7 +17,7 @@ from safetensors.torch import load
 from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import ServerError, TokserveClient
 from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.client import _safetensors
+from tokserve.rl.deltas import file_pieces
 
 Answer = httpx.Response | Exception
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
@@ -171,10 +171,7 @@ def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, lis
 def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
     tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
 
-    async def body() -> bytes:
-        return b"".join([piece async for piece in _safetensors(list(tensors.items()))])
-
-    found = load(asyncio.run(body()))
+    found = load(b"".join(file_pieces(tensors)))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())

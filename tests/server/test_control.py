@@ -80,7 +80,7 @@ def test_what_the_routes_say() -> None:
     assert s.post("/pause").json() == {"status": "paused"} and s.post("/resume").json() == {"status": "resumed"}
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
-    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "last_failure": None}
+    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None}
     assert s.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
     assert compared == {"match": False, "mismatches": ["b", "c"]}

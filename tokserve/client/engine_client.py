@@ -238,7 +238,7 @@ class EngineClient:
             waiting.set_result(reply.result)
         else:
             kind = BY_STATUS.get(reply.status, RequestFailed)
-            waiting.set_exception(kind(reply.error, field=reply.field))
+            waiting.set_exception(kind(reply.error, field=reply.field, code=reply.code))
 
     # --- its end and its replacement ---
 

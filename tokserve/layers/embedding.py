@@ -13,6 +13,7 @@ from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
+from tokserve.layers.places import MatrixPlace
 from tokserve.layers.quant import UNQUANTIZED
 
 
@@ -32,7 +33,15 @@ class Embedding:
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.vocab, self.hidden), self.load, self.dtype)}
+        return {"weight": Parameter((self.vocab, self.hidden), self.load, self.dtype, places=self.places)}
+
+    def places(self) -> list[MatrixPlace]:
+        """The weight, and the tied head's if it has one of its own; none if that is quantized."""
+        places = [MatrixPlace(self.packed)]
+        if self.head is not None and self.head.linear.packed is not self.packed:
+            others = self.head.linear.places("lm_head")
+            return [*places, *others] if others else []
+        return places
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [vocab, hidden], for the tied head too."""

@@ -27,6 +27,8 @@ _C.use_tensors(Tensor, Tensor.__dlpack_c_exchange_api__)
 _C.set_threads(torch.get_num_threads())
 atexit.register(_C.set_threads, 1)
 
+PANEL = 64  # rows of a panel of a packed weight
+
 _weights = Arena()
 
 
@@ -128,10 +130,10 @@ def pack_gated(weight: Tensor) -> PackedWeight:
 def _packed(weight: Tensor, gated: bool) -> PackedWeight:
     rows, columns = weight.shape
     outputs = rows // 2 if gated else rows
-    size = _C.packed_size(outputs, columns, weight.dtype == torch.bfloat16, gated)
-    packed = _weights.empty(size, weight.dtype)
+    pairs = weight.dtype == torch.bfloat16
+    packed = _weights.empty(_C.packed_size(outputs, columns, pairs, gated), weight.dtype)
     _C.pack_linear(weight, packed, gated)
-    return PackedWeight(rows, columns, weight.dtype, packed)
+    return PackedWeight(rows, columns, weight.dtype, packed, panel=PANEL, depth=2 if pairs else 1, gated=gated)
 
 
 @dense.linear.implement("cpp", device="cpu")
