@@ -82,7 +82,8 @@ def _model(config: Config, *, has_float8: bool) -> Decoder:
         directory, checkpoint.hf_config(directory) | (options.hf_overrides or {}), dtype=options.dtype,
         head_dtype=options.head_dtype, load_format=options.load_format, seed=options.seed,
         max_model_len=options.max_model_len, quantization=options.quantization,
-        quantize_lm_head=options.quantize_lm_head, has_float8=has_float8,
+        group_size=options.quantization_group_size, quantize_lm_head=options.quantize_lm_head,
+        has_float8=has_float8, has_wna16=config.runtime.device == "cpu",
         float8_cache=config.cache.kv_cache_dtype != "auto",
     )  # fmt: skip
 
