@@ -7,6 +7,7 @@ from typing import Any
 
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import float8
+from tokserve.models.formats.gguf import GgufFormat
 from tokserve.models.formats.base import DENSE, CheckpointFormat
 
 ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
@@ -22,6 +23,8 @@ def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
     quantization = quantization_of(hf)
     if quantization is None or _refusal(quantization):
         return DENSE
+    if quantization["quant_method"] == "gguf":
+        return GgufFormat()
     block = float8.block(quantization)
     return DENSE if block is None else float8.Float8Format(block)
 
@@ -43,4 +46,6 @@ def is_unused(name: str) -> bool:
 
 
 def _refusal(quantization: Any) -> str | None:
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "gguf":
+        return None
     return float8.refusal(quantization) if isinstance(quantization, dict) else "is not an object"
