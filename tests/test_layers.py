@@ -19,6 +19,9 @@ ROOT_ORDER = [
     "params",
     "prompt",
     "kv_spec",
+    "gguf",
+    "gguf_tokenizer",
+    "gguf_config",
     "checkpoint",
     "config",
     "cpu_list",
@@ -35,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "kv_spec"}, {"transformers"}),
-    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors"}, {"transformers"}),
+    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "gguf", "gguf_config"}, {"transformers"}),
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
         {
@@ -75,7 +78,7 @@ ONLY_IN = {
         "engine/process.py",
         "engine/weights.py",
     },
-    ("ops", "_C"): {"ops/cpu/kernels.py"},
+    ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/wna16.py"},
 }
 LAZY_IMPORTS = {
     "tokserve/__init__.py",

@@ -25,6 +25,7 @@ registry.load_extension("cpu")
 PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
     "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
+    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
 }  # fmt: skip
 # for devices with their own memory, and for those that compute in float8
 NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}

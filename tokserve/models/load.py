@@ -83,6 +83,7 @@ def load(
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
     parameters = decoder.parameters_by_name()
+    entries = weights.without_zero_biases(entries, parameters)
     weights.check(entries, parameters, str(directory))
     weights.load_into(parameters, weights.stream(entries))
     decoder.provenance.add_files(catalogue, stamp)

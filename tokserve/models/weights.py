@@ -150,6 +150,18 @@ def by_weight(entries: Mapping[str, Entry], checkpoint_format: CheckpointFormat)
     return weights
 
 
+def without_zero_biases(entries: Mapping[str, Entry], parameters: Mapping[str, Parameter]) -> dict[str, Entry]:
+    """Without biases of quantized layers that the model does not have and that are zero: AutoGPTQ adds them."""
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if name in parameters
+        or not name.endswith(".bias")
+        or not entries.get(name.removesuffix("bias") + "weight", entry).parts
+        or bool(read(entry).any())
+    }
+
+
 def equal(one: Entry, other: Entry) -> bool:
     """Whether two stored tensors are the same."""
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read(one), read(other))
