@@ -167,6 +167,33 @@ struct Int8Args {
   char* rows;  // x quantized, int8_rows_size(args) bytes in the instruction set's own layout
 };
 
+// A number per output and group of inputs: values [panels][ceil(G / ratio)][64], each of `ratio` groups, times parts
+// [panels][G][64], if there are any.
+struct GroupScales {
+  DType dtype;
+  const void* values;
+  const int8_t* parts;  // or null
+  int64_t ratio;
+};
+
+// Weights of `bits` bits: factor * scale + minimum, as in unpack.h.
+struct Wna16Args {
+  DType dtype, out_dtype;
+  Gate gate;                 // as in LinearArgs
+  const void* x;             // [M, K], rows x_stride elements apart
+  const uint8_t* packed;     // [panels][K padded to 8][64] of 4 or 8 bits
+  const int8_t* factors;     // [16], of 4-bit codes; 8-bit values are their own factors
+  GroupScales scales, mins;  // mins.values null: none
+  const int32_t* order;      // [K], column order[i] of x belongs to element i of the weight's K; or null
+  const void* bias;          // [N] of dtype, or null
+  void* out;                 // [M, N], rows out_stride elements apart
+  int64_t m, n, k, x_stride, out_stride;
+  int64_t group;  // inputs that share a scale, a multiple of 8 if there are several
+  int bits;
+  bool folded;  // scales are powers of two and go into the weights before they are multiplied
+  char* rows;   // what wna16_rows makes of x, wna16_rows_size(args) bytes
+};
+
 struct AttentionArgs {
   DType dtype;
   const void* q;        // [T, heads, dim], rows q_stride elements apart
@@ -283,6 +310,11 @@ struct Kernels {
   int64_t (*int8_rows_size)(const Int8Args&);
   void (*int8_rows)(const Int8Args&, int64_t begin, int64_t end);
   void (*linear_int8)(const Int8Args&, int64_t row0, int64_t begin, int64_t end);
+  // As for int8: first wna16_rows for all rows of x, then panels.
+  int64_t (*wna16_rows_size)(const Wna16Args&);
+  void (*wna16_rows)(const Wna16Args&, int64_t begin, int64_t end);
+  void (*linear_wna16)(const Wna16Args&, int64_t row0, int64_t begin, int64_t end);
+  void (*embedding_wna16)(const Wna16Args&, const int64_t* ids, int64_t begin, int64_t end);  // rows ids[t] into out
   // attend: a whole tile into out.  attend_split: one split of it into `partial`; merge_splits: its partials into out.
   int64_t (*attention_scratch)(const AttentionArgs&);
   int64_t (*attention_partial)(const AttentionArgs&, int64_t queries);  // floats of one split's partial result

@@ -21,6 +21,9 @@ ROOT_ORDER = [
     "params",
     "prompt",
     "kv_spec",
+    "gguf",
+    "gguf_tokenizer",
+    "gguf_config",
     "checkpoint",
     "config",
     "cpu_list",
@@ -37,7 +40,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "text": ({"errors", "jsonschema", "params", "checkpoint"}, TORCH),
     "rl": ({"errors"}, {"transformers"}),
     "layers": ({"ops", "errors", "kv_spec"}, {"transformers"}),
-    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors"}, {"transformers"}),
+    "models": ({"layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "gguf", "gguf_config"}, {"transformers"}),
     "hf": ({"models", "layers", "ops", "kv_spec", "errors"}, set()),
     "train": ({"models", "layers", "ops", "rl", "kv_spec", "checkpoint", "errors", "params"}, {"transformers"}),
     "runner": (
@@ -83,7 +86,7 @@ ONLY_IN = {
         "engine/process.py",
         "engine/weights.py",
     },
-    ("ops", "_C"): {"ops/cpu/kernels.py"},
+    ("ops", "_C"): {"ops/cpu/kernels.py", "ops/cpu/wna16.py"},
 }
 LAZY_IMPORTS = {
     "tokserve/__init__.py",

@@ -49,18 +49,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "fp8", "none"] | None,
+        Literal["int8", "int4", "fp8", "none"] | None,
         about(
-            "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
-            "on a CPU, fp8 (e4m3) on a GPU of compute capability 8.9 or more (a CPU can, slowly). none: compute with a "
-            "float8 checkpoint in the model's dtype too. Default: as fp8 with such a checkpoint on such a GPU, else "
-            "none."
+            "Quantize the projections of a floating checkpoint as it loads. int4: weights by groups of inputs, "
+            "activations as they are, on a CPU. Per channel, activations per token: int8 on a CPU, fp8 (e4m3) on a GPU "
+            "of compute capability 8.9 or more (a CPU can, slowly). none: compute with a quantized checkpoint in the "
+            "model's dtype. Default: as the checkpoint stores its weights, float8 only on such a GPU."
         ),
     ] = None
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128], about("With quantization int4, inputs that share a scale: fewer are more accurate.")
+    ] = 128
     quantize_lm_head: Annotated[
         bool,
-        about("With quantization, quantize the output projection too: faster, a little further from the original."),
-    ] = False
+        about("Quantize the output projection too, as quantization says, int8 where that says nothing: faster, a "
+              "little further from the original."),
+    ] = False  # fmt: skip
     max_model_len: Annotated[
         Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
     ] = None

@@ -19,12 +19,14 @@ from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 from tokserve.ops.samples import samples
+from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
 PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
     "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8",
+    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
 }  # fmt: skip
 # for devices with their own memory, and for those that compute in float8
 NOT_ON_CPU = {"edit_rows", "prepare_step", "pack_linear_float8", "pack_scaled_float8", "linear_float8"}
@@ -209,6 +211,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "gated_linear_int8": (
             randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "gelu_tanh"
         ),
+        "linear_wna16": (randn(300, 512, dtype=bf16), [*weights(350, 512)[:2]], None, None),
+        "gated_linear_wna16": (randn(300, 512, dtype=bf16), weights(700, 512)[2:3], randn(700, dtype=bf16), "silu"),
+        "embedding_wna16": (torch.arange(300) * 7 % 700, weights(700, 512)[3:4], bf16),
         "add_lora": (
             randn(300, 700, dtype=bf16), randn(300, 512, dtype=bf16), (torch.arange(300) // 7 % 4 - 1).int(),
             randn(3, 2, 16, 512, dtype=bf16), randn(3, 16, 700, dtype=bf16),

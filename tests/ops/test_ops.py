@@ -29,6 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKING = {  # of the second argument
     "linear": "pack_linear", "embedding": "pack_linear", "gated_linear": "pack_gated",
     "linear_int8": "pack_linear_int8", "gated_linear_int8": "pack_gated_int8", "linear_float8": "pack_linear_float8",
+    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
 }  # fmt: skip
 
 
@@ -311,7 +312,11 @@ def implementation(name: str, of: str) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in ("gated_linear", "gated_linear_int8") for name in OPS[op].available("cpu")],
+    [
+        (op, name)
+        for op in ("gated_linear", "gated_linear_int8", "gated_linear_wna16")
+        for name in OPS[op].available("cpu")
+    ],
 )
 def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: torch.dtype) -> None:
     ungated = op.removeprefix("gated_")

@@ -89,6 +89,7 @@ class Decoder:
             self.dtype,
             multiplier=spec.embedding_multiplier,
             head=self.head if spec.tied else None,
+            keeps_stored=options.quant.name in ("wna16", "int4"),
         )
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
         self.norm = make_norm(spec.hidden, spec.norm, self.dtype)

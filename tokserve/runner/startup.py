@@ -91,7 +91,10 @@ def _model(config: Config, *, has_float8: bool) -> Decoder:
     }  # fmt: skip
     if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
         return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
-    return models.load(directory, hf, max_model_len=options.max_model_len, has_float8=has_float8, **common)
+    return models.load(
+        directory, hf, max_model_len=options.max_model_len, has_float8=has_float8,
+        group_size=options.quantization_group_size, has_wna16=config.runtime.device == "cpu", **common,
+    )  # fmt: skip
 
 
 def make_backend(target: Device | Accelerator, model: Decoder, config: Config) -> Backend:
