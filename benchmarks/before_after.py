@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true", help="the median time between tokens, for a large model")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each case. Default: 3.")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # an exception, so that servers are stopped
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     cases = DECODE if args.decode else TINY
     print(hardware(), flush=True)
