@@ -169,30 +169,44 @@ float max_scaled(const ScaledRow& x) {
   return reduce_max(largest);
 }
 
-// What a row keeps: its ids are written, ascending, at most `limit`.
+// What a row x keeps: its ids are written, ascending, at most `limit`.
 struct Support {
   int64_t count = 0;     // of values of `processed` that are not -inf
-  int64_t possible = 0;  // of values of the row that are not
+  int64_t possible = 0;  // of values of x that are not
   float max = kNegInf, kept_max = kNegInf, drawn_max = kNegInf;
+  float mass = 0.0f;  // sum of e^(x - origin)
+  bool same = true;   // the values that are kept are x's
 };
 
-Support find_support(const ScaledRow& x, const float* processed, int32_t* ids, int64_t limit) {
+Support find_support(const ScaledRow& x, const float* processed, float origin, int32_t* ids, int64_t limit) {
   Support s;
   const f32x16 never = broadcast(kNegInf);
-  f32x16 largest = never, kept_largest = never, drawn_largest = never;
-  for (int64_t i = 0; i < x.vocab; i += kLanes) {
-    const f32x16 value = x(i), drawn = load_logits(processed, i, x.vocab);
-    largest = vmax(largest, value);
-    s.possible += __builtin_popcount(mask_bits(never < value));
-    uint32_t kept = mask_bits(never < drawn);
-    if (!kept) continue;
-    kept_largest = vmax(kept_largest, select(never < drawn, value, never));
-    drawn_largest = vmax(drawn_largest, drawn);
-    for (; kept; kept &= kept - 1, s.count++) {
-      if (s.count < limit) ids[s.count] = static_cast<int32_t>(i + __builtin_ctz(kept));
+  f32x16 largest = never, kept_largest = never, drawn_largest = never, changed = zeros();
+  for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
+    f32x16 part = zeros();
+    const int64_t end = min(slice + kSlice, x.vocab);
+    for (int64_t i = slice; i < end; i += kLanes) {
+      const f32x16 value = x(i), drawn = load_logits(processed, i, x.vocab);
+      largest = vmax(largest, value);
+      part = part + exp(value - broadcast(origin));
+      s.possible += __builtin_popcount(mask_bits(never < value));
+      uint32_t kept = mask_bits(never < drawn);
+      if (!kept) continue;
+      kept_largest = vmax(kept_largest, select(never < drawn, value, never));
+      drawn_largest = vmax(drawn_largest, drawn);
+      changed = vmax(changed, select(never < drawn, select(value == drawn, zeros(), broadcast(1.0f)), zeros()));
+      if (s.count >= limit) {
+        s.count += __builtin_popcount(kept);
+        continue;
+      }
+      for (; kept; kept &= kept - 1, s.count++) {
+        if (s.count < limit) ids[s.count] = static_cast<int32_t>(i + __builtin_ctz(kept));
+      }
     }
+    s.mass += reduce_sum(part);
   }
   s.max = reduce_max(largest), s.kept_max = reduce_max(kept_largest), s.drawn_max = reduce_max(drawn_largest);
+  s.same = reduce_max(changed) == 0.0f;
   return s;
 }
 
@@ -220,6 +234,7 @@ float sum_exp_at(const ScaledRow& x, const int32_t* ids, int64_t count, float x_
 }
 
 constexpr int32_t kWhole = -1, kTooLong = -2;
+constexpr float kFar = 60.0f;  // e^60 a few billion times over is a float
 
 // The largest logit of a row; NaN if it has one.
 float largest_or_nan(const float* row, int64_t vocab) {
@@ -269,8 +284,9 @@ void sampling_mask(const MaskArgs& a, int64_t row) {
   const int64_t token = a.token_ids[row], limit = a.limit;
   int32_t* ids = a.ids + row * limit;
   const bool greedy = a.greedy[row];
-  Support s = find_support(x, processed, ids, greedy ? 0 : limit);
-  float log_kept = 0.0f, logprob = 0.0f;
+  float origin = x.at(token), log_kept = 0.0f, logprob = 0.0f;
+  Support s = find_support(x, processed, origin, ids, greedy ? 0 : limit);
+  if (!(s.max - origin < kFar)) origin = s.max, s.mass = sum_exp(x, origin);
   if (greedy) {
     s.count = 1, s.kept_max = x.at(token);
     if (limit > 0) ids[0] = static_cast<int32_t>(token);
@@ -280,11 +296,16 @@ void sampling_mask(const MaskArgs& a, int64_t row) {
     const float mass = listed ? sum_exp_at(drawn, ids, s.count, s.drawn_max) : sum_exp(drawn, s.drawn_max);
     logprob = (processed[token] - s.drawn_max) - log(mass);
     const KeptRow kept{x, processed, a.vocab};
-    if (!whole) log_kept = log(listed ? sum_exp_at(x, ids, s.count, s.kept_max) : sum_exp(kept, s.kept_max));
+    if (s.same) {
+      log_kept = log(mass);
+    } else if (!whole) {
+      log_kept = log(listed ? sum_exp_at(x, ids, s.count, s.kept_max) : sum_exp(kept, s.kept_max));
+    }
   }
   a.counts[row] = whole ? kWhole : listed ? static_cast<int32_t>(s.count) : kTooLong;
   a.logprobs[row] = logprob;
-  a.kept_logprobs[row] = whole ? 0.0f : (s.kept_max - s.max) + (log_kept - log(sum_exp(x, s.max)));
+  // rounding must not make it a mass above one
+  a.kept_logprobs[row] = whole ? 0.0f : min(0.0f, (s.kept_max - origin) + (log_kept - log(s.mass)));
 }
 
 bool sample_fused(const SampleFusedArgs& a, int64_t row, const float* logits, char* scratch) {

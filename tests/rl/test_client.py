@@ -76,6 +76,17 @@ def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: 
     assert formed.wait(60)
 
 
+def test_sampling_masks_of_a_rollout() -> None:
+    packed = {"counts": np.array([2, -1, -2, 1], "<i4").tobytes(), "ids": np.array([4, 9, 7], "<i4").tobytes()}
+    floats = np.array([-0.5, -1.0, -2.0, 0.0], "<f4").tobytes()
+    choice = REPLY["choices"][0] | {"sampling_mask": packed, "sampling_logprobs": floats, "kept_logprob": floats}
+    reply = httpx.Response(200, content=msgspec.msgpack.encode({"choices": [choice]}))
+    _, (rollout,) = run({"/inference/v1/generate": [reply]}, lambda client: client.generate([[1]]))
+    assert [None if row is None else row.tolist() for row in rollout.sampling_mask] == [[4, 9], None, None, [7]]
+    assert rollout.mask_truncated.tolist() == [False, False, True, False]
+    assert rollout.sampling_logprobs.tolist() == rollout.kept_logprob.tolist() == [-0.5, -1.0, -2.0, 0.0]
+
+
 def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
     path = "/inference/v1/generate"
     for first in (httpx.ConnectError("refused"), refusal(503, **{"retry-after": "0"})):

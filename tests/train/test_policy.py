@@ -352,6 +352,9 @@ def test_the_torch_references_serve_as_well(tmp_path: Path) -> None:
         (([[1, 2]], [1], 1.0, "processed", [[[1, 3]]]), r"sampling_masks\[0\]\[0\] lacks 2"),
         (([[1, 2]], [1], 1.0, "processed", [[None, None]]), r"sampling_masks\[0\] has 2 entries for 1"),
         (([[1, 2]], [1], 1.0, "processed", [[[2, 99999]]]), r"sampling_masks\[0\]\[0\] must hold ids"),
+        (([[1, 2]], [1], 1.0, "processed", [{"counts": [2], "ids": [2]}]), r"sampling_masks\[0\] has 1 ids"),
+        (([[1, 2]], [1], 1.0, "processed", [{"ids": [2]}]), r"sampling_masks\[0\].counts is missing"),
+        (([[1, 2]], [1], 1.0, "processed", [{"counts": [1, -1], "ids": [2]}]), "has 2 entries for 1 scored"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: tuple[object, ...], message: str) -> None:

@@ -251,4 +251,4 @@ def sampling_mask(
     shifted = work - work.amax(-1, keepdim=True)
     values = shifted[rows, token_ids] - torch.log(_row_sum(torch.exp(shifted)))
     numbers = torch.where(whole, WHOLE_VOCABULARY, torch.where(too_long, MASK_TOO_LONG, count)).int()
-    return numbers, ids, torch.where(whole, 0.0, kept_logprobs), values
+    return numbers, ids, torch.where(whole, 0.0, kept_logprobs.clamp(max=0.0)), values

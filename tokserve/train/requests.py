@@ -89,7 +89,7 @@ def _request(
     return ScoringRequest(tokens.astype(np.int32), int(start), float(temperature), kept)
 
 
-def _from_columns(number: int, columns: Mapping[str, Any]) -> Sequence[Mask]:
+def _from_columns(number: int, columns: Mapping[str, Any]) -> list[Mask]:
     """By token the ids, of `counts` and `ids` as the token route has them: lists, or int32 as bytes or base64.  A
     negative count is a row without a mask."""
     counts, ids = (_int32(columns.get(name), f"sampling_masks[{number}].{name}") for name in ("counts", "ids"))
@@ -97,7 +97,7 @@ def _from_columns(number: int, columns: Mapping[str, Any]) -> Sequence[Mask]:
     if len(ids) != (ends[-1] if len(ends) else 0):
         raise ValueError(f"sampling_masks[{number}] has {len(ids)} ids, and its counts say otherwise")
     parts = np.split(ids, ends)[:-1]
-    return [None if count < 0 else part for count, part in zip(counts.tolist(), parts, strict=True)]
+    return [None if count < 0 else part.tolist() for count, part in zip(counts.tolist(), parts, strict=True)]
 
 
 def _int32(value: Any, name: str) -> NDArray[np.int32]:

@@ -325,7 +325,7 @@ def sampling_mask_kernel(
         tl.store(id_ptr + row * limit + written + tl.cumsum(one, 0) - 1, id, mask=one * listed > 0)
         written += tl.sum(one, 0)
     kept_logprob = (kept_max - row_max) + (tl.log(tl.sum(kept_sums, 0)) - tl.log(tl.sum(sums, 0)))
-    tl.store(kept_logprob_ptr + row, tl.where(whole, 0.0, kept_logprob))
+    tl.store(kept_logprob_ptr + row, tl.where(whole, 0.0, tl.minimum(kept_logprob, 0.0)))
     tl.store(count_ptr + row, tl.where(whole, -1, tl.where(too_long, -2, count)))
 
 
