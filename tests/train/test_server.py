@@ -172,29 +172,50 @@ def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
     assert np.float32(scored[-149:]).tolist() == found.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_twenty_steps_with_pushes(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "steps", "delta"),
+    [
+        ("bfloat16", 3, True),
+        pytest.param("bfloat16", 20, True, marks=pytest.mark.slow),
+        pytest.param("float32", 20, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 20, False, marks=pytest.mark.slow),
+        pytest.param("float32", 20, False, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_with_pushes(dtype: str, steps: int, delta: bool, tmp_path: Path) -> None:
     """Rollouts, a policy gradient, a push: the ratio stays exactly one, step after step."""
     directory = write_checkpoint(tmp_path, tiny_config("qwen3"))
     with Server(str(directory), "--dtype", dtype, "--tokens-only") as server:
         policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
-        for step in range(20):
-            rollouts = groups(server, temperature=0.9, logprobs_mode="temperature")
-            rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
-            starts = [len(rollout.prompt_ids) for rollout in rollouts]
-            scored = policy.logprobs(rows, starts, 0.9, "temperature")
-            for rollout, row in zip(rollouts, scored, strict=True):
-                assert row.tolist() == rollout.logprobs.tolist(), step
-                assert rollout.weight_versions[0][0] == str(step)
-            optimizer.zero_grad()
-            advantages = torch.linspace(-1.0, 1.0, len(scored))
-            torch.stack([row.sum() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
-            optimizer.step()
-            pushed = in_client(server, lambda c, v=str(step + 1): c.update_weights(policy.named_parameters(), v))
-            assert pushed["weight_version"] == str(step + 1)
-        assert in_client(server, lambda client: client.compare_weights(policy.named_parameters())) == []
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5 if delta else 3e-4)
+
+        async def scene(client: TokserveClient) -> None:
+            for step in range(steps):
+                rollouts = await client.generate(
+                    [random_ids(45, 256, seed) for seed in (1, 2)], n=3, seeds=[11, 22], max_tokens=20,
+                    ignore_eos=True, temperature=0.9, logprobs_mode="temperature",
+                )  # fmt: skip
+                rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
+                starts = [len(rollout.prompt_ids) for rollout in rollouts]
+                scored = policy.logprobs(rows, starts, 0.9, "temperature")
+                for rollout, row in zip(rollouts, scored, strict=True):
+                    assert row.tolist() == rollout.logprobs.tolist(), step
+                    assert rollout.weight_versions[0][0] == str(step)
+                optimizer.zero_grad()
+                advantages = torch.linspace(-1.0, 1.0, len(scored))
+                torch.stack([row.sum() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
+                optimizer.step()
+                pushed = await client.push(policy, str(step + 1), delta=delta)
+                assert pushed.weight_version == str(step + 1)
+                if delta and step and dtype == "bfloat16":
+                    assert (pushed.mode, pushed.reason) == ("delta", None)
+            digests = await client.weight_checksums()
+            await client.update_weights(policy.named_parameters(), "whole")
+            assert await client.compare_weights(policy.named_parameters()) == []
+            await client.push(policy, "rounded")
+            assert await client.weight_checksums() == digests
+
+        in_client(server, scene)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
