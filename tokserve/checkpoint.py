@@ -40,7 +40,9 @@ def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
     if path.suffix == SUFFIX and path.is_file():
         return gguf_config.unpacked(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise StartError(f"{what} {model!r} is neither a directory, nor a GGUF file, nor 'demo', nor a hub name 'owner/name'")
+        raise StartError(
+            f"{what} {model!r} is neither a directory, nor a GGUF file, nor 'demo', nor a hub name 'owner/name'"
+        )
     return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
 
 

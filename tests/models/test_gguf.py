@@ -110,7 +110,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     gguf_models.write(path, "llama", "Q4_0")
     data = path.read_bytes().replace(b"llama", b"mamba")
     path.write_bytes(data)
-    with pytest.raises(StartError, match="'mamba'.*llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(StartError, match="'mamba', which is not supported"):
         checkpoint.locate(str(path))
 
 
@@ -138,15 +138,13 @@ def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> Non
     with path.open("r+b") as file:
         for _ in range(rounds):
             at = random.randrange(0, end - 8)
-            damage = (
-                random.choice(values).to_bytes(8, "little") if random.random() < 0.5 else random.randbytes(4)
-            )
+            damage = random.choice(values).to_bytes(8, "little") if random.random() < 0.5 else random.randbytes(4)
             file.seek(at)
             file.write(damage)
             file.flush()
             try:
                 for tensor in gguf.read_header(path).tensors.values():
-                    assert 0 < tensor.start and tensor.start + tensor.size <= len(data)
+                    assert tensor.start > 0 and tensor.start + tensor.size <= len(data)
             except StartError:
                 refused += 1
             file.seek(at)

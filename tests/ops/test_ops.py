@@ -257,7 +257,11 @@ def implementation(name: str, of: str) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in ("gated_linear", "gated_linear_int8", "gated_linear_wna16") for name in OPS[op].available("cpu")],
+    [
+        (op, name)
+        for op in ("gated_linear", "gated_linear_int8", "gated_linear_wna16")
+        for name in OPS[op].available("cpu")
+    ],
 )
 def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: torch.dtype) -> None:
     ungated = op.removeprefix("gated_")

@@ -111,7 +111,9 @@ def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     if "cpp" not in IMPLEMENTATIONS:
-        pytest.skip("needs the compiled extension: a C++20 compiler (Debian: apt-get install g++), then make clean install")
+        pytest.skip(
+            "needs the compiled extension: a C++20 compiler (Debian: apt-get install g++), then make clean install"
+        )
     packed = call("cpp", "pack_wna16", weights(70, 64)[:1])
     part = packed.parts[0]
 
@@ -126,7 +128,7 @@ def test_wrong_arguments_are_refused() -> None:
         {"sub_scales": torch.zeros(1, 1, 64, dtype=torch.int8)}, {"mins": part.scales, "folded": True},
     ]  # fmt: skip
     for changes in wrong:
-        with pytest.raises((ValueError, TypeError), match="linear_wna16|incompatible"):
+        with pytest.raises((ValueError, TypeError), match=r"linear_wna16|incompatible"):
             product(x, **changes)
     with pytest.raises(ValueError, match="linear_wna16"):
         product(torch.ones(2, 63))

@@ -80,7 +80,8 @@ def _each(part: QuantizedRows, change: Callable[[str, Tensor], Tensor], *, order
     """The same with every tensor that is there changed."""
     names = (*TENSORS, "order") if order else TENSORS
     tensors = {name: getattr(part, name) for name in names}
-    return replace(part, **{name: change(name, tensor) for name, tensor in tensors.items() if tensor is not None})
+    changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    return replace(part, **changed)
 
 
 def _rows(parts: Sequence[QuantizedRows], start: int, end: int) -> list[QuantizedRows]:
@@ -167,12 +168,13 @@ class Wna16:
         return ops.gated_linear(x, packed, bias, activation)
 
 
-@dataclass(frozen=True, slots=True)
 class Int4(Wna16):
     """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
 
-    group: int = GROUP
     name: str | None = "int4"
+
+    def __init__(self, group: int = GROUP) -> None:
+        self.group = group
 
     def pack(self, weight: Tensor | QuantizedWeight) -> Any:
         """Quantize floats, in the layout of `ops.linear_wna16`."""

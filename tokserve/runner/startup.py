@@ -47,7 +47,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     kernels = cpu_kernels(bound, runtime, config.model.dtype)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
-    model = _model(config, has_float8=target.has_float8)
+    model = _model(config, target)
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
@@ -75,7 +75,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, {"embeddings": 4 * model.spec.hidden})
 
 
-def _model(config: Config, *, has_float8: bool) -> Decoder:
+def _model(config: Config, target: Device | Accelerator) -> Decoder:
     options = config.model
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
     return models.load(
@@ -83,7 +83,7 @@ def _model(config: Config, *, has_float8: bool) -> Decoder:
         head_dtype=options.head_dtype, load_format=options.load_format, seed=options.seed,
         max_model_len=options.max_model_len, quantization=options.quantization,
         group_size=options.quantization_group_size, quantize_lm_head=options.quantize_lm_head,
-        has_float8=has_float8, has_wna16=config.runtime.device == "cpu",
+        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator),
         float8_cache=config.cache.kv_cache_dtype != "auto",
     )  # fmt: skip
 

@@ -178,7 +178,7 @@ def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
     return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
 
 
-def in_groups(order: Tensor | None, columns: int, group: int, groups: int) -> Tensor | None | Literal[False]:
+def in_groups(order: Tensor | None, columns: int, group: int, groups: int) -> Tensor | Literal[False] | None:
     """The inputs sorted by group, of whose numbers `order` [K] has one per input.  None: they are sorted; False: the
     groups are not of `group` inputs each, but for the last."""
     if order is None:
@@ -211,4 +211,3 @@ def _scattered(
     if offsets is not None:
         factors += offsets.float()[:, numbers]
     return factors * scales.float()[:, numbers]
-

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.formats import float8, integers
-from tokserve.models.formats.gguf import GgufFormat
 from tokserve.models.formats.base import DENSE, CheckpointFormat
+from tokserve.models.formats.gguf import GgufFormat
 
 ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
 
