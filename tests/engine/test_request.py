@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.scripted import engine_request, rows_of
 from tests.outputs import Output, unpack
-from tokserve.engine.columns import PackedPart, StepColumns
+from tokserve.engine.columns import PackedRows, StepColumns
 from tokserve.engine.output_buffer import Limits
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError
@@ -227,7 +227,7 @@ def test_times_are_seconds_since_receipt() -> None:
 def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
     request = make(max_tokens=1, **params)
     wide = rows_of([(0.0, 1, [0] * 60, [0.0] * 60)] * 2, 60)
-    request.append([20], PackedPart(wide), 1, "v", 101.0)
+    request.append([20], PackedRows(wide), 1, "v", 101.0)
     logprobs = emitted(request).logprobs
     if width is None:
         assert logprobs is None
@@ -240,7 +240,7 @@ def test_width_of_logprobs(params: dict[str, Any], width: int | None) -> None:
 def test_mode_of_logprobs_is_the_requests_or_the_models(asked: Any, mode: str) -> None:
     request = make(max_tokens=1, logprobs=0, prompt_logprobs=1, logprobs_mode=asked)
     request.output.add_prompt_rows(0, rows_of([(0.0, 1, [0], [0.0])] * (request.prompt_len - 1), 1))
-    request.append([20], PackedPart(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
+    request.append([20], PackedRows(rows_of([(0.0, 1, [], [])], 0)), 0, "v", 101.0)
     output = emitted(request)
     assert output.logprobs is not None and output.prompt_logprobs is not None
     assert output.logprobs.mode == output.prompt_logprobs.mode == mode
@@ -306,7 +306,7 @@ def test_new_row_has_all_tokens() -> None:
 
 def test_a_run_of_tokens_is_cut_at_its_stop() -> None:
     request = make(max_tokens=9, stop_token_ids=[30], logprobs=0)
-    rows = PackedPart(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
+    rows = PackedRows(rows_of([(-float(i), i, [], []) for i in range(6)], 0))
     assert request.append([20, 21], rows, 1, "v", 101.0) == 2 and request.finish is None
     assert request.append([22, 30, 23], rows, 3, "v", 102.0) == 2
     output = emitted(request)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import LogprobColumns, PackedPart, StepColumns
+from tokserve.engine.columns import LogprobColumns, PackedRows, StepColumns
 from tokserve.messages import Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import Float32, LogprobRows
@@ -61,7 +61,7 @@ class OutputBuffer:
                 self._generation, label = adapter.generation, adapter.label
             self._versions.append((version, label, index))
 
-    def add_logprobs(self, rows: PackedPart, first: int, count: int) -> None:
+    def add_logprobs(self, rows: PackedRows, first: int, count: int) -> None:
         """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
         if self._logprobs is not None:
             self._logprobs.append(rows, first, count)

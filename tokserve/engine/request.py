@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import PackedPart, StepColumns
+from tokserve.engine.columns import PackedRows, StepColumns
 from tokserve.engine.grammar import Grammar, GrammarState
 from tokserve.engine.output_buffer import Limits, OutputBuffer
 from tokserve.engine.prefix_cache import BlockTable
@@ -153,7 +153,7 @@ class Request:
             features=self.features,
         )
 
-    def append(self, tokens: Sequence[int], rows: PackedPart | None, first_row: int, version: str, now: float) -> int:
+    def append(self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, version: str, now: float) -> int:
         """New tokens, whose logprobs are rows `first_row` ... of `rows`; returns how many are kept.  Sets `finish` at a
         stop, and drops the tokens after it."""
         assert self.stopping is not None

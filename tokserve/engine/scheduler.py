@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.columns import PackedPart
+from tokserve.engine.columns import PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
@@ -357,7 +357,7 @@ class Scheduler:
         self._pace.record(step.num_tokens, now - max(step.planned, self._answered))
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
-        logprobs = None if result.logprobs is None else PackedPart(result.logprobs)
+        logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
         requests, last = [], 0  # last: of the rows' tokens so far
         block_size = self._cache.block_size
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)

@@ -46,7 +46,8 @@ def _scheme_refusal(quantization: Mapping[str, Any]) -> str | None:
     for scheme in schemes:
         kind, strategy = scheme.get("type"), scheme.get("strategy")
         if kind != "int" or strategy not in STRATEGIES:
-            return f"asks for quantization of format {quantization.get('format')!r} and weights of type {kind!r} with {scheme.get('num_bits')} bits by {strategy}"
+            weights = f"weights of type {kind!r} with {scheme.get('num_bits')} bits by {strategy}"
+            return f"asks for {weights}, of format {quantization['format']!r}"
     if len({scheme.get("num_bits") for scheme in schemes}) > 1:
         return "has config_groups with different numbers of bits"
     return None
