@@ -122,7 +122,7 @@ def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
     The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
     not-a-number has the scale not-a-number.
     """
-    parts = [_rounded(rows, group) for rows in weight.split(ROWS)]
+    parts = [_rounded(rows, group) for rows in torch.split(weight, ROWS)]
     codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
 
