@@ -56,8 +56,8 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
 
     `may_read` is called with the names of files before any of them is opened, and raises if one must not be.
     """
-    if files := gguf_config.source(directory):
-        return _in_gguf(files)
+    if shards := gguf_config.source(directory):
+        return _in_gguf(shards)
     may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
