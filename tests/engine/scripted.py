@@ -606,7 +606,23 @@ class ScriptedExecutor:
 # --- drafts ---
 
 
-class RandomDrafter:
+class OneByOne:
+    """A drafter that looks at one request at a time."""
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int], num_tokens: int) -> list[list[int]]:
+        return [self.propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        raise NotImplementedError
+
+    def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def on_end(self, request: Request) -> None:
+        pass
+
+
+class RandomDrafter(OneByOne):
     """Proposes what would be sampled, something else, or the one and then the other."""
 
     def __init__(self, executor: ScriptedExecutor, seed: int, right: float = 0.5, longest: int = 5) -> None:
@@ -616,7 +632,7 @@ class RandomDrafter:
         self._longest = longest
         self.proposed = 0
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose_one(self, request: Request, limit: int) -> list[int]:
         count = min(self._rng.randint(0, self._longest), limit)
         right = count if self._rng.random() < self._right else self._rng.randint(0, count)
         drafts = self._continuation(request, right)
@@ -696,7 +712,13 @@ class Engine:
         self, *, num_blocks: int = 64, block_size: int = 4, context: int = 64, drafter: Drafter | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        options = {"model": "scripted", "max_num_seqs": 8, "max_num_batched_tokens": 32, **options}
+        options = {
+            "model": "scripted",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "spec_method": "none",
+            **options,
+        }
         options.setdefault("eos_token_ids", list(EOS))
         self.config = Config.make(max_model_len=context, **options)
         self.executor = ScriptedExecutor(self.config, num_blocks, block_size)

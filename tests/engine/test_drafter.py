@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.engine.grammars import Machine, compiled
-from tests.engine.scripted import VOCAB, Engine, RandomDrafter
+from tests.engine.scripted import VOCAB, Engine, OneByOne, RandomDrafter
 from tokserve.engine.grammar import Grammar
 from tokserve.engine.prefix_cache import BlockTable
 from tokserve.engine.request import Request
@@ -21,14 +21,16 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 PROMPT = [3, 4, 5, 6, 7]
 
 
-class Fixed:
+class Fixed(OneByOne):
     """Proposes by output position: `right` tokens of what the request gives alone, then `wrong` others."""
 
     def __init__(self, engine: Engine, right: int, wrong: int = 0, only: Sequence[int] | None = None) -> None:
         self.engine, self.right, self.wrong, self.only = engine, right, wrong, only
         self.calls: list[tuple[int, int]] = []  # known output tokens, limit
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        if request.num_in_flight:
+            return []
         self.calls.append((request.num_output, limit))
         if self.only is not None and request.num_output not in self.only:
             return []
@@ -96,11 +98,11 @@ def test_a_stop_among_accepted_drafts_drops_what_follows(depth: int, stop: str) 
     engine = Engine(depth=depth)
     engine.add("a", PROMPT, max_tokens=12, ignore_eos=True, logprobs=1, **fields)
 
-    class Through:
+    class Through(OneByOne):
         """Proposes on, past the end."""
 
-        def propose(self, request: Request, limit: int) -> list[int]:
-            return tokens[request.num_output :][: min(limit, 6)]
+        def propose_one(self, request: Request, limit: int) -> list[int]:
+            return [] if request.num_in_flight else tokens[request.num_output :][: min(limit, 6)]
 
     engine.core.scheduler._drafter = Through()
     engine.run()

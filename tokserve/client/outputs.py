@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tokserve.messages import Logprobs, Ready, Status, StepStats
+from tokserve.messages import DraftCounts, Logprobs, Ready, Status, StepStats
 
 __all__ = ["ChoiceOutput", "Logprobs", "Ready", "Status", "StepStats", "join_logprobs", "merge"]
 
@@ -20,7 +20,7 @@ class ChoiceOutput(msgspec.Struct):
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
     `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
     seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `pooled`: the
-    vector of a pooling request, float32, with the last delta.
+    vector of a pooling request, float32, with the last delta, as are the counts of `drafts`.
     """
 
     index: int
@@ -36,6 +36,7 @@ class ChoiceOutput(msgspec.Struct):
     weight_versions: list[tuple[str, int, int]] = []
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     pooled: bytes = b""
+    drafts: DraftCounts = DraftCounts()
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
@@ -76,4 +77,5 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         weight_versions=last.weight_versions,
         times=last.times,
         pooled=last.pooled,
+        drafts=last.drafts,
     )

@@ -155,6 +155,7 @@ class ChoiceState:
         delta.stop_reason = finish.stop
         delta.times = finish.queued, finish.first_token, finish.total
         delta.pooled = self._pooled
+        delta.drafts = finish.drafts
         count = self._num_tokens
         delta.weight_versions = [
             (version, start, min(end, count)) for version, start, end in self._weight_versions if start < count

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tokserve.config import Config
 from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.drafter import prediction_index
 from tokserve.engine.front_ends import Emit
 from tokserve.engine.grammars import Grammars
 from tokserve.engine.output_buffer import Limits
@@ -19,6 +20,7 @@ from tokserve.engine.pending_grammars import PendingGrammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.token_index import TokenIndex
 from tokserve.errors import RequestError
 from tokserve.messages import Status, Submit, SubmitReply
 from tokserve.params import SamplingParams
@@ -114,7 +116,12 @@ class Admission:
             )
             for number, spec in enumerate(submit.requests, self.num_received)
         ]  # fmt: skip
-        for request in requests:
+        predictions: dict[bytes, TokenIndex] = {}  # choices share them
+        for spec, request in zip(submit.requests, requests, strict=True):
+            if spec.drafts:
+                if spec.drafts not in predictions:
+                    predictions[spec.drafts] = prediction_index(spec.drafts)
+                request.expect(predictions[spec.drafts])
             if isinstance(request.task, SamplingParams) and request.task.structured_outputs is not None:
                 request.pending_grammar = self._grammars.compile(request.task.structured_outputs, submit.client)
                 request.pending_grammar.add_done_callback(lambda _: self._wake())

@@ -26,6 +26,7 @@ from tokserve.engine.command import Command, Commands, immediate
 from tokserve.engine.control import Control
 from tokserve.engine.deadlines import Deadlines
 from tokserve.engine.drafter import Drafter
+from tokserve.engine.drafter import make as make_drafter
 from tokserve.engine.front_ends import Emit, FrontEnds
 from tokserve.engine.grammars import Grammars
 from tokserve.engine.mask_worker import MaskWorker
@@ -60,6 +61,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         drafter: Drafter | None = None,
     ) -> None:
+        drafter = make_drafter(config.speculation.resolved()) if drafter is None else drafter
         layout = facts.layout
         capacity = layout.num_blocks * layout.block_size
         context = min(config.model.max_model_len or capacity, capacity)

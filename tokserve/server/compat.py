@@ -46,7 +46,6 @@ OPENAI: FieldTable = {
     "metadata": _ignored({}, note=_TAG),
     "modalities": _refused(["text"]),
     "moderation": _refused(note="nothing is moderated"),
-    "prediction": _ignored(note="it would make the same answer faster"),
     "prompt_cache_key": _ignored(note=_CACHE),
     "prompt_cache_options": _ignored({}, note=_CACHE),
     "prompt_cache_retention": _ignored("in_memory", note=_CACHE),
