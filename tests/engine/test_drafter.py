@@ -182,14 +182,39 @@ class Compiled:
         pass
 
 
-def test_requests_with_a_grammar_are_not_drafted_for() -> None:
-    engine, drafter = drafting(0, 3)
-    engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
-    request = engine.make("g", PROMPT, structured_outputs=StructuredOutputs(regex="x"))
-    engine.core.receive(b"A", Submit(7, "g", [request]))
-    engine.run()
-    assert len(engine.tokens("g")) >= 3 and not drafter.calls
-    engine.core._mask_worker.close()
+class Given(OneByOne):
+    """Proposes the same whenever it may."""
+
+    def __init__(self, drafts: list[int]) -> None:
+        self.drafts = drafts
+
+    def propose_one(self, request: Request, limit: int) -> list[int]:
+        return self.drafts[request.num_output :][:limit]
+
+
+@DEPTHS
+def test_drafts_under_a_grammar_are_sampled_as_it_allows(depth: int) -> None:
+    """The grammar: 3 or 13, then 5, then 6 or 16, then the end; after 16 its state fails."""
+
+    def run(drafts: list[int], seed: int) -> tuple[list[int], object]:
+        engine = Engine(depth=depth, drafter=Given(drafts))
+        engine.core._admission._grammars = engine.core.grammars = cast(Any, Compiled())
+        request = engine.make("g", PROMPT, seed=seed, structured_outputs=StructuredOutputs(regex="x"), max_tokens=9)
+        engine.core.receive(b"A", Submit(7, "g", [request]))
+        engine.run()
+        engine.core._mask_worker.close()
+        accepted.append(engine.executor.accepted)
+        finish = engine.received["g"].finish
+        return engine.tokens("g"), finish and (finish.reason, finish.detail, finish.message)
+
+    accepted: list[int] = []
+    for seed in range(6):
+        expected = run([], seed)
+        assert accepted[-1] == 0
+        texts = [[a, 5, b, 1, 7] for a in (3, 13) for b in (6, 16)]
+        for drafts in [*texts, [3, 6], [9, 9, 9], [3, 5, 7, 1], [13, 5, 5, 5, 5, 5]]:
+            assert run(drafts, seed) == expected
+    assert max(accepted) >= 2
 
 
 @DEPTHS
@@ -213,5 +238,5 @@ def test_drafts_of_many_requests_in_turn(depth: int) -> None:
     engine.run()
     for i in range(12):
         engine.check_complete(f"r{i}")
-    assert drafter.proposed == engine.executor.accepted + engine.executor.rejected > 0
+    assert drafter.proposed >= engine.executor.accepted + engine.executor.rejected > 0
     engine.check_empty()

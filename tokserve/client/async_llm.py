@@ -269,6 +269,8 @@ class AsyncLLM:
     is_sleeping = control.is_sleeping
     release_kv_cache_memory = control.release_kv_cache_memory
     reset_prefix_cache = control.reset_prefix_cache
+    add_draft_corpus = control.add_draft_corpus
+    remove_draft_corpus = control.remove_draft_corpus
     init_weight_transfer_engine = control.init_weight_transfer_engine
     shutdown_weight_transfer_engine = control.shutdown_weight_transfer_engine
     start_weight_update = control.start_weight_update

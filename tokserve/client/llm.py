@@ -165,6 +165,8 @@ class LLM:
     is_sleeping = _blocking(control.is_sleeping)
     release_kv_cache_memory = _blocking(control.release_kv_cache_memory)
     reset_prefix_cache = _blocking(control.reset_prefix_cache)
+    add_draft_corpus = _blocking(control.add_draft_corpus)
+    remove_draft_corpus = _blocking(control.remove_draft_corpus)
     init_weight_transfer_engine = _blocking(control.init_weight_transfer_engine)
     shutdown_weight_transfer_engine = _blocking(control.shutdown_weight_transfer_engine)
     start_weight_update = _blocking(control.start_weight_update)

@@ -98,6 +98,11 @@ class DraftHistory:
         self._groups.move_to_end(key)
         return group.corpus(seed, context)
 
+    def count(self, key: GroupKey) -> int:
+        """Outputs of the group."""
+        group = self._groups.get(key)
+        return 0 if group is None else len(group.outputs)
+
     def remove(self, group: bytes) -> int:
         """Drop a group that requests name, with all adapters and salts; returns how many outputs it had."""
         keys = [key for key in self._groups if key[3] == group]

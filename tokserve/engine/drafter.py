@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from tokserve.config import SpeculationPlan
+from tokserve.engine.command import Command, immediate
 from tokserve.engine.draft_budget import StepCosts, choose
 from tokserve.engine.draft_history import DraftHistory, GroupKey
 from tokserve.engine.draft_state import Corpus, DraftState
 from tokserve.engine.request import Request
 from tokserve.engine.token_index import PAIR, TokenIndex
+from tokserve.errors import RequestError
 
 
 class Drafter(Protocol):
@@ -35,9 +39,10 @@ class Drafter(Protocol):
 class TextDrafter:
     """Drafts from texts that are there: predictions, the request's own tokens, and earlier outputs of its group."""
 
-    def __init__(self, plan: SpeculationPlan) -> None:
+    def __init__(self, plan: SpeculationPlan, vocab_size: int) -> None:
         self.history = DraftHistory(plan.history_bytes)
         self._max_drafts = plan.num_drafts
+        self._vocab_size = vocab_size
         self._searches = plan.method != "prediction"
         self._costs = StepCosts()
 
@@ -84,6 +89,31 @@ class TextDrafter:
         if not request.pooling and request.num_output:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 
+    def commands(self) -> dict[str, Callable[..., Command]]:
+        """The admin commands, by name."""
+        return {
+            "add_draft_corpus": immediate(self._add_corpus),
+            "remove_draft_corpus": immediate(self._remove_corpus),
+        }
+
+    def _add_corpus(self, group: str, sequences: list[bytes], adapter: str = "", cache_salt: str = "") -> int:
+        """Keep outputs, packed int32 ids, for the requests of a group.  The reply: how many outputs the group has."""
+        for index, packed in enumerate(sequences):
+            ids = np.frombuffer(packed, "<i4")
+            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+                field = f"token_ids[{index}]"
+                raise RequestError(
+                    f"{field} has an id that is not in the vocabulary of {self._vocab_size}", field=field
+                )
+        key = (adapter, cache_salt, "", group.encode())
+        for packed in sequences:
+            self.history.add(key, None, array("i", packed))
+        return self.history.count(key)
+
+    def _remove_corpus(self, group: str) -> int:
+        """Drop the outputs of a group, with all adapters and salts.  The reply: how many those were."""
+        return self.history.remove(group.encode())
+
 
 def group_of(request: Request) -> GroupKey:
     """Whose outputs are drafts for this request."""
@@ -95,9 +125,9 @@ def group_of(request: Request) -> GroupKey:
     return options.adapter, salt, request.client, hashlib.blake2b(prompt, digest_size=16).digest()
 
 
-def make(plan: SpeculationPlan) -> TextDrafter | None:
+def make(plan: SpeculationPlan, vocab_size: int) -> TextDrafter | None:
     """The drafter of an engine; None: it does not speculate."""
-    return TextDrafter(plan) if plan.method != "none" else None
+    return TextDrafter(plan, vocab_size) if plan.method != "none" else None
 
 
 def prediction_index(ids: bytes) -> TokenIndex:

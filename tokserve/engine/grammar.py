@@ -61,7 +61,7 @@ class Grammar:
 
     `sentinels`: the library's EOS tokens, of the tokenizer's vocabulary.  Of the model's: `eos`, its own, and `barred`,
     ids that no text has (the sentinels, and bits past the last id).  `cost`: as measured in a trial; `num_accepted`:
-    tokens that all its states have accepted.
+    tokens that all its states have accepted, drafts included.
     """
 
     machine: LLMatcher
@@ -132,6 +132,7 @@ class GrammarState:
             if self.grammar.eos[draft // 32] >> np.uint32(draft % 32) & 1:  # the end: nothing comes after it
                 break
             machine.consume_token(draft)
+            self.grammar.num_accepted += 1
             masks.append(self._next_ids(machine)[0])
         nothing = np.zeros_like(masks[0])
         return masks + [nothing] * (1 + len(drafts) - len(masks))
