@@ -79,16 +79,16 @@ async def reset_prefix_cache(
 
 async def add_draft_corpus(
     engine: Engine, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
-) -> int:
-    """Keep outputs as drafts for requests with this `draft_group`; returns how many the group has."""
+) -> Any:
+    """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
     sequences = [pack_ids(ids) for ids in token_ids]
     args = {"group": group, "sequences": sequences, "adapter": lora_name, "cache_salt": cache_salt}
-    return int(await engine.call("add_draft_corpus", **args))
+    return await engine.call("add_draft_corpus", **args)
 
 
-async def remove_draft_corpus(engine: Engine, group: str) -> int:
-    """Drop the outputs of a group; returns how many those were."""
-    return int(await engine.call("remove_draft_corpus", group=group))
+async def remove_draft_corpus(engine: Engine, group: str) -> Any:
+    """Drop the outputs of a group; {"removed": how many those were}."""
+    return await engine.call("remove_draft_corpus", group=group)
 
 
 async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class TextDrafter:
             "remove_draft_corpus": immediate(self._remove_corpus),
         }
 
-    def _add_corpus(self, group: str, sequences: list[bytes], adapter: str = "", cache_salt: str = "") -> int:
+    def _add_corpus(self, group: str, sequences: list[bytes], adapter: str = "", cache_salt: str = "") -> Any:
         """Keep outputs, packed int32 ids, for the requests of a group.  The reply: how many outputs the group has."""
         for index, packed in enumerate(sequences):
             ids = np.frombuffer(packed, "<i4")
@@ -108,11 +108,11 @@ class TextDrafter:
         key = (adapter, cache_salt, "", group.encode())
         for packed in sequences:
             self.history.add(key, None, array("i", packed))
-        return self.history.count(key)
+        return {"outputs": self.history.count(key)}
 
-    def _remove_corpus(self, group: str) -> int:
+    def _remove_corpus(self, group: str) -> Any:
         """Drop the outputs of a group, with all adapters and salts.  The reply: how many those were."""
-        return self.history.remove(group.encode())
+        return {"removed": self.history.remove(group.encode())}
 
 
 def group_of(request: Request) -> GroupKey:

@@ -244,16 +244,17 @@ async def add_draft_corpus(serving: Serving, request: Request) -> Response:
         if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
             field = f"token_ids[{index}]"
             raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
-    outputs = await serving.llm.add_draft_corpus(
+    await serving.find_model(params.model)
+    reply = await serving.llm.add_draft_corpus(
         params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
     )
-    return body.reply(request, {"outputs": outputs})
+    return body.reply(request, reply)
 
 
 async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
     """POST /remove_draft_corpus"""
     params = await read(serving, request, RemoveCorpusBody)
-    return body.reply(request, {"removed": await serving.llm.remove_draft_corpus(params.draft_group)})
+    return body.reply(request, await serving.llm.remove_draft_corpus(params.draft_group))
 
 
 # --- weights ---
