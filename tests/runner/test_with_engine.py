@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.scripted import Clock, Engine, OneByOne
 from tests.runner.fake_device import FakeDevice
@@ -18,6 +19,7 @@ from tokserve.engine.core import EngineCore
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.request import Request
 from tokserve.executor.inline import InlineExecutor
+from tokserve.messages import DraftCounts
 from tokserve.models.dummy import tiny_config
 
 VOCAB = 320
@@ -57,7 +59,15 @@ class RealEngine(Engine):
         self.run(5000)
         self.core.close()
         self.real.close()
-        return {rid: (got.tokens, got.logprobs, got.prompt_logprobs, got.finish) for rid, got in self.received.items()}
+        return {
+            rid: (
+                got.tokens,
+                got.logprobs,
+                got.prompt_logprobs,
+                got.finish and replace(got.finish, drafts=DraftCounts()),
+            )
+            for rid, got in self.received.items()
+        }
 
 
 class SomeRight(OneByOne):

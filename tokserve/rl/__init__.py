@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tokserve.rl.digests import checksum, checksums
 
 if TYPE_CHECKING:
-    from tokserve.rl.client import Rollout, ServerError, TokserveClient
+    from tokserve.rl.client import Rollout, ServerError, TokserveClient, sticky_seeds
 
-__all__ = ["Rollout", "ServerError", "TokserveClient", "checksum", "checksums"]
+__all__ = ["Rollout", "ServerError", "TokserveClient", "checksum", "checksums", "sticky_seeds"]
 
 
 def __getattr__(name: str) -> Any:
