@@ -206,7 +206,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method = given.pop("method", SPECULATION_METHODS[0])
         if method not in SPECULATION_METHODS:
             raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
-        most = given.pop("num_speculative_tokens", None) or DEFAULT_DRAFTS
+        most = given.pop("num_speculative_tokens", None)
+        most = DEFAULT_DRAFTS if most is None else most
         if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
             raise StartError(
                 f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "

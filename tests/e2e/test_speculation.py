@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tokserve.cli.main import main as cli
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}
@@ -141,6 +142,35 @@ def test_a_stream_with_drafts_has_the_same_tokens(pair: Pair) -> None:
                 for choice in json.loads(line[6:])["choices"]:
                     streamed += choice["token_ids"]
     assert streamed == output
+
+
+def test_the_benchmark_compares_replies(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--check-speculation",
+        "--num-prompts",
+        "6",
+        "--input-len",
+        "9",
+        "--output-len",
+        "30",
+        "--logprobs",
+        "1",
+        "--n",
+        "2",
+    ]
+    for backend in ("tokens", "openai"):
+        with pytest.raises(SystemExit) as ended:
+            cli(["bench", "serve", "--base-url", pair.drafting.url, "--backend", backend, *flags])
+        assert ended.value.code == 0
+        assert "6 requests without and with speculation: equal" in capfd.readouterr().out
+
+
+def test_a_request_without_speculation(pair: Pair) -> None:
+    body = generate_body(seed=33)
+    output = pair.post(GENERATE, body)["choices"][0]["token_ids"]
+    before = pair.count("num_draft_tokens")
+    pair.post(GENERATE, body, draft_token_ids=output, speculate=False)
+    assert pair.count("num_draft_tokens") == before
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ class Request:
     def may_be_drafted(self) -> bool:
         """A step may verify drafts of it.  Those under a grammar need masks, made of tokens that are known."""
         if self.grammar is None:
-            return True
-        return not self.num_in_flight and not self.grammar.is_slow
+            return self.options.speculate
+        return self.options.speculate and not self.num_in_flight and not self.grammar.is_slow
 
     @property
     def released(self) -> bool:
