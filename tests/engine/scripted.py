@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from tests.outputs import Output, unpack
-from tokserve.config import Config
+from tokserve.config import Config, SpeculationPlan
 from tokserve.engine.core import EngineCore
-from tokserve.engine.drafter import Drafter
+from tokserve.engine.drafter import Drafter, TextDrafter
 from tokserve.engine.request import Request
 from tokserve.errors import RequestError
 from tokserve.kv_spec import KVLayout, KVSpec
@@ -627,6 +627,11 @@ class OneByOne:
 
     def on_end(self, request: Request) -> None:
         pass
+
+
+def text_drafter() -> TextDrafter:
+    """The one that serves, with little memory."""
+    return TextDrafter(SpeculationPlan("suffix", 8, 1 << 14), VOCAB)
 
 
 class RandomDrafter(OneByOne):
