@@ -112,7 +112,7 @@ def crossed(directory: Path, seed: int, count: int, model: dict[str, Any] | None
         random.Random(3),
     )  # fmt: skip
     assert said == expected
-    assert stats.draft_tokens > count // 2 and sum(stats.accepted_by_position) > count // 4
+    assert stats.draft_tokens > count // 5 and sum(stats.accepted_by_position) > count // 20
     assert sum(stats.accepted_by_position) <= stats.draft_tokens
 
 
