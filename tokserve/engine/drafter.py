@@ -86,7 +86,7 @@ class TextDrafter:
     def on_end(self, request: Request) -> None:
         """Keep the output for later requests of the group."""
         request.draft_state = None
-        if not request.pooling and request.num_output:
+        if request.num_output and request.options.speculate and not request.pooling:
             self.history.add(group_of(request), request.seed, request.tokens[request.prompt_len :])
 
     def commands(self) -> dict[str, Callable[..., Command]]:
@@ -105,14 +105,14 @@ class TextDrafter:
                 raise RequestError(
                     f"{field} has an id that is not in the vocabulary of {self._vocab_size}", field=field
                 )
-        key = (adapter, cache_salt, "", group.encode())
+        key = (adapter, cache_salt, "", _named(group))
         for packed in sequences:
             self.history.add(key, None, array("i", packed))
         return {"outputs": self.history.count(key)}
 
     def _remove_corpus(self, group: str) -> Any:
         """Drop the outputs of a group, with all adapters and salts.  The reply: how many those were."""
-        return {"removed": self.history.remove(group.encode())}
+        return {"removed": self.history.remove(_named(group))}
 
 
 def group_of(request: Request) -> GroupKey:
@@ -120,9 +120,13 @@ def group_of(request: Request) -> GroupKey:
     options = request.options
     salt = options.cache_salt or ""
     if options.draft_group is not None:
-        return options.adapter, salt, "", options.draft_group.encode()
+        return options.adapter, salt, "", _named(options.draft_group)
     prompt = request.tokens[: request.prompt_len].tobytes()
-    return options.adapter, salt, request.client, hashlib.blake2b(prompt, digest_size=16).digest()
+    return options.adapter, salt, request.client, b"prompt:" + hashlib.blake2b(prompt, digest_size=16).digest()
+
+
+def _named(group: str) -> bytes:
+    return b"group:" + group.encode()
 
 
 def make(plan: SpeculationPlan, vocab_size: int) -> TextDrafter | None:
