@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tokserve import LLM, SamplingParams
 from tokserve.cli.main import main as cli
+from tokserve.errors import RequestError, StartError
 
 GENERATE, CHAT, COMPLETIONS = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a", "b"]}
@@ -192,3 +194,20 @@ def test_refusals(pair: Pair, path: str, fields: dict[str, Any], param: str) -> 
     response = httpx.post(pair.drafting.url + path, json=body, timeout=60)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_the_offline_api() -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, logprobs=1)
+    prompt = {"prompt_token_ids": [5, 6, 7, 8]}
+    found = []
+    for config in ({"method": "none"}, {"method": "suffix", "num_speculative_tokens": 20}):
+        with LLM("demo", speculative_config=config) as llm:
+            alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+            again = llm.generate([prompt | {"draft_token_ids": alone.token_ids}], params, use_tqdm=False)[0].outputs[0]
+            found += [(c.token_ids, c.logprobs.token_logprobs.tobytes()) for c in (alone, again)]
+            with pytest.raises(RequestError, match="draft_token_ids"):
+                llm.generate([prompt | {"draft_token_ids": [1.5]}], params)
+            assert (sum(llm.get_metrics()["accepted_by_position"]) > 20) == (config["method"] == "suffix")
+    assert len({ids for ids in map(str, found)}) == 1
+    with pytest.raises(StartError, match="there is no method 'eagle3'; methods are suffix"):
+        LLM("demo", speculative_config={"method": "eagle3", "num_speculative_tokens": 3})

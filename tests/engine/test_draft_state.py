@@ -22,7 +22,7 @@ def corpus(ids: Sequence[int], *, given: bool = False) -> Corpus:
 def predicted(ids: Sequence[int]) -> tuple[array[int], DraftState]:
     """The tokens of a request with a prediction, to append to, and its state."""
     tokens, text = array("i", PROMPT), corpus(ids, given=True)
-    state = DraftState(tokens, len(PROMPT), [text], (text, 0))
+    state = DraftState(tokens, len(PROMPT), [text], (text, 0), trust=16)
     state.advance()
     return tokens, state
 

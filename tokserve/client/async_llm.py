@@ -175,6 +175,7 @@ class AsyncLLM:
         """
         given, params = read(prompt, self.tokenizer), typed(SamplingParams, sampling_params)
         options["cache_salt"] = options.get("cache_salt") or given.cache_salt
+        options.setdefault("draft_token_ids", given.draft_token_ids)
         stream = self.stream(
             given.ids, params, request_id=request_id, text=self.tokenizer is not None, lora_request=lora_request,
             **options,

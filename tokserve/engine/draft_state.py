@@ -39,11 +39,12 @@ class Corpus:
 
 class DraftState:
     """The cursor of one request.  `corpora`: the first of several equally likely places wins; `start`: the corpus and
-    the position that the output is expected to follow from its first token on; `searches`: in its own tokens, too."""
+    the position that the output is expected to follow from its first token on, as likely as if `trust` tokens had been
+    right already; `searches`: in its own tokens, too."""
 
     def __init__(
         self, tokens: array[int], prompt_len: int, corpora: Sequence[Corpus], start: tuple[Corpus, int] | None = None,
-        *, searches: bool = True,
+        *, trust: int = 0, searches: bool = True,
     ) -> None:  # fmt: skip
         self._tokens = tokens
         self._known = prompt_len
@@ -58,7 +59,7 @@ class DraftState:
         self.num_hits = 0  # tokens that were at the cursor
         if start is not None:
             self._corpus, self._position = start
-            self._matched = MAX_MATCH
+            self._matched = trust
 
     @property
     def source(self) -> str:

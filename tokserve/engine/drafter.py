@@ -15,8 +15,10 @@ from tokserve.engine.draft_budget import StepCosts, choose
 from tokserve.engine.draft_history import DraftHistory, GroupKey
 from tokserve.engine.draft_state import Corpus, DraftState
 from tokserve.engine.request import Request
-from tokserve.engine.token_index import PAIR, TokenIndex
+from tokserve.engine.token_index import MAX_MATCH, PAIR, TokenIndex
 from tokserve.errors import RequestError
+
+PREDICTION_TRUST = 4  # tokens in a row that a prediction counts as having been right, at its start
 
 
 class Drafter(Protocol):
@@ -65,19 +67,19 @@ class TextDrafter:
         ]
 
     def _state(self, request: Request) -> DraftState:
-        corpora, start = [], None
+        corpora, start, trust = [], None, 0
         if request.prediction is not None:
             prediction = Corpus("prediction", request.prediction, given=True)
             corpora.append(prediction)
-            start = prediction, 0
+            start, trust = (prediction, 0), PREDICTION_TRUST
         context = request.tokens[max(0, request.prompt_len - PAIR) : request.prompt_len]
         outputs = self.history.find(group_of(request), request.seed, context)
         if outputs is not None:
             history, position = outputs
             corpora.append(history)
             if position is not None and start is None:
-                start = Corpus("history", history.index, given=True), position
-        return DraftState(request.tokens, request.prompt_len, corpora, start, searches=self._searches)
+                start, trust = (Corpus("history", history.index, given=True), position), MAX_MATCH
+        return DraftState(request.tokens, request.prompt_len, corpora, start, trust=trust, searches=self._searches)
 
     def on_step(self, rows: int, num_tokens: int, seconds: float) -> None:
         """As in `Drafter`."""
