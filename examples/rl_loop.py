@@ -45,7 +45,7 @@ def logprobs(model: torch.nn.Module, rollouts: list[Rollout]) -> tuple[torch.Ten
 
 async def main(url: str, steps: int, epoch: int, *, sticky: bool) -> None:
     torch.set_num_threads(1)  # the model is small
-    rng = random.Random(0)
+    rng, noise = random.Random(0), random.Random(1)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_DIR)
     model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -57,7 +57,7 @@ async def main(url: str, steps: int, epoch: int, *, sticky: bool) -> None:
             chats = [[{"role": "user", "content": f"Reverse the word {word}."}] for word in words]
             prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
             sampling = {"max_tokens": LETTERS + 4, "temperature": TEMPERATURE, "logprobs_mode": "temperature"}
-            seeds = sticky_seeds(prompts) if sticky else [1000 * rng.randrange(1 << 32) for _ in prompts]
+            seeds = sticky_seeds(prompts) if sticky else [noise.randrange(1 << 62) for _ in prompts]
             rollouts = await client.generate(prompts, n=SAMPLES, seeds=seeds, **sampling)
             answers = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts]
             got = [reward(a, words[r.prompt_index][::-1]) for a, r in zip(answers, rollouts, strict=True)]
