@@ -32,11 +32,12 @@ def test_a_prediction_is_followed_from_the_first_token_on() -> None:
     assert state.source == "prediction"
     assert state.drafts(0, 4) == [20, 21, 22, 23] and state.drafts(2, 4) == [22, 23, 24, 25]
     likely = state.probabilities(0, 100)
-    assert len(likely) == 20 and sorted(likely, reverse=True) == likely and likely[0] > 0.9
+    assert len(likely) == 8 and sorted(likely, reverse=True) == likely and likely[0] > 0.9, "it may be all wrong"
     assert state.probabilities(2, 3) == likely[2:5]
     tokens.extend(range(20, 30))
     state.advance()
     assert state.drafts(0, 99) == list(range(30, 40)) and state.num_hits == 10
+    assert len(state.probabilities(0, 100)) == 10
     assert state.probabilities(0, 3)[2] > likely[2], "it was right ten times"
 
 

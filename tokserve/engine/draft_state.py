@@ -21,6 +21,7 @@ _GIVEN = (0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95)  # of a prediction, or an output
 _MATCHED = (0.15, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9)  # of other texts
 _PRIOR_WEIGHT, _MIN_RATE = 3, 0.06
 _SURE = 8  # tokens; a cursor that was right so often in a row is not searched for
+_UNTRIED = 8  # drafts of a request of which no token was foreseen or missed yet, at most
 _MAX_MISSES = 4  # in a row, after which a cursor is given up
 _CATCH_UP = 4096  # positions that one call indexes, about a millisecond
 MIN_PROBABILITY = 0.02  # of a draft and all before it
@@ -56,6 +57,7 @@ class DraftState:
         }
         self._corpus: Corpus | None = None
         self._position = self._matched = self._misses = 0
+        self._is_tried = start is None
         self.num_hits = 0  # tokens that were at the cursor
         if start is not None:
             self._corpus, self._position = start
@@ -83,6 +85,7 @@ class DraftState:
         if position >= len(text) or text[position] == SEPARATOR:
             self._corpus = None
             return
+        self._is_tried = True
         hit = text[position] == token
         estimate = self._estimates[corpus.given][_LEVEL[self._matched]]
         estimate[1] += 1
@@ -118,6 +121,8 @@ class DraftState:
         corpus = self._corpus
         if corpus is None:
             return []
+        if not self._is_tried:
+            limit = min(limit, _UNTRIED)
         room = limit if corpus is self._own else min(limit, len(corpus.index.tokens) - self._position - skip)
         estimates, matched, product = self._estimates[corpus.given], self._matched, 1.0
         likely: list[float] = []
