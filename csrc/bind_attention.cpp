@@ -137,7 +137,8 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
 }
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
-                     const Tensor& start, const Tensor& lens, float scale, int64_t window, const Tensor& out) {
+                     const Tensor& start, const Tensor& lens, float scale, int64_t window, float softcap,
+                     const Tensor& out) {
   const char* op = "paged_attention";
   const DType dtype = float_type(q, op);
   require(q.ndim() == 3 && q.dense(1), op, "q must be [T,Hq,D], dense in a token");
@@ -165,7 +166,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         .page = c.page,
                         .dim = c.dim,
                         .scale = scale,
-                        .window = window};
+                        .window = window,
+                        .softcap = softcap};
   launch([=] {
     std::vector<AttentionTile> tiles;
     const double cost = make_tiles(a, c, batch, tiles);

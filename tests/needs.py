@@ -109,6 +109,7 @@ TRACING = Need(
     lambda: _has_module("opentelemetry.exporter.otlp.proto.http"),
     "pip install -e '.[otel]'",
 )
+PEFT = Need("peft", ("train/test_exact_peft.py",), lambda: _has_module("peft"), "pip install -e '.[dev]'")
 CHROMIUM = Need(
     "Chromium and ChromeDriver",
     ("e2e/browser.py",),
@@ -157,7 +158,7 @@ GPU = Need(
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )
-NEEDS = (EXTENSION, TRITON, TRACING, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
+NEEDS = (EXTENSION, TRITON, TRACING, PEFT, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
 
 
 def report() -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -65,18 +65,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "fp8", "none"] | None,
+        Literal["int8", "int4", "fp8", "none"] | None,
         about(
-            "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
-            "on a CPU, fp8 (e4m3) on a GPU of compute capability 8.9 or more (a CPU can, slowly). none: compute with a "
-            "float8 checkpoint in the model's dtype too. Default: as fp8 with such a checkpoint on such a GPU, else "
-            "none."
+            "Quantize the projections of a floating checkpoint as it loads. int4: weights by groups of inputs, "
+            "activations as they are, on a CPU. Per channel, activations per token: int8 on a CPU, fp8 (e4m3) on a GPU "
+            "of compute capability 8.9 or more (a CPU can, slowly). none: compute with a quantized checkpoint in the "
+            "model's dtype. Default: as the checkpoint stores its weights, float8 only on such a GPU."
         ),
     ] = None
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128], about("With quantization int4, inputs that share a scale: fewer are more accurate.")
+    ] = 128
     quantize_lm_head: Annotated[
         bool,
-        about("With quantization, quantize the output projection too: faster, a little further from the original."),
-    ] = False
+        about("Quantize the output projection too, as quantization says, int8 where that says nothing: faster, a "
+              "little further from the original."),
+    ] = False  # fmt: skip
     max_model_len: Annotated[
         Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
     ] = None
@@ -85,6 +89,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about(
             "auto, safetensors: the checkpoint's files; dummy: seeded random weights at the shapes of config.json, no "
             "weight file is read."
+        ),
+    ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "tokserve", "transformers"],
+        about(
+            "What computes the model. tokserve: a family that is built in. transformers: the module of that library, "
+            "with our projections, KV pages and attention; bits are not promised. auto: tokserve where the "
+            "architecture is built in."
         ),
     ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
@@ -97,8 +109,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, about("Most top logprobs per position that a request may ask for; -1: the whole vocabulary.", ge=-1)
     ] = 20
     logprobs_mode: Annotated[
-        LogprobsMode, about("Kind of logprobs for requests that do not say: raw, temperature or processed.")
+        LogprobsMode,
+        about(
+            "Kind of logprobs for requests that do not say: raw, temperature or processed (vLLM's raw_logprobs and "
+            "processed_logprobs are the first and the last)."
+        ),
     ] = "raw"
+    return_sampling_mask: Annotated[
+        bool, about("Return the ids that each token was drawn from, and their mass, to requests that do not say.")
+    ] = False
+    max_sampling_mask: Annotated[
+        int, about("Most ids of a sampling mask for one token; the mask of a token with more of them is null.", ge=1)
+    ] = 1024
     eos_token_ids: Annotated[
         list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
     ] = None
@@ -318,6 +340,11 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         about("Most adapters loaded at once; memory for all of them is allocated at the start.", ge=1, le=1024),
     ] = 4
+    lora_eviction: Annotated[
+        Literal["lru", "none"],
+        about("When --max-loras adapters are loaded and another is to be: lru unloads the one that has been unused for "
+              "longest, if no request is using it; none refuses."),
+    ] = "lru"  # fmt: skip
     max_lora_rank: Annotated[int, about("Highest rank an adapter may have.", ge=1, le=512)] = 16
     lora_modules: Annotated[
         list[str] | None,
@@ -347,6 +374,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         list[str] | None,
         about("Names the model answers to (repeatable); the first is used in replies. Default: MODEL as it was given."),
     ] = None
+    rl: Annotated[
+        bool,
+        about("Defaults for reinforcement learning: --logprobs-mode processed (the distribution that tokens are drawn "
+              "from), --generation-config none (no sampling parameters but the request's), --scheduling-policy "
+              "priority. An option that is given wins."),
+    ] = False  # fmt: skip
     tokens_only: Annotated[
         bool, about("Serve the token routes only: no tokenizer is loaded, text routes are absent.")
     ] = False
@@ -402,6 +435,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
     ] = 75
+    stream_stall_timeout: Annotated[
+        float,
+        about("Seconds after which a client that does not read its reply is disconnected, and its request aborted; 0: "
+              "never.", ge=0, le=FOR_EVER),
+    ] = 300.0  # fmt: skip
     shutdown_timeout: Annotated[
         float, about("Seconds that running requests may finish in after SIGTERM.", ge=0, le=FOR_EVER)
     ] = 10.0
@@ -472,6 +510,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = GIB  # fmt: skip
 
 
+# what --rl changes where an option is not given
+RL_DEFAULTS = {"logprobs_mode": "processed", "generation_config": "none", "scheduling_policy": "priority"}
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The groups.  `Config.make(model="demo", port=8001)` fills them by field name."""
 
@@ -488,6 +530,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def make(cls, **values: Any) -> Config:
         """Build from flat field names; None means the default.  Raises StartError naming the field at fault."""
+        if values.get("rl"):
+            values = values | {name: value for name, value in RL_DEFAULTS.items() if values.get(name) is None}
         groups: dict[str, dict[str, Any]] = {}
         homes = {name: group for group, name, _ in fields()}
         for name, value in values.items():
@@ -503,12 +547,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise StartError(_readable(str(error), values)) from None
 
 
-def fields() -> Iterator[tuple[str, str, Any]]:
+@cache
+def fields() -> tuple[tuple[str, str, Any], ...]:
     """(group, field name, annotated type) of every option, in order of definition."""
+    rows = []
     for group in msgspec.structs.fields(Config):
         hints = get_type_hints(group.type, include_extras=True)
-        for field in msgspec.structs.fields(group.type):
-            yield group.name, field.name, hints[field.name]
+        rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
+    return tuple(rows)
 
 
 def _nearest(name: str, known: dict[str, str]) -> str:

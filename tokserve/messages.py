@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
 
+MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
 
@@ -123,6 +125,37 @@ class DraftCounts(NamedTuple):
     predicted: int = 0
 
 
+class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.
+
+    `rows`: for each token its count of ids (int32), then its logprob and kept logprob (float32), together 12 bytes.
+    `ids`: int32, of all tokens one after the other.
+    """
+
+    rows: bytes = b""
+    ids: bytes = b""
+
+    @property
+    def counts(self) -> NDArray[np.int32]:  # [n]
+        """How many ids each token has; negative: `params.WHOLE_VOCABULARY` or `MASK_TOO_LONG`."""
+        return np.frombuffer(self.rows, "<i4")[::3]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of each token among its ids."""
+        return np.frombuffer(self.rows, "<f4")[1::3]
+
+    @property
+    def kept_logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of all ids of each token in the model's distribution at the temperature."""
+        return np.frombuffer(self.rows, "<f4")[2::3]
+
+    def cut(self, count: int) -> SamplingMasks:
+        """The first `count` rows."""
+        num_ids = int(np.maximum(self.counts[:count], 0).sum())
+        return SamplingMasks(self.rows[: MASK_ROW * count], self.ids[: 4 * num_ids])
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
@@ -167,6 +200,28 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 to[row] = Logprobs(token_logprobs[start:end], ranks[start:end], b"", b"", 0, mode)
 
 
+class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sampling masks of rows of a step: `columns` holds their new tokens one after the other.  `rows`: int32 indexes,
+    ascending; empty: all rows of the step.
+    """
+
+    columns: SamplingMasks
+    rows: bytes = b""
+
+    def scatter(self, counts: list[int], to: list[SamplingMasks | None]) -> None:
+        """Write each row's masks to its index of `to`; `counts`: tokens of every row of the step."""
+        rows, ids = self.columns.rows, self.columns.ids
+        numbers = self.columns.counts.tolist()
+        end = ids_end = 0
+        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
+            start, end = end, end + counts[row]
+            ids_start = ids_end
+            for number in numbers[start:end]:
+                if number > 0:
+                    ids_end += number
+            to[row] = SamplingMasks(rows[MASK_ROW * start : MASK_ROW * end], ids[4 * ids_start : 4 * ids_end])
+
+
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
@@ -184,7 +239,8 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooled: bytes = b""
 
 
-OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None]  # request id, new tokens, and the rest
+# request id, new tokens, and the rest
+OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMasks | None]
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -232,6 +288,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
     `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
     every row has one.  A row is in at most one of `logprobs`, and has at most one of `rare`, which are in order.
+    `sampling_masks`: None if no row has any.
     """
 
     stats: StepStats
@@ -240,13 +297,14 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     counts: bytes = b""
     logprobs: list[RowLogprobs] = []
     rare: list[RareFields] = []
+    sampling_masks: RowSamplingMasks | None = None
 
     def rows(self) -> Iterator[OutputRow]:
         """The rows one by one."""
         ids = unpack_ids(self.token_ids)
-        if not (self.counts or self.logprobs or self.rare):
+        if not (self.counts or self.logprobs or self.rare or self.sampling_masks):
             for request_id, token in zip(self.request_ids, ids, strict=True):
-                yield request_id, [token], None, None
+                yield request_id, [token], None, None, None
             return
         counts = unpack_ids(self.counts) if self.counts else [1] * len(self.request_ids)
         logprobs: list[Logprobs | None] = [None] * len(counts)
@@ -255,21 +313,25 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
         rare: list[RareFields | None] = [None] * len(counts)
         for fields in self.rare:
             rare[fields.row] = fields
+        masks: list[SamplingMasks | None] = [None] * len(counts)
+        if self.sampling_masks is not None:
+            self.sampling_masks.scatter(counts, masks)
         end = 0
         for index, request_id in enumerate(self.request_ids):
             start, end = end, end + counts[index]
-            yield request_id, ids[start:end], logprobs[index], rare[index]
+            yield request_id, ids[start:end], logprobs[index], rare[index], masks[index]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The answer to a `Call`; `error` is a message for the caller, `status` its kind (one of `errors.BY_STATUS`),
-    `field` the argument it is about."""
+    `field` the argument it is about, `code` the error's."""
 
     call_id: int
     result: Any = None
     error: str | None = None
     status: int = 500
     field: str | None = None
+    code: str | None = None
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -289,7 +351,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     The rest is for an engine that takes the place of this one (`Control.take_over`).  `source`: the directory that the
     weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
     that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
-    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.
+    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.  `checksum`: of the weights, if
+    it is known.
     """
 
     state: str = "running"
@@ -307,6 +370,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     asleep: list[str] = []
     dropped: bool = False
     num_loads: int = 0
+    checksum: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

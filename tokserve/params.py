@@ -20,8 +20,10 @@ from tokserve import jsonschema
 from tokserve.errors import RequestError
 from tokserve.regex import explicit_classes
 
-LogprobsMode = Literal["raw", "temperature", "processed"]
+LogprobsMode = Literal["raw", "temperature", "processed", "raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "temperature", "processed")
+VLLM_LOGPROBS_MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+WHOLE_VOCABULARY, MASK_TOO_LONG = -1, -2  # counts of a sampling mask without ids: nothing is cut, too many ids
 MAX_CHOICES = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 256  # of a repetition: every size costs a comparison per token
@@ -164,7 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy.  `top_k` 0 or -1 is off.  `max_tokens` None is the rest of the context.
     `logprobs` k returns the sampled token's logprob and the k most probable (-1: the whole
     vocabulary); `prompt_logprobs` the same for prompt tokens from `prompt_logprobs_start` on;
-    `logprob_token_ids` the logprobs of given ids at every generated position.
+    `logprob_token_ids` the logprobs of given ids at every generated position.  `return_sampling_mask` returns the
+    ids that each token was drawn from; None is the server's default.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
@@ -191,6 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs_start: Count = 0
     logprob_token_ids: Annotated[list[int], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
     logprobs_mode: LogprobsMode | None = None
+    return_sampling_mask: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: dict[str, Any] | None = None
 
@@ -211,6 +215,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """A copy without the front end's fields, with `changes` applied."""
         if self.structured_outputs is not None:
             changes["structured_outputs"] = self.structured_outputs.plain()
+        if self.logprobs_mode in VLLM_LOGPROBS_MODES:
+            changes["logprobs_mode"] = VLLM_LOGPROBS_MODES[self.logprobs_mode]
         return msgspec.structs.replace(
             self, n=1, stop=[], bad_words=[], include_stop_str_in_output=False, detokenize=True,
             skip_special_tokens=True, spaces_between_special_tokens=True, **changes,

@@ -17,6 +17,7 @@ from tokserve import checkpoint
 from tokserve.config import BACKENDS, DEFAULT_BLOCK_SIZE, PACKING, Config, RuntimeConfig, ServerConfig
 from tokserve.cpu_list import cpu_list
 from tokserve.errors import StartError
+from tokserve.params import VLLM_LOGPROBS_MODES
 
 DTYPES = ("float32", "bfloat16", "float16")
 GPU_BLOCK_SIZE = 64
@@ -52,6 +53,7 @@ def resolve(config: Config) -> Config:
             dtype=_dtype(model.dtype, hf),
             max_model_len=_max_model_len(model.max_model_len, hf),
             eos_token_ids=_eos(model.eos_token_ids, hf, generation),
+            logprobs_mode=VLLM_LOGPROBS_MODES.get(model.logprobs_mode, model.logprobs_mode),
         ),
         cache=replace(config.cache, block_size=config.cache.block_size or _block_size(device)),
         runtime=replace(config.runtime, device=device, cpu_threads=_cpu_threads(config.runtime)),
@@ -119,12 +121,14 @@ def _is_loopback(host: str) -> bool:
 def _check(config: Config) -> None:
     model = config.model
     config.speculation.resolved()
-    if model.quantize_lm_head and model.quantization in (None, "none"):
-        raise StartError("quantize_lm_head needs a quantization")
+    if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
+        raise StartError("quantize_lm_head needs a quantization, except on a CPU")
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")
-    if model.quantization == "int8" and config.runtime.device != "cpu":
-        raise StartError("quantization int8 runs on a CPU only; give --device cpu, or --quantization fp8")
+    if model.quantization in ("int8", "int4") and config.runtime.device != "cpu":
+        raise StartError(
+            f"quantization {model.quantization} runs on a CPU only; give --device cpu, or --quantization fp8"
+        )
     runtime = config.runtime
     for name, given in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
         if given and runtime.device != "cpu":

@@ -85,7 +85,7 @@ def test_a_failed_load_leaves_all_as_it_was() -> None:
 
 
 def test_more_than_there_are_slots_for_are_refused() -> None:
-    engine = make()
+    engine = make(lora_eviction="none")
     load(engine, "a"), load(engine, "b")
     reply = load(engine, "c")
     assert reply.status == 409 and reply.field == "lora_name" and "--max-loras" in str(reply.error)
@@ -128,8 +128,52 @@ def test_unloading_what_is_not_there_is_a_404() -> None:
     assert reply.status == 404 and reply.field == "lora_name"
 
 
-def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each() -> None:
+def test_the_adapter_that_is_unused_for_longest_is_evicted() -> None:
+    engine = make(max_loras=2)
+    for name in ("a", "b"):
+        load(engine, name, f"/{name}")
+    engine.add("r", PROMPT, adapter="a", max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert load(engine, "c", "/c").error is None
+    assert [each.name for each in engine.core.adapters.listed()] == ["a", "c"]
+    engine.add("s", PROMPT, adapter="c", max_tokens=4, ignore_eos=True)
+    engine.run()
+    engine.check_complete("s")
+    refused = engine.submit("late", engine.make("late", PROMPT, adapter="b"))
+    assert refused.refusal == "model_not_found"
+    assert load(engine, "b", "/again").error is None
+    assert [each.name for each in engine.core.adapters.listed()] == ["b", "c"]
+
+
+@DEPTHS
+def test_an_adapter_in_use_is_not_evicted(depth: int) -> None:
+    engine = make(depth=depth, max_loras=1)
+    load(engine, "a", "/a")
+    engine.add("r", PROMPT, adapter="a", max_tokens=20, ignore_eos=True)
+    engine.steps(3)
+    reply = load(engine, "b", "/b")
+    assert reply.status == 409 and "requests use all of them" in (reply.error or "")
+    engine.run()
+    engine.check_complete("r")
+    assert load(engine, "b", "/b").error is None
+
+
+def test_a_request_that_comes_while_the_load_reads_keeps_its_adapter() -> None:
     engine = make(max_loras=1)
+    load(engine, "a", "/a")
+    engine.executor.slow = deque()
+    engine.call("load_lora_adapter", lora_name="b", lora_path="/b", call_id=90)
+    engine.add("r", PROMPT, adapter="a", max_tokens=30, ignore_eos=True)
+    engine.steps(2)
+    engine.executor.settle()
+    engine.run()
+    engine.check_complete("r")
+    assert answers(engine, 90)[0].status == 409
+    assert [each.name for each in engine.core.adapters.listed()] == ["a"]
+
+
+def test_an_unload_while_the_load_reads_wins_or_loses_but_leaves_one_slot_each() -> None:
+    engine = make(max_loras=1, lora_eviction="none")
     load(engine, "a", "/one")
     engine.executor.slow = deque()
     engine.call("load_lora_adapter", lora_name="a", lora_path="/two", call_id=80)

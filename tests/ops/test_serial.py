@@ -23,6 +23,7 @@ PRODUCTS = {
 PACKING = {
     "linear": "pack_linear", "gated_linear": "pack_gated", "embedding": "pack_linear",
     "linear_float8": "pack_linear_float8",
+    "linear_wna16": "pack_wna16", "gated_linear_wna16": "pack_gated_wna16", "embedding_wna16": "pack_wna16",
 }  # fmt: skip
 WHOLE_NUMBERS = {"linear_int8", "gated_linear_int8"}  # float32 sums of whole numbers below 2^24: exact in any order
 

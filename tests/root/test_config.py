@@ -56,6 +56,13 @@ def test_bad_value_is_refused_with_the_options_name(option: dict[str, object], w
     assert str(refused.value) == f"option {next(iter(option))}: {words}"
 
 
+def test_rl_changes_defaults_only() -> None:
+    config = Config.make(rl=True)
+    assert (config.model.logprobs_mode, config.model.generation_config) == ("processed", "none")
+    assert Config.make(rl=True, logprobs_mode="raw").model.logprobs_mode == "raw"
+    assert Config.make().model.logprobs_mode == "raw"
+
+
 def test_an_option_like_no_other_says_where_all_are() -> None:
     with pytest.raises(StartError, match="unknown option 'tensor_parallel_size'; `tokserve serve --help` lists all"):
         Config.make(tensor_parallel_size=2)
@@ -69,6 +76,13 @@ def test_adapters_of_the_start(checkpoint: Path) -> None:
             resolve(Config.make(model=str(checkpoint), enable_lora=True, lora_modules=[module]))
     with pytest.raises(StartError, match="lora_modules needs enable_lora"):
         resolve(Config.make(model=str(checkpoint), lora_modules=["a=/x"]))
+
+
+@pytest.mark.parametrize(("given", "mode"), [("processed_logprobs", "processed"), ("raw_logprobs", "raw")])
+def test_vllm_names_of_logprobs_modes(checkpoint: Path, given: str, mode: str) -> None:
+    assert resolve(Config.make(model=checkpoint, logprobs_mode=given)).model.logprobs_mode == mode
+    with pytest.raises(StartError, match="must be one of raw, temperature"):
+        Config.make(logprobs_mode="raw_logits")
 
 
 def test_resolve_fills_in_what_the_checkpoint_says(checkpoint: Path) -> None:

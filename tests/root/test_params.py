@@ -74,3 +74,4 @@ def test_min_tokens_above_max_tokens() -> None:
 def test_the_engine_gets_no_text_fields() -> None:
     params = SamplingParams(n=3, stop=["x"], bad_words=["y"], skip_special_tokens=False, top_k=5)
     assert params.for_engine(seed=7) == SamplingParams(top_k=5, seed=7)
+    assert SamplingParams(logprobs_mode="processed_logprobs").for_engine().logprobs_mode == "processed"

@@ -85,7 +85,7 @@ def test_what_the_routes_say() -> None:
     assert s.post("/pause").json() == {"status": "paused"} and s.post("/resume").json() == {"status": "resumed"}
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
-    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "last_failure": None}
+    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None}
     assert s.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
     assert compared == {"match": False, "mismatches": ["b", "c"]}
@@ -166,6 +166,9 @@ def test_an_engine_that_does_not_answer_in_time_is_not_called_dead(
 
 def test_trainers_find_the_configuration_where_vllm_has_it() -> None:
     shown = site().get("/server_info?config_format=json").json()["vllm_config"]
+    assert shown["model_config"]["logprobs_mode"] == "raw_logprobs" and shown["lora_config"] is None
+    with_adapters = site(enable_lora=True, max_loras=3).get("/server_info?config_format=json").json()["vllm_config"]
+    assert with_adapters["lora_config"] == {"max_loras": 3, "max_lora_rank": 16}
     assert shown["model_config"]["dtype"].startswith("torch.")
     assert shown["parallel_config"]["tensor_parallel_size"] == 1 and shown["parallel_config"]["data_parallel_size"] == 1
     assert shown["cache_config"]["num_gpu_blocks"] > 0 and shown["scheduler_config"]["max_num_seqs"] > 0
@@ -234,7 +237,7 @@ def test_a_sender_that_leaves_is_told_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("/chat/completions", "/v1/chat/completions"), ("/completions/", "/v1/completions"),
+        ("/chat/completions", "/v1/chat/completions"), ("/completions", "/v1/completions"),
         ("/v1/v1/models", "/v1/models"), ("/generate", "/inference/v1/generate"), ("/v1", None),
         ("/v1/embeddings", None),
     ],

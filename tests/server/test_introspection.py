@@ -239,10 +239,17 @@ def test_no_root_path_opens_control_routes(root: str, options: dict[str, Any], r
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/health/", "/v1/models/tiny/"])
-def test_trailing_slashes_redirect(path: str) -> None:
-    answer = site().get(path, follow_redirects=False)
-    assert answer.status_code == 307 and answer.headers["location"].endswith(path.rstrip("/"))
-    assert site().post("/v1/completions/", {"prompt": "a"}, follow_redirects=True).status_code == 200
+def test_trailing_slashes(path: str) -> None:
+    assert site().get(path, follow_redirects=False).status_code == 200
+    assert site().post("/v1/completions/", {"prompt": "a"}, follow_redirects=False).status_code == 200
+
+
+def test_the_model_answers_to_its_directory_and_short_name() -> None:
+    s = site(served_model_name=["org/tiny"])
+    directory = s.app.state.serving.config.model.model
+    for name in ("org/tiny", "tiny", directory):
+        assert s.post("/v1/completions", {"model": name, "prompt": "a"}).json()["model"] == "org/tiny"
+    assert s.post("/v1/completions", {"model": "other/tiny", "prompt": "a"}).status_code == 404
 
 
 def test_openapi_lists_every_route() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -27,15 +28,19 @@ logger = logging.getLogger("tokserve.serve")
 
 
 def serve(values: dict[str, Any]) -> int:
-    """Serve until a signal; returns the exit code (1: the engine died).  Raises StartError."""
+    """Serve with these options until a signal; returns the exit code (1: the engine died).  Raises StartError."""
+    return serve_config(Config.make(**values))
+
+
+def serve_config(given: Config, make_server: Callable[[Config], ApiServer] = ApiServer) -> int:
+    """`serve` with a configuration.  `make_server`: makes the only API process's server."""
     started = time.monotonic()
-    given = Config.make(**values)
     log.setup("server", given.server.log_level, given.server.log_format)
     try:
         config = resolve(given)
         with listen.bind(config) as sock:
             logger.info("tokserve %s: %s", tokserve.__version__, chosen(config))
-            return uvloop.run(_run(config, sock, started))
+            return uvloop.run(_run(config, sock, started, make_server))
     except StartError as error:
         if given.server.log_format == "text":
             raise
@@ -54,8 +59,8 @@ def chosen(config: Config) -> str:
     return " ".join(words)
 
 
-async def _run(config: Config, sock: socket.socket, started: float) -> int:
-    front = ApiServer(config) if config.server.api_server_count == 1 else Supervisor(config, sock)
+async def _run(config: Config, sock: socket.socket, started: float, make_server: Callable[[Config], ApiServer]) -> int:
+    front = make_server(config) if config.server.api_server_count == 1 else Supervisor(config, sock)
     starting = asyncio.create_task(front.start())
     signals = Signals(starting.cancel)
     try:

@@ -101,9 +101,13 @@ async def shutdown_weight_transfer_engine(engine: Engine) -> None:
     await engine.call("shutdown_weight_transfer_engine")
 
 
-async def start_weight_update(engine: Engine, is_checkpoint_format: bool = True) -> None:
-    """Open an update.  Raises Conflict if one is open."""
-    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format)
+async def start_weight_update(
+    engine: Engine, is_checkpoint_format: bool = True, base_version: str | None = None, base_checksum: str | None = None
+) -> None:
+    """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve."""
+    base = {"base_version": base_version, "base_checksum": base_checksum}
+    given = {name: value for name, value in base.items() if value is not None}
+    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format, **given)
 
 
 async def update_weights(engine: Engine, request: Any) -> None:
@@ -131,9 +135,15 @@ async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool 
     await engine.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
 
 
-async def finish_weight_update(engine: Engine, weight_version: str | None = None) -> dict[str, Any]:
-    """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing."""
-    done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version)
+async def finish_weight_update(
+    engine: Engine, weight_version: str | None = None, checksum: str | None = None
+) -> dict[str, Any]:
+    """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
+
+    `checksum`: what the result of a delta must have.
+    """
+    more = {} if checksum is None else {"checksum": checksum}
+    done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version, **more)
     return done
 
 

@@ -80,6 +80,7 @@ class Inputs:
         self._tokenizer = tokenizer
         self._has_priority = config.scheduler.scheduling_policy == "priority"
         self._max_logprobs = config.model.max_logprobs
+        self._return_sampling_mask = config.model.return_sampling_mask
         self._limits = config.limits
 
     def prepare(self, request: GenerateRequest) -> RequestState:
@@ -140,7 +141,10 @@ class Inputs:
         self._check_request(request)
         bad_sequences = self._bad_sequences(params)
         self._check_choice_left(params, bad_sequences)
-        return params.for_engine(seed=None, bad_token_sequences=bad_sequences)
+        has_mask = params.return_sampling_mask
+        if has_mask is None:
+            has_mask = self._return_sampling_mask
+        return params.for_engine(seed=None, bad_token_sequences=bad_sequences, return_sampling_mask=has_mask or None)
 
     def _detokenizer(self, params: SamplingParams, text: bool, stops: StopStrings) -> Detokenizer | None:
         if not stops and not (text and params.detokenize):

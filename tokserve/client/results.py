@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.client.outputs import ChoiceOutput, Logprobs, merge
+from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.stream import Stream
 from tokserve.params import SamplingParams
 
@@ -55,7 +55,13 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice.  `finish_reason` "error" comes with a `message`."""
+    """One choice.  `finish_reason` "error" comes with a `message`.
+
+    With `return_sampling_mask`, by token: `sampling_mask`, the ascending ids that it was drawn from (None: the whole
+    vocabulary, or more ids than `max_sampling_mask`, of which there are `sampling_mask_truncated`),
+    `sampling_logprobs`, its logprob among them, and `kept_logprob`, that of all of them in the model's distribution at
+    the temperature.
+    """
 
     index: int
     text: str
@@ -67,6 +73,21 @@ class CompletionOutput:
     stop_detail: str | None = None
     message: str | None = None
     weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
+    sampling_mask: list[NDArray[np.int32] | None] | None = None
+    sampling_logprobs: NDArray[np.float32] | None = None
+    kept_logprob: NDArray[np.float32] | None = None
+    sampling_mask_truncated: int = 0
+
+    def set_masks(self, masks: SamplingMasks) -> None:
+        """Fill in what its tokens were drawn from."""
+        counts = masks.counts
+        ends = np.maximum(counts, 0).cumsum().tolist()
+        ids = np.frombuffer(masks.ids, "<i4")
+        self.sampling_mask = [
+            None if count < 0 else ids[end - count : end] for count, end in zip(counts.tolist(), ends, strict=True)
+        ]
+        self.sampling_logprobs = masks.logprobs.copy()
+        self.kept_logprob = masks.kept_logprobs.copy()
 
 
 @dataclass(slots=True)
@@ -97,13 +118,14 @@ def request_output(
     for c in done:
         logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
         total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
-        outputs.append(
-            CompletionOutput(
-                index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
-                finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-                message=c.message, weight_versions=c.weight_versions,
-            )
+        output = CompletionOutput(
+            index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
+            finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
+            message=c.message, weight_versions=c.weight_versions, sampling_mask_truncated=c.sampling_mask_truncated,
         )  # fmt: skip
+        if c.sampling_masks is not None:
+            output.set_masks(c.sampling_masks)
+        outputs.append(output)
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     return RequestOutput(

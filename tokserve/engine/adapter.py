@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """`generation` is another one each time weights are put into the slot; no two loads of a server share one."""
+    """`generation` is another one each time weights are put into the slot; no two loads of a server share one.
+
+    `last_use`: rises with every load and request of any adapter; the lowest is unused for longest.
+    """
 
     name: str
     path: str
     slot: int
     generation: int
+    last_use: int = 0
 
     @property
     def label(self) -> str:

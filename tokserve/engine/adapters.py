@@ -6,6 +6,7 @@ steps; an unload lets the adapter's requests end first.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.errors import Conflict, NotFound, RequestError, StartError
 from tokserve.executor.base import Executor
 from tokserve.messages import LoadedAdapter
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
 NAME = re.compile(r"[^\x00-\x1f\x7f]+")
@@ -40,6 +43,7 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._free = list(range(config.max_loras - 1, -1, -1))  # slots, a stack
         self._loading = False
+        self._uses = 0
         self.num_loads = 0
         self.commands: dict[str, Callable[..., Command]] = {
             "load_lora_adapter": self.load,
@@ -48,8 +52,12 @@ class Adapters:
         self._load_at_start()
 
     def get(self, name: str) -> Adapter | None:
-        """The adapter of this name."""
-        return self._by_name.get(name)
+        """The adapter of this name, for a request."""
+        adapter = self._by_name.get(name)
+        if adapter is not None:
+            self._uses += 1
+            adapter.last_use = self._uses
+        return adapter
 
     def listed(self) -> list[LoadedAdapter]:
         """All adapters that requests may name."""
@@ -96,34 +104,44 @@ class Adapters:
         self, name: str, path: str, load_inplace: bool | None, *, anywhere: bool
     ) -> Generator[Wait, None, dict[str, Any]]:
         """`anywhere`: the operator says where from, so `allowed_weight_dirs` means nothing."""
-        self._slot(name)
+        self._check_room(name, evict=not anywhere)
         if load_inplace is False and name in self._by_name:
             raise Conflict(f"the adapter {name!r} is loaded already; load_inplace replaces it", field="lora_name")
         read = self._executor.background("read_adapter", {"lora_path": path, "anywhere": anywhere})
         yield read
         read.result()
         yield STEP_BOUNDARY
-        slot = self._slot(name)
-        self._executor.call("place_adapter", {"slot": slot})
+        evicted = self._check_room(name, evict=not anywhere)
+        if evicted is not None:
+            self._free.append(self._by_name.pop(evicted.name).slot)
+            logger.info("adapter %s is evicted: it was unused for longest", evicted.name)
         adapter = self._by_name.get(name)
+        slot = self._free[-1] if adapter is None else adapter.slot
+        self._executor.call("place_adapter", {"slot": slot})
         self.num_loads += 1
         if adapter is None:
-            self._free.remove(slot)
+            self._free.pop()
             adapter = self._by_name[name] = Adapter(name, path, slot, self.num_loads)
         else:
             adapter.path, adapter.generation = path, self.num_loads
             self._cache.on_adapter_replaced(adapter)
+        self._uses += 1
+        adapter.last_use = self._uses
+        logger.info("adapter %s is loaded from %s, generation %d", name, path, adapter.generation)
         return {"lora_name": name, "lora_path": path, "generation": adapter.generation}
 
-    def _slot(self, name: str) -> int:
-        """The slot that an adapter of this name has or would get."""
-        if name in self._by_name:
-            return self._by_name[name].slot
-        if not self._free:
-            raise Conflict(
-                f"there are {self._config.max_loras} adapters loaded (--max-loras): unload one first", field="lora_name"
-            )
-        return self._free[-1]
+    def _check_room(self, name: str, *, evict: bool) -> Adapter | None:
+        """Raise Conflict if an adapter of this name cannot have a slot; returns the one that must be evicted first."""
+        if name in self._by_name or self._free:
+            return None
+        loaded = f"there are {self._config.max_loras} adapters loaded (--max-loras)"
+        if self._config.lora_eviction == "none" or not evict:
+            raise Conflict(f"{loaded}: unload one first", field="lora_name")
+        used = {request.adapter for request in self._requests.live}
+        unused = [adapter for adapter in self._by_name.values() if adapter not in used]
+        if not unused:
+            raise Conflict(f"{loaded}, and requests use all of them", field="lora_name")
+        return min(unused, key=lambda adapter: adapter.last_use)
 
     def unload(self, lora_name: str) -> Command:
         """Forget an adapter: its name is unknown at once, its slot is free when its last request has ended."""
@@ -134,6 +152,7 @@ class Adapters:
         yield lambda: all(request.adapter is not adapter for request in self._requests.live)
         yield STEP_BOUNDARY
         self._free.append(adapter.slot)
+        logger.info("adapter %s is unloaded", lora_name)
         return {"lora_name": lora_name}
 
     def _check(self, name: str) -> None:

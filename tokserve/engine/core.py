@@ -91,6 +91,7 @@ class EngineCore:
             config, limits=self.limits, registry=self._registry, scheduler=self.scheduler, adapters=self.adapters,
             grammars=self.grammars, deadlines=self._deadlines, emit=emit, fail=self._fail, wake=wake,
         )  # fmt: skip
+        self._held: list[tuple[bytes, Call | Abort | Stall]] = []  # until no submission is being admitted
         self._status = self._state_now()
         commands = self.control.commands | self.adapters.commands | self._draft_commands() | self._table()
         self._commands = Commands(
@@ -110,12 +111,16 @@ class EngineCore:
         """One turn; False when there is nothing to do until the next message or deadline."""
         self._expire()
         self._poll_grammars()
+        if self._admission.busy:
+            self._admit_more()
         self._commands.resume()
         in_flight = self.scheduler.in_flight
         if len(in_flight) < self._depth and self._may_plan and self._begin_step() and len(in_flight) < self._depth:
             return True
         if in_flight:
             self._collect()
+            return True
+        if self._admission.busy:
             return True
         if self.scheduler.num_waiting and not self._may_wait:
             raise RuntimeError(f"{self.scheduler.num_waiting} requests wait, but nothing runs: a bug of the scheduler")
@@ -168,6 +173,14 @@ class EngineCore:
         self._front_ends.send(requests)
         self._front_ends.refresh_stats(now - STATS_INTERVAL)
         self._commands.resume()
+
+    def _admit_more(self) -> None:
+        """The next part of a large submission; then the messages that had to wait for its end."""
+        self._admission.proceed(self._status, self._clock())
+        if not self._admission.busy:
+            held, self._held = self._held, []
+            for identity, message in held:
+                self.receive(identity, message)
 
     def _poll_grammars(self) -> None:
         """Take the grammars and the masks that are ready since the last turn."""
@@ -222,6 +235,8 @@ class EngineCore:
         if isinstance(message, Submit):
             now = self._clock()
             self._admission.submit(identity, message, now if received is None else received, self._status, now)
+        elif self._admission.busy and (isinstance(message, Call) or self._admission.concerns(message.request_ids)):
+            self._held.append((identity, message))
         elif isinstance(message, Call):
             self._commands.call(identity, message)
         else:

@@ -52,10 +52,10 @@ def serve(core: EngineCore, socket: EngineSocket) -> None:
         busy = core.step()
 
 
-def run(address: str, config: Config, executor: Executor) -> int:
+def run(address: str, config: Config, executor: Executor, bind: Callable[[str], EngineSocket] = EngineSocket) -> int:
     """The engine's life; returns the exit code."""
     try:
-        socket = EngineSocket(address)
+        socket = bind(address)
     except StartError as error:
         logger.error("%s", error)
         return 1

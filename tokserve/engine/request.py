@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import PackedRows, StepColumns
+from tokserve.engine.columns import PackedMasks, PackedRows, StepColumns
 from tokserve.engine.draft_state import Corpus, DraftState
 from tokserve.engine.grammar import Grammar, GrammarState
 from tokserve.engine.output_buffer import Limits, OutputBuffer
@@ -167,9 +167,12 @@ class Request:
             features=self.features,
         )
 
-    def append(self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, version: str, now: float) -> int:
-        """New tokens, whose logprobs are rows `first_row` ... of `rows`; returns how many are kept.  Sets `finish` at a
-        stop, and drops the tokens after it."""
+    def append(
+        self, tokens: Sequence[int], rows: PackedRows | None, first_row: int, version: str, now: float,
+        masks: PackedMasks | None = None,
+    ) -> int:  # fmt: skip
+        """New tokens, whose logprobs and sampling masks are rows `first_row` ... of `rows` and `masks`; returns how
+        many are kept.  Sets `finish` at a stop, and drops the tokens after it."""
         assert self.stopping is not None
         if self._first_token is None:
             self._first_token = now
@@ -191,6 +194,8 @@ class Request:
                 self.grammar.accept(token)
         if rows is not None:
             output.add_logprobs(rows, first_row, kept)
+        if masks is not None:
+            output.add_sampling_masks(masks, first_row, kept)
         return kept
 
     def count_drafts(self, proposed: int, accepted: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.columns import PackedRows
+from tokserve.engine.columns import PackedMasks, PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
@@ -174,45 +174,48 @@ class Scheduler:
             budget = min(limit, max(len(self.shares.present), self._pace.max_tokens(limit)))
         builder = PlanBuilder.of(budget, self.shares.present)
         self._deferred = 0
-        self._continue(builder)
+        order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
+        self._continue(builder, order)
         if not builder.short:
             self._admit(builder, now)
-        self._fill(builder)
+        if builder.budget and builder.shares:
+            self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
         if self._drafter is not None and not builder.short:
             self._add_drafts(builder, self._drafter)
         self._short = builder.short
         return builder
 
-    def _continue(self, builder: PlanBuilder) -> None:
-        """Rows for running requests: those that lack one token first, so that no prompt delays them.  A client gets at
-        most its share of the budget, so that other clients' requests get on and are admitted."""
+    def _continue(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Rows for running requests, in this order, but those that lack one token first, so that no prompt delays them.
+        A client gets at most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
         contended = bool(builder.shares)
-        for request in self.shares.in_turns(self._running) if contended else list(self._running):
+        block_size = self._cache.block_size
+        for request in order:
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
-            num_tokens = request.num_tokens
-            if num_tokens - request.num_computed > 1 or request.pooling:
+            num_tokens, num_computed = request.num_tokens, request.num_computed
+            if num_tokens - num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif num_tokens >= request.limit or (request.stalled and self._is_idle(request)):
-                continue
-            elif (builder.allowed(request) if contended else builder.budget) and self._make_room(request, builder):
-                builder.add(request, 1)
+            elif num_tokens < request.limit and not (request.stalled and self._is_idle(request)):
+                budget = builder.allowed(request) if contended else builder.budget
+                if budget and (num_computed % block_size or self._make_room(request, builder)):  # else within its block
+                    builder.add_decode(request)
         for request in prompts:
             budget = builder.allowed(request)
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
                 builder.add(request, self._chunk(request, budget))
 
-    def _fill(self, builder: PlanBuilder) -> None:
-        """Give what is left of the budget to requests that exceed their client's share."""
-        if not builder.budget or not builder.shares:
-            return
+    def _fill(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Give what is left of the budget to requests that exceed their client's share, in this order."""
         rows = {row.request: row for row in builder.rows}
-        for request in self.shares.in_turns(self._running):
+        for request in order:
+            if not builder.budget:
+                return
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
             missing = request.num_tokens - request.num_computed
-            if not builder.budget or request.state is not State.RUNNING or not request.is_ready_to_sample:
+            if request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
             if missing > max(count, not request.pooling):
                 more = self._chunk(request, count + builder.budget) - count
@@ -371,8 +374,9 @@ class Scheduler:
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
+        masks = None if result.sampling_masks is None else PackedMasks(result.sampling_masks)
         requests, last = [], 0  # last: of the rows' tokens so far
-        block_size = self._cache.block_size
+        block_size, version, num_output = self._cache.block_size, step.weight_version, 0
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
         for index, (row, count, status) in enumerate(columns):
             request = row.request
@@ -395,9 +399,7 @@ class Scheduler:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
                 elif count:
-                    tokens = token_ids[first:last]
-                    kept = request.append(tokens, logprobs, first, step.weight_version, now)
-                    self.counters.output_tokens += kept
+                    num_output += request.append(token_ids[first:last], logprobs, first, version, now, masks)
                 elif request.pooling and request.num_settled == request.prompt_len:
                     request.set_pooled(result.pooled[index], now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
@@ -410,6 +412,7 @@ class Scheduler:
                     requests.append(request)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
+        self.counters.output_tokens += num_output
         return requests
 
     def _release_slot(self, request: Request) -> None:

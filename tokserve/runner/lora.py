@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokserve.config import LoraConfig
+from tokserve.errors import NotFound
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.models import adapters
 from tokserve.models.decoder import Decoder
@@ -40,7 +41,10 @@ class LoraTables:
         """
         self._read = None
         allowed = None if anywhere else self._allowed
-        directory = sources.allowed_directory(lora_path, allowed, adapters.FIELD)
+        try:
+            directory = sources.allowed_directory(lora_path, allowed, adapters.FIELD)
+        except sources.NoDirectory as error:
+            raise NotFound(error.message, field=adapters.FIELD) from None  # trainers try again: file systems lag
         sources.check_files(directory, (adapters.CONFIG, adapters.TENSORS), allowed, adapters.FIELD)
         sizes = {name: (slots.inputs, slots.shards[shard]) for name, (slots, shard) in self._slots.items()}
         self._read = adapters.read(directory, sizes, self._renames, self._max_rank)

@@ -41,7 +41,7 @@ from tokserve.server import (
     tokenize,
     tokens,
 )  # fmt: skip
-from tokserve.server.auth import Keys
+from tokserve.server.auth import Keys, route_path
 from tokserve.server.counters import ApiProcess
 from tokserve.server.disconnect import ClientDisconnected
 from tokserve.server.openapi import Endpoint
@@ -260,4 +260,6 @@ class Guard:
                 headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
                 await errors.response(error, headers)(scope, receive, send)
                 return
+            if scope["path"].endswith("/") and route_path(scope):  # some trainers write routes with a slash at the end
+                scope = {**scope, "path": scope["path"].rstrip("/")}
         await self._app(scope, receive, send)

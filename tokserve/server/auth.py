@@ -36,7 +36,7 @@ class Keys:
 
     def check(self, scope: Scope) -> None:
         """Raise `Unauthorized` or `Forbidden` unless the caller may use the path."""
-        path = _path(scope)
+        path = route_path(scope)
         if self._hosts is not None and (path in self._control or path in self._guarded):
             _check_host(scope, self._hosts)
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -107,8 +107,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _path(scope: Scope) -> str:
-    """The path that Starlette matches routes against, without a trailing slash (which only redirects).
+def route_path(scope: Scope) -> str:
+    """The path that Starlette matches routes against, without a trailing slash.
 
     A difference from Starlette's path would leave a control route open.
     """

@@ -18,12 +18,13 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import logprobs, schemas, sse, structured, tools
+from tokserve.server import logprobs, sampling_masks, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.prediction import with_prediction
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.reply_parts import DeferredParts
+from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
@@ -43,7 +44,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct):
+class ChatChoice(MaskFields):
     """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
 
     index: int
@@ -80,7 +81,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChunkChoice(msgspec.Struct):
+class ChunkChoice(MaskFields):
     """A choice of a chunk."""
 
     index: int
@@ -280,6 +281,7 @@ class ChatRenderer:
         self._usage, self._continuous = schemas.usage_options(body)
         self._begun: set[int] = set()
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
@@ -295,6 +297,9 @@ class ChatRenderer:
             )
             for c in completions
         ]  # fmt: skip
+        if self._has_masks:
+            for choice, completion in zip(choices, completions, strict=True):
+                sampling_masks.add(choice, completion, "lists", parts)
         generation = self._generation
         reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
         reply.system_fingerprint = generation.fingerprint
@@ -333,10 +338,14 @@ class ChatRenderer:
         if delta.index not in self._begun:
             events += self._role(delta)
         news = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
-        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and (self._ids or delta.logprobs)):
+        by_token = self._ids or self._has_masks or delta.logprobs
+        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and by_token):
             choice = ChunkChoice(delta.index, news, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
+            if self._has_masks:
+                sampling_masks.add(choice, delta, "lists")
+                choice.sampling_mask_truncated = UNSET  # comes with the end
             events += self._event(choice)
         if delta.finish_reason is not None:
             detail = StopDetail(delta.stop_detail, delta.message)
@@ -344,6 +353,8 @@ class ChatRenderer:
             choice = ChunkChoice(delta.index, Delta(), None, reason, delta.stop_reason, detail)
             if self._ids:
                 choice.weight_versions = versions(delta)
+            if self._has_masks:
+                choice.sampling_mask_truncated = delta.sampling_mask_truncated
             chunk = self._chunk(choice)
             chunk.system_fingerprint = self._generation.fingerprint
             events += sse.event(encode_json(chunk))

@@ -100,6 +100,7 @@ RESPONSES: FieldTable = TEXT | {
     "prompt": _refused(note="nothing is stored, send instructions"),
     "prompt_logprobs": _refused(False),
     "reasoning_effort": _refused(note="use reasoning.effort"),
+    "return_sampling_mask": _refused(False, note="its items have no place for it, use chat or the token route"),
     "response_format": _refused({"type": "text"}, note="use text.format"),
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),

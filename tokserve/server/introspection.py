@@ -10,15 +10,17 @@ import fastapi
 import msgspec
 import pydantic
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 import tokserve
 from tokserve.errors import EngineDead, NotFound, invalid
+from tokserve.params import VLLM_LOGPROBS_MODES
 from tokserve.server import body, metrics
 from tokserve.server.serving import Serving
 
 DEEP_SECONDS = 3.0  # an engine that takes longer to answer /health?deep=1 counts as hung
 FRESH_SECONDS = 0.5  # if a step takes longer than this, the engine's last known state is shown
+LOGPROBS_MODE_NAMES = {ours: name for name, ours in VLLM_LOGPROBS_MODES.items()}
 ENGINE_FIELDS = ("max_model_len", "vocab_size", "num_blocks", "block_size", "eos_token_ids")
 
 
@@ -99,8 +101,6 @@ async def models(serving: Serving, request: Request) -> Response:
 async def model(serving: Serving, request: Request) -> Response:
     """GET /v1/models/{id}"""
     name: str = request.path_params["id"]
-    if not name or name.endswith("/"):
-        return RedirectResponse(request.url.replace(path=request.url.path.rstrip("/")))
     await serving.find_model(name)
     return body.reply(request, _model(serving, name))
 
@@ -156,8 +156,12 @@ async def configuration(serving: Serving, request: Request) -> Response:
 def _as_vllm(serving: Serving, config: dict[str, Any], config_format: str) -> Any:
     """The configuration under the names of vLLM's `VllmConfig`, which its clients read."""
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": 1}
+    mode, lora = config["model"]["logprobs_mode"], serving.config.lora
+    adapters = {"max_loras": lora.max_loras, "max_lora_rank": lora.max_lora_rank} if lora.enable_lora else None
     named = {
-        "model_config": config["model"] | {"dtype": f"torch.{config['model']['dtype']}"},
+        "model_config": config["model"]
+        | {"dtype": f"torch.{config['model']['dtype']}", "logprobs_mode": LOGPROBS_MODE_NAMES.get(mode, mode)},
+        "lora_config": adapters,
         "cache_config": config["cache"] | {"num_gpu_blocks": serving.llm.ready.num_blocks},
         "scheduler_config": config["scheduler"],
         "parallel_config": alone,

@@ -29,7 +29,7 @@ OTHER_FORM = (
     "logit_bias", "repetition_detection", "structured_outputs", "extra_args", "detokenize", "logprobs",
     "prompt_logprobs",
 )  # fmt: skip
-NOT_OF_RESPONSES = ("n", "max_tokens", "prompt_logprobs_start")
+NOT_OF_RESPONSES = ("n", "max_tokens", "prompt_logprobs_start", "return_sampling_mask")
 SAMPLING = tuple(field for field in declared(SamplingParams) if field.name not in OTHER_FORM)
 
 # Fields that may hold bytes in msgpack, also those of a request within a body: who reads them looks at them.

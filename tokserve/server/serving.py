@@ -95,6 +95,8 @@ class Serving:
         self._trace = trace
         self.names = config.server.served_model_name or [config.model.model]
         self.name = self.names[0]
+        # other names of the same model that clients send: its directory, and names without their first part
+        self._aliases = {config.model.model, *(name.rstrip("/").rpartition("/")[2] for name in self.names)}
         self.bodies = BodyReader(config.limits, config.server.max_body_mb << 20)
         self.text = not config.server.tokens_only
         self.closed_schemas = config.server.structured_outputs_closed
@@ -206,15 +208,26 @@ class Serving:
         self.check_model(name)
 
     def _knows(self, name: str) -> bool:
-        return name in self.names or any(adapter.name == name for adapter in self.llm.status.adapters)
+        return name in self.names or self._is_adapter(name) or name in self._aliases
+
+    def _is_adapter(self, name: str) -> bool:
+        return any(adapter.name == name for adapter in self.llm.status.adapters)
 
     def adapter(self, model: str | None) -> str:
         """The adapter that a request with this `model` is for, "" if it is for the model itself."""
-        return "" if not model or model in self.names else model
+        if not model or model in self.names or (model in self._aliases and not self._is_adapter(model)):
+            return ""
+        return model
 
     def answers_as(self, model: str | None) -> str:
         """The name that the reply to a request with this `model` carries."""
         return self.adapter(model) or self.name
+
+    def has_masks(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters returns sampling masks."""
+        if params.return_sampling_mask is None:
+            return self.config.model.return_sampling_mask
+        return params.return_sampling_mask
 
     def request_of(
         self, request: Request, body: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
@@ -277,6 +290,7 @@ class Serving:
         size = reply_size.reply_bytes(
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
+            max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
         )  # fmt: skip
         try:
             reply_size.check(size, self.config.limits.max_reply_bytes, params)

@@ -1,0 +1,77 @@
+"""`tokserve.testing.server` starts a real server and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+
+from tokserve.errors import StartError
+from tokserve.rl import Rollout, TokserveClient
+from tokserve.testing import ServerFailed, server
+
+pytest_plugins = ["pytester"]
+
+
+async def rollouts_of(client: TokserveClient) -> list[Rollout]:
+    async with client:
+        return await client.generate([[1, 2, 3]], max_tokens=2)
+
+
+def test_serves_and_ends() -> None:
+    with server(tokens_only=True) as running:
+        assert httpx.get(running.url + "/health").status_code == 200
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        assert 1 <= len(asyncio.run(rollouts_of(running.client))[0].token_ids) <= 2
+    assert running.process.poll() == 0
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def test_the_log_is_added_to_an_error() -> None:
+    with pytest.raises(ZeroDivisionError) as raised, server(tokens_only=True):
+        _ = 1 / 0
+    assert any("serving on" in note for note in raised.value.__notes__)
+
+
+def test_a_server_that_cannot_start() -> None:
+    with pytest.raises(ServerFailed, match="no-such-model"), server("./no-such-model"):
+        raise AssertionError("not reached")
+    with pytest.raises(StartError, match="unknown option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        server(max_num_seq=4)
+
+
+def test_it_ends_with_a_killed_test_process() -> None:
+    script = (
+        "import os, signal\nfrom tokserve.testing import server\n"
+        "running = server(tokens_only=True)\nrunning.url\nprint(running.process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=120)
+    pid = int(done.stdout)
+    if psutil.pid_exists(pid):
+        psutil.Process(pid).wait(timeout=30)
+
+
+def test_the_fixtures(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import asyncio, pytest
+
+        @pytest.fixture(scope="session")
+        def tokserve_options():
+            return {"tokens_only": True, "served_model_name": ["mine"]}
+
+        def test_generate(tokserve_server, tokserve_client):
+            assert len(asyncio.run(tokserve_client.generate([[1, 2]], max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+        def test_same_server(tokserve_server):
+            import httpx
+            assert httpx.get(tokserve_server.url + "/v1/models").json()["data"][0]["id"] == "mine"
+        """
+    )
+    pytester.runpytest_subprocess("-q", "-p", "no:randomly").assert_outcomes(passed=2)

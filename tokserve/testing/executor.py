@@ -1,0 +1,184 @@
+"""`ScriptedModel`: an executor whose tokens and logprobs come from a script, at the times that the script names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tokserve.kv_spec import KVLayout, KVSpec
+from tokserve.params import SamplingParams
+from tokserve.plan import (
+    OK,
+    WITHHELD,
+    DeviceFacts,
+    GrammarBitmask,
+    LogprobRows,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
+from tokserve.testing.script import ScriptedReply
+
+DEFAULT_LOGPROB = -1.0
+IDLE_SECONDS = 0.002  # between two steps in which all rows wait
+NUM_BLOCKS, BLOCK_SIZE = 1 << 16, 16
+
+
+@dataclass(slots=True)
+class ScriptedChoice:
+    """The reply of one choice, and how far its faults have come."""
+
+    reply: ScriptedReply
+    ready_at: dict[int, float] = field(default_factory=dict)  # by token index, once its delay has begun
+    requested: set[tuple[str, int]] = field(default_factory=set)  # faults that were requested
+
+    def holds(self, index: int, request_id: str, faults: Faults) -> bool:
+        """Whether the token of this index must wait; requests what is to happen before it."""
+        reply = self.reply
+        if index in reply.delays and time.monotonic() < self.ready_at.setdefault(
+            index, time.monotonic() + reply.delays[index]
+        ):
+            return True
+        if index == reply.abort_at:
+            self._once("abort", index, lambda: faults.abort(request_id))
+            return True
+        if index == reply.disconnect_at:
+            self._once("disconnect", index, lambda: faults.disconnect(request_id))
+            return True
+        if index in reply.versions and not faults.has_version(reply.versions[index]):
+            self._once("version", index, lambda: faults.set_version(reply.versions[index]))
+            return True
+        return False
+
+    def _once(self, fault: str, index: int, request: Callable[[], None]) -> None:
+        if (fault, index) not in self.requested:
+            self.requested.add((fault, index))
+            request()
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How a script's faults are brought about."""
+
+    abort: Callable[[str], None]
+    disconnect: Callable[[str], None]
+    set_version: Callable[[str], None]
+    has_version: Callable[[str], bool]
+
+
+@dataclass(slots=True)
+class ScriptedSlot:
+    """A request in a slot, and how many output tokens it has."""
+
+    row: NewRow
+    choice: ScriptedChoice
+    num_output: int
+
+
+class ScriptedModel:
+    """For one step in flight at a time.  `choices`: by request id; added before the request is submitted.
+
+    Weight updates and adapters are accepted, and change nothing.
+    """
+
+    def __init__(self, vocab_size: int, eos: int) -> None:
+        self.choices: dict[str, ScriptedChoice] = {}
+        self.faults: Faults | None = None
+        self._vocab_size, self._eos = vocab_size, eos
+        self._slots: dict[int, ScriptedSlot] = {}
+        self._plan: StepPlan | None = None
+
+    def start(self) -> DeviceFacts:
+        """Nothing is loaded."""
+        layout = KVLayout((KVSpec(1, 1, "float32"),), NUM_BLOCKS, BLOCK_SIZE)
+        return DeviceFacts(layout, self._vocab_size, "0", {"scripted": True})
+
+    def forward(self, plan: StepPlan) -> None:
+        """Take note of the plan's requests."""
+        for slot in plan.freed:
+            del self._slots[slot]
+        for row in plan.new:
+            choice = self.choices[row.request_id]
+            self._slots[row.slot] = ScriptedSlot(row, choice, len(row.tokens) - row.prompt_len)
+        self._plan = plan
+
+    def sample(self, bitmask: GrammarBitmask | None) -> Future[StepResult]:
+        """The script's tokens.  A grammar does not change them."""
+        plan, self._plan = self._plan, None
+        assert plan is not None and self.faults is not None
+        rows = list(zip(plan.slots.tolist(), plan.num_logits.tolist(), strict=True))
+        status = np.full(len(rows), OK, np.uint8)
+        counts = np.zeros(len(rows), np.int32)
+        tokens: list[tuple[int, float]] = []
+        for index, (slot_number, num_logits) in enumerate(rows):
+            slot = self._slots[slot_number]
+            if not num_logits:
+                continue
+            if slot.choice.holds(slot.num_output, slot.row.request_id, self.faults):
+                status[index] = WITHHELD
+                continue
+            tokens.append(self._token(slot))
+            counts[index] = 1
+            slot.num_output += 1
+        if (status == WITHHELD).all():
+            time.sleep(IDLE_SECONDS)
+        prompts = {}
+        for index, (slot_number, _) in enumerate(rows):
+            row, start = self._slots[slot_number].row, int(plan.num_computed[index])
+            if isinstance(row.task, SamplingParams) and row.task.prompt_logprobs is not None:
+                first = max(start + 1, row.task.prompt_logprobs_start)
+                following = row.tokens[first : min(start + int(plan.num_tokens[index]) + 1, row.prompt_len)].tolist()
+                if following:
+                    prompts[index] = self._logprobs([(token, DEFAULT_LOGPROB) for token in following])
+        token_ids = np.array([token for token, _ in tokens], np.int32)
+        result: Future[StepResult] = Future()
+        result.set_result(StepResult(plan.step, counts, token_ids, status, self._logprobs(tokens), prompts))
+        return result
+
+    def _token(self, slot: ScriptedSlot) -> tuple[int, float]:
+        """The next token's id and logprob."""
+        reply, index = slot.choice.reply, slot.num_output
+        if index >= len(reply.token_ids):
+            return self._eos, DEFAULT_LOGPROB
+        return reply.token_ids[index], DEFAULT_LOGPROB if reply.logprobs is None else reply.logprobs[index]
+
+    def _logprobs(self, tokens: list[tuple[int, float]]) -> LogprobRows:
+        """Rows with made-up top tokens: the token itself, then the ids that follow it, each less probable by 1."""
+        widths = [self._width(slot.row) for slot in self._slots.values()]
+        width = max(widths, default=0)
+        ids = np.array([token for token, _ in tokens], np.int32)
+        values = np.array([logprob for _, logprob in tokens], np.float32)
+        ranks = np.arange(width, dtype=np.int32)
+        return LogprobRows(
+            values, np.ones(len(tokens), np.int32), (ids[:, None] + ranks) % np.int32(self._vocab_size),
+            (values[:, None] - ranks).astype(np.float32),
+        )  # fmt: skip
+
+    def _width(self, row: NewRow) -> int:
+        task = row.task
+        if not isinstance(task, SamplingParams):
+            return 0
+        top = (task.logprobs or 0, task.prompt_logprobs or 0)
+        return max(self._vocab_size if count < 0 else count for count in top) + len(task.logprob_token_ids or ())
+
+    def call(self, method: str, args: Mapping[str, Any]) -> Any:
+        """Admin methods have no effect."""
+        return [] if method in ("collective_rpc", "apply_model") else None
+
+    def background(self, method: str, args: Mapping[str, Any]) -> Future[Any]:
+        """Weight updates are received and dropped; there are no checksums."""
+        empty = {"begin_update": True, "checksums": {}, "checkpoint_checksums": {"checkpoint": {}, "tied": {}}}
+        done: Future[Any] = Future()
+        done.set_result(empty.get(method))
+        return done
+
+    def interrupt(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
