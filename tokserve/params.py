@@ -270,7 +270,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `stream`: outputs as they come, else one at the end.  `priority`: lower runs earlier under the priority policy.
     `cache_salt`: shares cached blocks only with requests of the same salt.  `group_id`: aborted together.  `adapter`:
     the name of a loaded LoRA adapter, "" for none.  `deadline_ms`: ends the request so long after its arrival with what
-    it has; `queue_timeout_ms`: likewise while it has no slot.
+    it has; `queue_timeout_ms`: likewise while it has no slot.  `speculate`: drafts may be made for it.
+    `draft_token_ids`: what the output may be, from its first token on; it is verified, and changes how fast tokens
+    come, never which.  `draft_group`: earlier outputs of requests with the same name are drafts as well; default:
+    those of the same client with the same prompt.
     """
 
     stream: bool = False
@@ -278,6 +281,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     group_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     adapter: str = ""
+    speculate: bool = True
+    draft_token_ids: list[int] | None = None
+    draft_group: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     deadline_ms: PositiveCount | None = None
     queue_timeout_ms: PositiveCount | None = None
 

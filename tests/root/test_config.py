@@ -290,3 +290,38 @@ def test_hosts_that_may_control_a_server_that_only_this_machine_can_reach() -> N
     assert hosts(host="::1") == [*local, "::1"]
     assert hosts(host="0.0.0.0") == hosts(uds="/tmp/x.sock") == hosts(host="10.0.0.3") == ["*"]
     assert hosts(allowed_hosts=["box.lan"]) == ["box.lan"]
+
+
+@pytest.mark.parametrize(
+    ("options", "resolved"),
+    [
+        ({}, ("suffix", 32, 64 << 20)),
+        ({"spec_method": "ngram"}, ("ngram", 32, 0)),
+        ({"speculative_config": {"method": "none"}}, ("none", 32, 0)),
+        (
+            {"speculative_config": {"num_speculative_tokens": 5, "prompt_lookup_max": 4}, "spec_tokens": 5},
+            ("suffix", 5, 64 << 20),
+        ),
+        ({"speculative_history_bytes": 0}, ("suffix", 32, 0)),
+    ],
+)
+def test_speculation(options: dict[str, Any], resolved: tuple[str, int, int]) -> None:
+    assert tuple(Config.make(**options).speculation.resolved()) == resolved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_method": "eagle"}, "no method 'eagle'; methods are suffix, ngram, prediction, none"),
+        ({"speculative_config": {"model": "x"}}, "draft models are not served"),
+        ({"speculative_config": {"tokens": 4}}, "unknown key 'tokens'"),
+        ({"speculative_config": {"num_speculative_tokens": 0}, "spec_tokens": None}, "from 1 to 128, got 0"),
+        ({"speculative_config": {"num_speculative_tokens": 500}}, "from 1 to 128, got 500"),
+        ({"speculative_config": {"num_speculative_tokens": True}}, "must be an integer"),
+        ({"speculative_config": {"method": ["suffix"]}}, "there is no method"),
+        ({"speculative_config": {"method": "ngram"}, "spec_method": "suffix"}, "'suffix' by its own flag"),
+    ],
+)
+def test_speculation_that_is_not_served(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartError, match=f"option speculative_config: .*{message}"):
+        resolve(Config.make(model=str(checkpoint), **options))

@@ -170,6 +170,7 @@ class ChoiceState:
         delta.stop_reason = finish.stop
         delta.times = finish.queued, finish.first_token, finish.total
         delta.pooled = self._pooled
+        delta.drafts = finish.drafts
         delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [

@@ -21,6 +21,7 @@ from tokserve.params import SamplingParams
 from tokserve.server import logprobs, sampling_masks, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
+from tokserve.server.prediction import with_prediction
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, versions
 from tokserve.server.reply_parts import DeferredParts
 from tokserve.server.sampling_masks import MaskFields
@@ -158,7 +159,8 @@ async def call_of(
         return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
-    generate = serving.request_of(request, body, params)
+    bare = serving.request_of(request, body, params)
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     if with_tokens:
         if body.tokens is None:
             raise RequestError("tokens is required", field="tokens")

@@ -97,6 +97,22 @@ class GeneratingBody(_GeneratingFields):  # type: ignore[misc]
 _TextFields: Any = model("_TextFields", GeneratingBody, (f for f in SAMPLING if f.name in NOT_OF_RESPONSES))
 
 
+class PredictionPart(BaseModel):
+    """A part of a predicted text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the output may be: it makes the same answer faster."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+
 class TextBody(_TextFields):  # type: ignore[misc]
     """What chat and completions share."""
 
@@ -104,6 +120,7 @@ class TextBody(_TextFields):  # type: ignore[misc]
     response_format: dict[str, Any] | None = None
     prompt_logprobs: bool | int | None = None
     add_special_tokens: bool | None = None
+    prediction: Prediction | None = None
 
 
 class ChatBody(TextBody):

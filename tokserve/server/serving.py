@@ -254,6 +254,8 @@ class Serving:
         generation = Generation(generate.request_id, params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
+        if generate.options.draft_token_ids is not None:
+            generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:
             generation.fingerprint = self.fingerprint
         self.metrics.started()
