@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 MODEL ?= demo
 PORT ?= 8000
 ARGS ?=
+# Containers often set it; without compiled files each test process compiles all modules and rewrites all assertions.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install serve test test-all test-random test-clients test-asan test-tsan test-wheel check format audit clean
 

@@ -234,6 +234,7 @@ def sampling_cases(rows: int) -> Iterator[Case]:
     logits, index = torch.randn(rows, VOCAB) * 3, torch.arange(rows)
     shape, size, count = f"[{rows},{VOCAB}]", logits.nbytes, logits.numel()
     ones = torch.ones(rows)
+    nucleus = logits.masked_fill(logits < 9.0, float("-inf"))  # about 200 ids of a row
     history, lens = torch.randint(0, VOCAB, (rows, 300)).int(), torch.full((rows,), 300, dtype=torch.int32)
     yield plain(
         "sample", shape, (logits, index, index, index < 0), traffic=size, operations=count,
@@ -250,6 +251,10 @@ def sampling_cases(rows: int) -> Iterator[Case]:
     yield plain(
         "filter_logits", shape, (logits, (ones * 50).int(), ones * 0.9, ones * 0.01), traffic=2 * size,
         operations=2 * count, torch_call=lambda: logits.sort(-1),
+    )  # fmt: skip
+    yield plain(
+        "sampling_mask", shape, (logits, nucleus, nucleus.argmax(-1), index < 0, ones, 1024), traffic=5 * size,
+        operations=4 * count, torch_call=None,
     )  # fmt: skip
     yield plain(
         "penalize", shape, (logits, history, lens // 2, lens, ones * 0.5, ones * 0.5, ones * 1.1), traffic=2 * size,

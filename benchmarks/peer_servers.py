@@ -63,6 +63,11 @@ class Process:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
             raise SystemExit(f"{self.name} {'is not ready in time' if late else 'ended while starting'}:\n{tail}")
 
+    @property
+    def pid(self) -> int:
+        """The process that was started."""
+        return self._process.pid
+
     def resident_mib(self) -> float:
         """Resident memory of the process and all below it; pages they share are counted in each."""
         top = psutil.Process(self._process.pid)
@@ -99,7 +104,10 @@ def tokserve(
     model: str, kv_gib: int, flags: Sequence[str], log: Path, name: str = "tokserve", python: str = sys.executable
 ) -> HttpServer:
     """The server of this repository, or of another Python's environment, on all cores."""
-    command = [python, "-m", "tokserve", "serve", model, "--max-model-len", str(MAX_MODEL_LEN)]
+    command = [python, "-P", "-m", "tokserve", "serve", model]  # -P: its own, not that of the current directory
+    command += ["--max-model-len", str(MAX_MODEL_LEN)]
+    if python == sys.executable:  # random weights repeat themselves: drafts would be what is measured
+        command += ["--spec-method", "none"]
     return HttpServer(name, [*command, "--kv-cache-memory-bytes", f"{kv_gib}G", *flags], log, {})
 
 

@@ -1,7 +1,7 @@
 """Write a Qwen3 checkpoint, dense or with experts, as GGUF: `LLAMA_PYTHON write_gguf.py FOLDER OUT.gguf [--type Q8_0]`.
 
 Run by a Python that has the `gguf` package and numpy.  It is for measuring, so it has no tokenizer: ids go in and
-out.  Matrices are bf16 or Q8_0; norms are float32, as llama.cpp wants them.
+out.  Matrices are of one type; norms are float32, as llama.cpp wants them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out")
-    parser.add_argument("--type", choices=["BF16", "Q8_0"], default="BF16")
+    parser.add_argument("--type", choices=["BF16", "Q8_0", "Q4_0", "Q4_1"], default="BF16")
     args = parser.parse_args()
     write(args.checkpoint, args.out, gguf.GGMLQuantizationType[args.type])
 

@@ -3,6 +3,7 @@
 // splits merge in ascending order.  A row's arithmetic is that sequence for its own position: it depends neither on the
 // rows that share its tile nor on how splits were divided among threads.  Masked keys get a weight of exactly zero, and
 // blocks that no row of the tile sees are skipped.
+#include "activation.h"
 #include "attention_products.h"
 #include "online_softmax.h"
 #include "table.h"
@@ -114,6 +115,7 @@ struct Tile {
     f32x16 row_max = broadcast(kNegInf);
     for (int v = 0; v < kPanelVectors; v++) {
       f32x16 score = load(row + v * kLanes) * broadcast(a.scale);
+      if (a.softcap > 0.0f) score = capped(score, a.softcap);
       if (!all) {
         const f32x16 column = from_i32(iota() + broadcast_u32(v * kLanes));
         score = select(column < to, select(column < from, broadcast(kNegInf), score), broadcast(kNegInf));

@@ -101,4 +101,5 @@ NB_MODULE(_C, m) {
   bind_quant(m);
   bind_attention(m);
   bind_sampling(m);
+  bind_wna16(m);
 }

@@ -89,5 +89,6 @@ void bind_lora(nanobind::module_& m);
 void bind_quant(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
+void bind_wna16(nanobind::module_& m);
 
 }  // namespace tokserve

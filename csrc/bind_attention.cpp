@@ -139,7 +139,7 @@ void attend(const AttentionArgs& a, const std::vector<AttentionTile>& tiles, boo
 }
 
 void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& tables,
-                     const Tensor& start, const Tensor& lens, float scale, int64_t window,
+                     const Tensor& start, const Tensor& lens, float scale, int64_t window, float softcap,
                      const std::optional<Tensor>& sinks, const Tensor& out) {
   const char* op = "paged_attention";
   const DType dtype = float_type(q, op);
@@ -170,6 +170,7 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                         .dim = c.dim,
                         .scale = scale,
                         .window = window,
+                        .softcap = softcap,
                         .sinks = sinks ? sinks->data<float>() : nullptr};
   launch([=] {
     std::vector<AttentionTile> tiles;
@@ -185,8 +186,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
 void bind_attention(nb::module_& m) {
   m.def("store_kv", store_kv);
   m.def("paged_attention", paged_attention, nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("tables"),
-        nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("sinks").none(),
-        nb::arg("out"));
+        nb::arg("start"), nb::arg("lens"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+        nb::arg("sinks").none(), nb::arg("out"));
 }
 
 }  // namespace tokserve

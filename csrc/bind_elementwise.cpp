@@ -1,5 +1,6 @@
 // Bindings of the row-wise ops.  The caller allocates the outputs.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include "bind.h"
 
@@ -9,14 +10,15 @@ namespace tokserve {
 
 namespace {
 
-void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, float eps,
-              const Tensor& out, const std::optional<Tensor>& sum) {
-  const char* op = residual ? "add_rms_norm" : "rms_norm";
+void norm(void (*Kernels::*kernel)(const NormArgs&, int64_t, int64_t), const char* op, const Tensor& x,
+          const std::optional<Tensor>& residual, const Tensor& weight, const std::optional<Tensor>& bias, float eps,
+          float multiplier, const Tensor& out, const std::optional<Tensor>& sum) {
   const DType dtype = float_type(x, op), weight_dtype = float_type(weight, op);
   require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
   const int64_t rows = x.size(0), width = x.size(1);
   require(weight.ndim() == 1 && weight.dense() && weight.size(0) == width, op, "weight must be contiguous [H]");
   require(weight_dtype == dtype || weight_dtype == DType::f32, op, "weight must be float32 or have x's dtype");
+  if (bias) require(*bias, weight.kind(), {width}, op, "bias must be like weight");
   require(out, x.kind(), {rows, width}, op, "out must be like x");
   require(residual.has_value() == sum.has_value(), op, "residual and its sum come together");
   if (residual) require(*residual, x.kind(), {rows, width}, op, "residual must be like x");
@@ -26,12 +28,74 @@ void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tens
                    .x = x.data<void>(),
                    .residual = residual ? residual->data<void>() : nullptr,
                    .weight = weight.data<void>(),
+                   .bias = bias ? bias->data<void>() : nullptr,
                    .out = out.data<void>(),
                    .sum = sum ? sum->data<void>() : nullptr,
                    .width = width,
-                   .eps = eps};
+                   .eps = eps,
+                   .multiplier = multiplier};
   launch([=] {
-    over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
+    over_rows(rows, 20 + 0.3 * width, [&](int64_t begin, int64_t end) { (kernels().*kernel)(a, begin, end); });
+  });
+}
+
+void rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, float eps, float multiplier,
+              const Tensor& out, const std::optional<Tensor>& sum) {
+  const char* op = residual ? "add_rms_norm" : "rms_norm";
+  norm(&Kernels::rms_norm, op, x, residual, weight, std::nullopt, eps, multiplier, out, sum);
+}
+
+void layer_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight,
+                const std::optional<Tensor>& bias, float eps, float multiplier, const Tensor& out,
+                const std::optional<Tensor>& sum) {
+  const char* op = residual ? "add_layer_norm" : "layer_norm";
+  norm(&Kernels::layer_norm, op, x, residual, weight, bias, eps, multiplier, out, sum);
+}
+
+void add_residual(const Tensor& x, const Tensor& residual, float multiplier, const Tensor& out) {
+  const char* op = "add_residual";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
+  const int64_t rows = x.size(0), width = x.size(1);
+  require(residual, x.kind(), {rows, width}, op, "residual must be like x");
+  require(out, x.kind(), {rows, width}, op, "out must be like x");
+  const AddArgs a{dtype, x.data<void>(), residual.data<void>(), out.data<void>(), width, multiplier};
+  launch([=] {
+    over_rows(rows, 10 + 0.15 * width, [&](int64_t begin, int64_t end) { kernels().add_residual(a, begin, end); });
+  });
+}
+
+void cap(const Tensor& x, float multiplier, float limit, const Tensor& out) {
+  const char* op = "cap";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense(), op, "x must be contiguous [T,H]");
+  require(limit >= 0.0f, op, "the limit must not be negative");
+  const int64_t rows = x.size(0), width = x.size(1);
+  require(out, x.kind(), {rows, width}, op, "out must be like x");
+  const CapArgs a{dtype, x.data<void>(), out.data<void>(), width, multiplier, limit};
+  launch([=] {
+    over_rows(rows, 10 + (limit > 0 ? 0.6 : 0.1) * width,
+              [&](int64_t begin, int64_t end) { kernels().cap(a, begin, end); });
+  });
+}
+
+Activation activation_of(const std::string& name) {
+  constexpr const char* names[] = {"silu", "gelu_tanh", "gelu", "relu", "relu2"};
+  for (int i = 0; i < 5; i++) {
+    if (name == names[i]) return static_cast<Activation>(i);
+  }
+  throw nb::value_error(("activate: unknown activation " + name).c_str());
+}
+
+void activate(const Tensor& x, const std::string& name, bool gated, const Tensor& out) {
+  const char* op = "activate";
+  const DType dtype = float_type(x, op);
+  require(x.ndim() == 2 && x.dense() && (!gated || x.size(1) % 2 == 0), op, "x must be contiguous [T,I] or [T,2I]");
+  const int64_t rows = x.size(0), width = gated ? x.size(1) / 2 : x.size(1);
+  require(out, x.kind(), {rows, width}, op, "out must be [T,I] of x's dtype");
+  const ActivateArgs a{dtype, activation_of(name), gated, x.data<void>(), out.data<void>(), width};
+  launch([=] {
+    over_rows(rows, 10 + 0.9 * width, [&](int64_t begin, int64_t end) { kernels().activate(a, begin, end); });
   });
 }
 
@@ -47,8 +111,8 @@ void gated(const char* op, void (*Kernels::*kernel)(const GatedArgs&, int64_t, i
   });
 }
 
-void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& positions, const Tensor& q_out,
-          const Tensor& k_out) {
+void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& positions, bool interleaved,
+          const Tensor& q_out, const Tensor& k_out) {
   const char* op = "rope";
   const DType dtype = float_type(q, op);
   require(q.ndim() == 3 && q.dense(1) && k.ndim() == 3 && k.dense(1), op,
@@ -75,14 +139,16 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& table, const Tensor& p
                    .dim = dim,
                    .rot = rot,
                    .table = table.data<float>(),
-                   .positions = at};
+                   .positions = at,
+                   .interleaved = interleaved};
   over_rows(tokens, 20 + 0.4 * (heads + kv_heads) * dim,
             [&](int64_t begin, int64_t end) { kernels().rope(a, begin, end); });
 }
 
 void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
                      float eps, const Tensor& table, const Tensor& positions, const Tensor& k_cache,
-                     const Tensor& v_cache, const Tensor& slots, const Tensor& q_out) {
+                     const Tensor& v_cache, const Tensor& slots, bool interleaved, bool norm_last,
+                     const Tensor& q_out) {
   const char* op = "norm_rope_store";
   const DType dtype = float_type(qkv, op);
   const Caches c = caches_of(k_cache, v_cache, qkv.kind(), op);
@@ -93,8 +159,10 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
   require(q_weight.has_value() == k_weight.has_value(), op, "q's and k's norm come together");
   const DType weight_dtype = q_weight ? float_type(*q_weight, op) : dtype;
   require(weight_dtype == dtype || weight_dtype == DType::f32, op, "norm weights must be float32 or have qkv's dtype");
-  if (q_weight) require(*q_weight, q_weight->kind(), {c.dim}, op, "q_weight must be [D]");
-  if (k_weight) require(*k_weight, q_weight->kind(), {c.dim}, op, "k_weight must be [D], like q_weight");
+  const bool norm_all = q_weight && q_weight->ndim() == 1 && q_weight->size(0) != c.dim;
+  const int64_t q_width = norm_all ? heads * c.dim : c.dim, k_width = norm_all ? c.kv_heads * c.dim : c.dim;
+  if (q_weight) require(*q_weight, q_weight->kind(), {q_width}, op, "q_weight must be [D] or [Hq*D]");
+  if (k_weight) require(*k_weight, q_weight->kind(), {k_width}, op, "k_weight must be [D] or [Hk*D], like q_weight");
   require(table, Kind::f32, {-1, -1}, op, "table must be float32 [max_pos,rot_dim]");
   require(table.size(1) % 2 == 0 && table.size(1) <= c.dim, op, "rot_dim must be even and at most D");
   require(positions, Kind::i64, {tokens}, op, "positions must be int64 [T]");
@@ -116,8 +184,11 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
                   .dim = c.dim,
                   .rot = table.size(1),
                   .page = c.page,
-                  .eps = eps};
-  const int64_t scratch = c.dim * qkv.item();
+                  .eps = eps,
+                  .interleaved = interleaved,
+                  .norm_all = norm_all,
+                  .norm_last = norm_last};
+  const int64_t scratch = c.kv_heads * c.dim * qkv.item();
   launch([=] {
     for (int64_t t = 0; t < tokens; t++) {
       require(at[t] >= 0 && at[t] < limit, op, "a position is outside the table");
@@ -132,13 +203,18 @@ void norm_rope_store(const Tensor& qkv, const std::optional<Tensor>& q_weight, c
 
 void bind_elementwise(nb::module_& m) {
   m.def("rms_norm", rms_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"),
-        nb::arg("out"), nb::arg("sum").none());
+        nb::arg("multiplier"), nb::arg("out"), nb::arg("sum").none());
+  m.def("layer_norm", layer_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("bias").none(),
+        nb::arg("eps"), nb::arg("multiplier"), nb::arg("out"), nb::arg("sum").none());
+  m.def("add_residual", add_residual);
+  m.def("cap", cap);
+  m.def("activate", activate);
   m.def("silu_mul", [](const Tensor& x, const Tensor& out) { gated("silu_mul", &Kernels::silu_mul, x, out); });
   m.def("gelu_mul", [](const Tensor& x, const Tensor& out) { gated("gelu_mul", &Kernels::gelu_mul, x, out); });
   m.def("rope", rope);
   m.def("norm_rope_store", norm_rope_store, nb::arg("qkv"), nb::arg("q_weight").none(), nb::arg("k_weight").none(),
         nb::arg("eps"), nb::arg("table"), nb::arg("positions"), nb::arg("k_cache"), nb::arg("v_cache"),
-        nb::arg("slot_mapping"), nb::arg("q_out"));
+        nb::arg("slot_mapping"), nb::arg("interleaved"), nb::arg("norm_last"), nb::arg("q_out"));
 }
 
 }  // namespace tokserve

@@ -109,9 +109,9 @@ void unpack_rows(const int64_t* ids, int64_t count, const T* packed, int64_t k, 
   });
 }
 
-void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor& out) {
+void embedding(const Tensor& ids, const Tensor& packed, int64_t n, float multiplier, const Tensor& out) {
   const char* op = "embedding";
-  float_type(packed, op);
+  const DType dtype = float_type(packed, op);
   require(ids, Kind::i64, {-1}, op, "ids must be int64 [T]");
   require(out, packed.kind(), {ids.size(0), -1}, op, "out must be [T,K] of the weight's dtype");
   const bool pairs = packed.kind() == Kind::bf16, words = packed.item() == 2;
@@ -125,6 +125,9 @@ void embedding(const Tensor& ids, const Tensor& packed, int64_t n, const Tensor&
     for (int64_t t = 0; t < count; t++) require(id[t] >= 0 && id[t] < n, op, "an id is outside the weight's rows");
     if (words) unpack_rows(id, count, static_cast<const uint16_t*>(from), k, pairs ? 2 : 1, static_cast<uint16_t*>(to));
     else unpack_rows(id, count, static_cast<const uint32_t*>(from), k, 1, static_cast<uint32_t*>(to));
+    if (multiplier == 1.0f) return;
+    const CapArgs scaled{dtype, to, to, k, multiplier, 0.0f};
+    over_rows(count, 10 + 0.1 * k, [&](int64_t begin, int64_t end) { kernels().cap(scaled, begin, end); });
   });
 }
 
@@ -175,7 +178,8 @@ void bind_linear(nb::module_& m) {
       },
       nb::arg("outputs"), nb::arg("columns"), nb::arg("pairs"), nb::arg("gated"));
   m.def("pack_linear", pack, nb::arg("weight"), nb::arg("packed"), nb::arg("gated"));
-  m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
+  m.def("embedding", embedding, nb::arg("ids"), nb::arg("packed"), nb::arg("rows"), nb::arg("multiplier"),
+        nb::arg("out"));
   m.def(
       "linear",
       [](const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const Tensor& out) {

@@ -1,6 +1,7 @@
 // Bindings of the ops on logits [R, V]: one task per row.
 #include <nanobind/stl/optional.h>
 
+#include <cstring>
 #include <vector>
 
 #include "bind.h"
@@ -122,6 +123,47 @@ void sample_fused(const Tensor& logits, const Tensor& seeds, const Tensor& posit
   });
 }
 
+// Packs the rows' ids at the front of `ids`, one after the other; returns how many there are.
+int64_t sampling_mask(const Tensor& logits, const Tensor& processed, const Tensor& token_ids, const Tensor& greedy,
+                      const Tensor& temperature, int64_t limit, const Tensor& counts, const Tensor& ids,
+                      const Tensor& kept_logprobs, const Tensor& logprobs) {
+  const char* op = "sampling_mask";
+  const int64_t vocab = vocab_of(logits, op), rows = logits.size(0);
+  require(processed, Kind::f32, {rows, vocab}, op, "processed must be like logits");
+  require(token_ids, Kind::i64, {rows}, op, "token_ids must be int64 [R]");
+  require(greedy, Kind::boolean, {rows}, op, "greedy must be bool [R]");
+  require(temperature, Kind::f32, {rows}, op, "temperature must be float32 [R]");
+  require(limit >= 0, op, "limit must not be negative");
+  require(counts, Kind::i32, {rows}, op, "counts must be int32 [R]");
+  require(ids, Kind::i32, {rows, limit}, op, "ids must be int32 [R,limit]");
+  require(kept_logprobs, Kind::f32, {rows}, op, "kept_logprobs must be float32 [R]");
+  require(logprobs, Kind::f32, {rows}, op, "logprobs must be float32 [R]");
+  const int64_t* tokens = token_ids.data<int64_t>();
+  for (int64_t i = 0; i < rows; i++)
+    require(tokens[i] >= 0 && tokens[i] < vocab, op, "a token id is outside the vocabulary");
+  const MaskArgs a{.logits = logits.data<float>(),
+                   .processed = processed.data<float>(),
+                   .token_ids = tokens,
+                   .greedy = greedy.data<uint8_t>(),
+                   .temperature = temperature.data<float>(),
+                   .counts = counts.data<int32_t>(),
+                   .ids = ids.data<int32_t>(),
+                   .kept_logprobs = kept_logprobs.data<float>(),
+                   .logprobs = logprobs.data<float>(),
+                   .vocab = vocab,
+                   .limit = limit};
+  over_rows(rows, 0.6 * vocab, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) kernels().sampling_mask(a, r);
+  });
+  int64_t total = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    if (a.counts[r] <= 0) continue;
+    std::memmove(a.ids + total, a.ids + r * limit, a.counts[r] * sizeof(int32_t));
+    total += a.counts[r];
+  }
+  return total;
+}
+
 void filter_logits(const Tensor& logits, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                    const Tensor& out) {
   const char* op = "filter_logits";
@@ -187,6 +229,7 @@ void bind_sampling(nb::module_& m) {
   m.def("sample_fused", sample_fused, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("greedy"),
         nb::arg("temperature").none(), nb::arg("scaled"), nb::arg("k"), nb::arg("ids"), nb::arg("finite"),
         nb::arg("token_logprobs"), nb::arg("ranks"), nb::arg("top_ids"), nb::arg("top_logprobs"));
+  m.def("sampling_mask", sampling_mask);
   m.def("filter_logits", filter_logits);
   m.def("penalize", penalize);
 }

@@ -28,11 +28,49 @@ float norm_scale(const T* x, int64_t n, float eps) {
   return 1.0f / __builtin_sqrtf(square + eps);
 }
 
-template <class T>
-void add_rows(const T* x, const T* residual, T* out, int64_t n) {
+// Calls f(i, count) for vectors of a row of n elements: count is kLanes, or less for the last.
+template <class F>
+TOKSERVE_INLINE void over_vectors(int64_t n, const F& f) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) + load(residual + i));
-  if (i < n) store_partial(out + i, load_partial(x + i, n - i) + load_partial(residual + i, n - i), n - i);
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, n - i);
+}
+
+template <class T>
+void add_row(const T* x, const T* residual, T* out, int64_t n, float multiplier) {
+  const f32x16 factor = broadcast(multiplier);
+  over_vectors(n, [&](int64_t i, int64_t count) {
+    store_partial(out + i, load_partial(x + i, count) * factor + load_partial(residual + i, count), count);
+  });
+}
+
+// The sum of f(vector) of a row: four partial sums, added in a fixed tree.  Lanes past the end are given as zero.
+template <class T, class F>
+TOKSERVE_INLINE float row_sum(const T* x, int64_t n, const F& f) {
+  f32x16 part[4] = {zeros(), zeros(), zeros(), zeros()};
+  int j = 0;
+  over_vectors(n, [&](int64_t i, int64_t count) {
+    part[j] = f(load_partial(x + i, count), count, part[j]);
+    j = (j + 1) % 4;
+  });
+  return reduce_sum((part[0] + part[1]) + (part[2] + part[3]));
+}
+
+template <class T, class W>
+void layer_norm_row(const T* x, const W* weight, const W* bias, T* out, int64_t n, float eps) {
+  const auto add = [](f32x16 value, int64_t, f32x16 sum) { return sum + value; };
+  const f32x16 mean = broadcast(row_sum(x, n, add) / static_cast<float>(n));
+  const auto add_square = [&](f32x16 value, int64_t count, f32x16 sum) {
+    const f32x16 lane = from_i32(iota());
+    const f32x16 apart = select(lane < broadcast(static_cast<float>(count)), value - mean, zeros());
+    return fma(apart, apart, sum);
+  };
+  const float square = row_sum(x, n, add_square) / static_cast<float>(n);
+  const f32x16 scale = broadcast(1.0f / __builtin_sqrtf(square + eps));
+  over_vectors(n, [&](int64_t i, int64_t count) {
+    const f32x16 normed = (load_partial(x + i, count) - mean) * scale * load_partial(weight + i, count);
+    store_partial(out + i, bias ? normed + load_partial(bias + i, count) : normed, count);
+  });
 }
 
 template <class T, class W>
@@ -43,19 +81,34 @@ TOKSERVE_INLINE void norm_row(const T* x, const W* weight, T* out, int64_t n, fl
   if (i < n) store_partial(out + i, load_partial(x + i, n - i) * scale * load_partial(weight + i, n - i), n - i);
 }
 
-template <class T, class W>
-void rms_norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
+template <class T, class W, bool kCentered>
+void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   const int64_t n = a.width;
-  const W* weight = static_cast<const W*>(a.weight);
+  const W *weight = static_cast<const W*>(a.weight), *bias = static_cast<const W*>(a.bias);
   for (int64_t row = begin; row < end; row++) {
     const T* x = static_cast<const T*>(a.x) + row * n;
     T* out = static_cast<T*>(a.out) + row * n;
     if (a.residual) {
       T* total = static_cast<T*>(a.sum) + row * n;
-      add_rows(x, static_cast<const T*>(a.residual) + row * n, total, n);
+      add_row(x, static_cast<const T*>(a.residual) + row * n, total, n, a.multiplier);
       x = total;
     }
-    norm_row(x, weight, out, n, a.eps);
+    if constexpr (kCentered) layer_norm_row(x, weight, bias, out, n, a.eps);
+    else norm_row(x, weight, out, n, a.eps);
+  }
+}
+
+template <class T, class Function>
+void activate_rows(const ActivateArgs& a, int64_t begin, int64_t end) {
+  const Function function;
+  const int64_t n = a.width;
+  for (int64_t row = begin; row < end; row++) {
+    const T* x = static_cast<const T*>(a.x) + row * n * (a.gated ? 2 : 1);
+    T* out = static_cast<T*>(a.out) + row * n;
+    over_vectors(n, [&](int64_t i, int64_t count) {
+      const f32x16 active = function(load_partial(x + i, count));
+      store_partial(out + i, a.gated ? active * load_partial(x + n + i, count) : active, count);
+    });
   }
 }
 
@@ -73,9 +126,31 @@ void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+// Pairs (2 i, 2 i + 1); `out` may be x.
+template <class T>
+void rotate_interleaved(const T* x, T* out, const float* cos, const float* sin, int64_t half, int64_t dim) {
+  float pairs[2 * kLanes], apart[2 * kLanes];
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = min(kLanes, half - i);
+    store(pairs, load_partial(x + 2 * i, min(kLanes, 2 * n)));
+    store(pairs + kLanes, 2 * n > kLanes ? load_partial(x + 2 * i + kLanes, 2 * n - kLanes) : zeros());
+    for (int64_t j = 0; j < 2 * kLanes; j++) apart[j % 2 * kLanes + j / 2] = pairs[j];
+    const f32x16 c = load_partial(cos + i, n), s = load_partial(sin + i, n);
+    const f32x16 first = load(apart), second = load(apart + kLanes);
+    store(apart, first * c - second * s);
+    store(apart + kLanes, second * c + first * s);
+    for (int64_t j = 0; j < 2 * kLanes; j++) pairs[j] = apart[j % 2 * kLanes + j / 2];
+    store_partial(out + 2 * i, load(pairs), min(kLanes, 2 * n));
+    if (2 * n > kLanes) store_partial(out + 2 * i + kLanes, load(pairs + kLanes), 2 * n - kLanes);
+  }
+  if (out != x) std::memcpy(out + 2 * half, x + 2 * half, (dim - 2 * half) * sizeof(T));
+}
+
 // `out` may be x.
 template <class T>
-void rotate(const T* x, T* out, const float* cos, const float* sin, int64_t half, int64_t dim) {
+void rotate(const T* x, T* out, const float* cos, int64_t half, int64_t dim, bool interleaved) {
+  const float* sin = cos + half;
+  if (interleaved) return rotate_interleaved(x, out, cos, sin, half, dim);
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t n = min(kLanes, half - i);
     const f32x16 c = load_partial(cos + i, n), s = load_partial(sin + i, n);
@@ -95,8 +170,8 @@ void rope_rows(const RopeArgs& a, int64_t begin, int64_t end) {
     const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
     T* q_out = static_cast<T*>(a.q_out) + t * a.q_heads * a.dim;
     T* k_out = static_cast<T*>(a.k_out) + t * a.k_heads * a.dim;
-    for (int64_t h = 0; h < a.q_heads; h++) rotate(q + h * a.dim, q_out + h * a.dim, cos, cos + half, half, a.dim);
-    for (int64_t h = 0; h < a.k_heads; h++) rotate(k + h * a.dim, k_out + h * a.dim, cos, cos + half, half, a.dim);
+    for (int64_t h = 0; h < a.q_heads; h++) rotate(q + h * a.dim, q_out + h * a.dim, cos, half, a.dim, a.interleaved);
+    for (int64_t h = 0; h < a.k_heads; h++) rotate(k + h * a.dim, k_out + h * a.dim, cos, half, a.dim, a.interleaved);
   }
 }
 
@@ -109,24 +184,33 @@ Slot locate_slot(int64_t slot, int64_t heads, int64_t page, int64_t dim) {
 }
 
 template <class T, class W>
-void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* key) {
+void qkv_rows(const QkvArgs& a, int64_t begin, int64_t end, T* keys) {
   const int64_t half = a.rot / 2, dim = a.dim;
   const PageLayout<T> layout{a.page, dim};
   for (int64_t t = begin; t < end; t++) {
     const float* cos = a.table + a.positions[t] * a.rot;
-    const auto norm_and_rotate = [&](const T* x, const void* weight, T* out) {
-      if (weight) norm_row(x, static_cast<const W*>(weight), out, dim, a.eps);
-      rotate(weight ? out : x, out, cos, cos + half, half, dim);
+    const auto norm = [&](const T* x, const void* weight, T* out, int64_t heads) {
+      const int64_t width = a.norm_all ? heads * dim : dim;
+      for (int64_t i = 0; i < heads * dim; i += width)
+        norm_row(x + i, static_cast<const W*>(weight), out + i, width, a.eps);
+    };
+    const auto norm_and_rotate = [&](const T* x, const void* weight, T* out, int64_t heads) {
+      const bool first = weight && !a.norm_last;
+      if (first) norm(x, weight, out, heads);
+      for (int64_t h = 0; h < heads; h++)
+        rotate((first ? out : x) + h * dim, out + h * dim, cos, half, dim, a.interleaved);
+      if (weight && a.norm_last) norm(out, weight, out, heads);
     };
     const T* x = static_cast<const T*>(a.qkv) + t * (a.q_heads + 2 * a.k_heads) * dim;
-    T* q_out = static_cast<T*>(a.q_out) + t * a.q_heads * dim;
-    for (int64_t h = 0; h < a.q_heads; h++, x += dim) norm_and_rotate(x, a.q_weight, q_out + h * dim);
+    norm_and_rotate(x, a.q_weight, static_cast<T*>(a.q_out) + t * a.q_heads * dim, a.q_heads);
+    x += a.q_heads * dim;
+    norm_and_rotate(x, a.k_weight, keys, a.k_heads);
+    x += a.k_heads * dim;
     const Slot slot = locate_slot(a.slots[t], a.k_heads, a.page, dim);
-    for (int64_t h = 0; h < a.k_heads; h++, x += dim) {
+    for (int64_t h = 0; h < a.k_heads; h++) {
       const int64_t head = slot.first + h * a.page * dim;
-      norm_and_rotate(x, a.k_weight, key);
-      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, key);
-      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, x + a.k_heads * dim);
+      layout.put_key(static_cast<T*>(a.k_cache) + head, slot.token, keys + h * dim);
+      layout.put_value(static_cast<T*>(a.v_cache) + head, slot.token, x + h * dim);
     }
   }
 }
@@ -151,8 +235,53 @@ void store_rows(const StoreArgs& a, int64_t begin, int64_t end) {
 void rms_norm(const NormArgs& a, int64_t begin, int64_t end) {
   with_type(a.dtype, [&](auto x) {
     using T = decltype(x);
-    if (a.weight_dtype == DType::f32) rms_norm_rows<T, float>(a, begin, end);
-    else rms_norm_rows<T, T>(a, begin, end);
+    if (a.weight_dtype == DType::f32) norm_rows<T, float, false>(a, begin, end);
+    else norm_rows<T, T, false>(a, begin, end);
+  });
+}
+
+void layer_norm(const NormArgs& a, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    if (a.weight_dtype == DType::f32) norm_rows<T, float, true>(a, begin, end);
+    else norm_rows<T, T, true>(a, begin, end);
+  });
+}
+
+void add_residual(const AddArgs& a, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    for (int64_t i = begin * a.width; i < end * a.width; i += a.width) {
+      add_row(static_cast<const T*>(a.x) + i, static_cast<const T*>(a.residual) + i, static_cast<T*>(a.out) + i,
+              a.width, a.multiplier);
+    }
+  });
+}
+
+void cap(const CapArgs& a, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    for (int64_t row = begin * a.width; row < end * a.width; row += a.width) {
+      const T* from = static_cast<const T*>(a.x) + row;
+      T* to = static_cast<T*>(a.out) + row;
+      over_vectors(a.width, [&](int64_t i, int64_t count) {
+        const f32x16 scaled = load_partial(from + i, count) * broadcast(a.multiplier);
+        store_partial(to + i, a.limit > 0.0f ? capped(scaled, a.limit) : scaled, count);
+      });
+    }
+  });
+}
+
+void activate(const ActivateArgs& a, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto x) {
+    using T = decltype(x);
+    switch (a.activation) {
+      case Activation::silu: return activate_rows<T, Silu>(a, begin, end);
+      case Activation::gelu_tanh: return activate_rows<T, Gelu>(a, begin, end);
+      case Activation::gelu: return activate_rows<T, GeluErf>(a, begin, end);
+      case Activation::relu: return activate_rows<T, Relu>(a, begin, end);
+      case Activation::relu2: return activate_rows<T, SquaredRelu>(a, begin, end);
+    }
   });
 }
 

@@ -18,6 +18,13 @@ struct FloatSums {
   }
 };
 
+// Elements between rows of out that are `width` wide.
+template <class Args>
+TOKSERVE_INLINE int64_t row_stride(const Args&, int64_t width) {
+  return width;
+}
+TOKSERVE_INLINE int64_t row_stride(const Wna16Args& a, int64_t) { return a.out_stride; }
+
 // Writes `columns` of the panel's sums, from `column` on, to rows of `width` outputs, from `first` on.
 template <class T, class Out, class Args, class Sums>
 void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int64_t column, int64_t columns,
@@ -27,10 +34,11 @@ void write_out(const Args& a, const Sums& sums, int64_t row0, int64_t rows, int6
     const int64_t n = min(kLanes, columns - c);
     const f32x16 shift = bias ? load_partial(bias + c, n) : zeros();
     const auto values = sums.columns(column + c, first + c, n);
-    Out* out = static_cast<Out*>(a.out) + row0 * width + first + c;
+    const int64_t stride = row_stride(a, width);
+    Out* out = static_cast<Out*>(a.out) + row0 * stride + first + c;
     for (int64_t r = 0; r < rows; r++) {
       const f32x16 value = values(r);
-      store_partial(out + r * width, bias ? value + shift : value, n);
+      store_partial(out + r * stride, bias ? value + shift : value, n);
     }
   }
 }

@@ -30,10 +30,40 @@ struct NormArgs {
   const void* x;         // [T, H]
   const void* residual;  // [T, H], or null: plain rms_norm
   const void* weight;    // [H]
+  const void* bias;      // [H] of weight_dtype, or null
   void* out;             // [T, H]
-  void* sum;             // [T, H]: x + residual rounded to dtype, or null
+  void* sum;             // [T, H]: x * multiplier + residual rounded to dtype, or null
   int64_t width;
-  float eps;
+  float eps, multiplier;
+};
+
+struct AddArgs {
+  DType dtype;
+  const void* x;         // [T, width]
+  const void* residual;  // [T, width]
+  void* out;             // [T, width]: x * multiplier + residual
+  int64_t width;
+  float multiplier;
+};
+
+// limit * tanh(x * multiplier / limit), or x * multiplier where the limit is 0.
+struct CapArgs {
+  DType dtype;
+  const void* x;  // [T, width]
+  void* out;      // [T, width]; it may be x
+  int64_t width;
+  float multiplier, limit;
+};
+
+enum class Activation : int { silu, gelu_tanh, gelu, relu, relu2 };
+
+struct ActivateArgs {
+  DType dtype;
+  Activation activation;
+  bool gated;
+  const void* x;  // [T, width], or gated: [T, 2 * width], the gate first
+  void* out;      // [T, width]
+  int64_t width;
 };
 
 struct GatedArgs {
@@ -52,13 +82,14 @@ struct RopeArgs {
   int64_t q_stride, k_stride, q_heads, k_heads, dim, rot;
   const float* table;  // [max_pos, rot]: cos for rot / 2 pairs, then sin
   const int64_t* positions;
+  bool interleaved;  // pairs are (2 i, 2 i + 1), not (i, i + rot / 2)
 };
 
 // From a row of the qkv projection to its queries, with keys and values written into the pages.
 struct QkvArgs {
   DType dtype, weight_dtype;
   const void* qkv;       // [T, (q_heads + 2 * k_heads) * dim]
-  const void* q_weight;  // [dim], of the norm over each head; null, both: no norm
+  const void* q_weight;  // [dim], of the norm over each head, or [heads * dim]; null, both: no norm
   const void* k_weight;
   void* q_out;    // [T, q_heads, dim]
   void* k_cache;  // [B, k_heads, page * dim elements as in pages.h]
@@ -68,6 +99,9 @@ struct QkvArgs {
   const int64_t* slots;  // as in StoreArgs
   int64_t q_heads, k_heads, dim, rot, page;
   float eps;
+  bool interleaved;  // as in RopeArgs
+  bool norm_all;     // one norm over all heads of q, one over those of k
+  bool norm_last;    // after the rotation
 };
 
 struct StoreArgs {
@@ -133,6 +167,33 @@ struct Int8Args {
   char* rows;  // x quantized, int8_rows_size(args) bytes in the instruction set's own layout
 };
 
+// A number per output and group of inputs: values [panels][ceil(G / ratio)][64], each of `ratio` groups, times parts
+// [panels][G][64], if there are any.
+struct GroupScales {
+  DType dtype;
+  const void* values;
+  const int8_t* parts;  // or null
+  int64_t ratio;
+};
+
+// Weights of `bits` bits: factor * scale + minimum, as in unpack.h.
+struct Wna16Args {
+  DType dtype, out_dtype;
+  Gate gate;                 // as in LinearArgs
+  const void* x;             // [M, K], rows x_stride elements apart
+  const uint8_t* packed;     // [panels][K padded to 8][64] of 4 or 8 bits
+  const int8_t* factors;     // [16], of 4-bit codes; 8-bit values are their own factors
+  GroupScales scales, mins;  // mins.values null: none
+  const int32_t* order;      // [K], column order[i] of x belongs to element i of the weight's K; or null
+  const void* bias;          // [N] of dtype, or null
+  void* out;                 // [M, N], rows out_stride elements apart
+  int64_t m, n, k, x_stride, out_stride;
+  int64_t group;  // inputs that share a scale, a multiple of 8 if there are several
+  int bits;
+  bool folded;  // scales are powers of two and go into the weights before they are multiplied
+  char* rows;   // what wna16_rows makes of x, wna16_rows_size(args) bytes
+};
+
 struct AttentionArgs {
   DType dtype;
   const void* q;        // [T, heads, dim], rows q_stride elements apart
@@ -142,6 +203,7 @@ struct AttentionArgs {
   int64_t q_stride, heads, kv_heads, page, dim;
   float scale;
   int64_t window;      // 0: all keys up to the query
+  float softcap;       // 0: none
   const float* sinks;  // [heads]: a score beside those of the keys, whose value is zero; or null
 };
 
@@ -183,6 +245,19 @@ struct SampleFusedArgs {
   const float* temperature;  // [R] or null
   bool scaled;               // logprobs are of logits / temperature
   LogprobArgs logprobs;      // of sample.ids; token_logprobs null: no logprobs
+};
+
+struct MaskArgs {
+  const float* logits;       // [R, V]
+  const float* processed;    // [R, V], -inf: cannot be drawn
+  const int64_t* token_ids;  // [R]
+  const uint8_t* greedy;     // [R] bool
+  const float* temperature;  // [R]
+  int32_t* counts;           // [R]
+  int32_t* ids;              // [R, limit]
+  float* kept_logprobs;      // [R]
+  float* logprobs;           // [R]
+  int64_t vocab, limit;
 };
 
 struct FilterArgs {
@@ -237,11 +312,16 @@ struct Kernels {
   const char* arithmetic;  // of its bfloat16 products: kernels of one arithmetic give the same bits in every op
   // These compute rows [begin, end).
   void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*layer_norm)(const NormArgs&, int64_t begin, int64_t end);
+  void (*add_residual)(const AddArgs&, int64_t begin, int64_t end);
+  void (*cap)(const CapArgs&, int64_t begin, int64_t end);
+  void (*activate)(const ActivateArgs&, int64_t begin, int64_t end);
   void (*silu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*gelu_mul)(const GatedArgs&, int64_t begin, int64_t end);
   void (*rope)(const RopeArgs&, int64_t begin, int64_t end);
   void (*store_kv)(const StoreArgs&, int64_t begin, int64_t end);
-  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end, char* scratch);  // scratch: dim elements
+  void (*norm_rope_store)(const QkvArgs&, int64_t begin, int64_t end,
+                          char* scratch);  // scratch: k_heads * dim elements
   // Panels [begin, end) of the row block that starts at row0; scratch holds linear_scratch(args) bytes.  It first
   // converts the rows of x, a cost that pays off from linear_panels(args) panels on.
   int64_t (*linear_scratch)(const LinearArgs&);
@@ -257,6 +337,11 @@ struct Kernels {
   int64_t (*int8_rows_size)(const Int8Args&);
   void (*int8_rows)(const Int8Args&, int64_t begin, int64_t end);
   void (*linear_int8)(const Int8Args&, int64_t row0, int64_t begin, int64_t end);
+  // As for int8: first wna16_rows for all rows of x, then panels.
+  int64_t (*wna16_rows_size)(const Wna16Args&);
+  void (*wna16_rows)(const Wna16Args&, int64_t begin, int64_t end);
+  void (*linear_wna16)(const Wna16Args&, int64_t row0, int64_t begin, int64_t end);
+  void (*embedding_wna16)(const Wna16Args&, const int64_t* ids, int64_t begin, int64_t end);  // rows ids[t] into out
   // Rows [begin, end); scratch holds route_scratch(args) bytes.
   int64_t (*route_scratch)(const RouteArgs&);
   void (*route)(const RouteArgs&, int64_t begin, int64_t end, char* scratch);
@@ -272,6 +357,7 @@ struct Kernels {
   void (*sample)(const SampleArgs&, int64_t row);
   // Returns false, with nothing written, if the row's largest logit is not finite.  `logits`: the row.
   bool (*sample_fused)(const SampleFusedArgs&, int64_t row, const float* logits, char* scratch);
+  void (*sampling_mask)(const MaskArgs&, int64_t row);
   void (*filter_logits)(const FilterArgs&, int64_t row, char* scratch);
   void (*penalize)(const PenaltyArgs&, int64_t row, char* scratch);
 };

@@ -18,8 +18,18 @@ struct ScaledRow {
   TOKSERVE_INLINE float at(int64_t id) const { return temperature == 1.0f ? row[id] : row[id] / temperature; }
 };
 
+// Those of a row's values that can be drawn: where `processed` is not -inf.  The others are -inf.
+struct KeptRow {
+  ScaledRow row;
+  const float* processed;
+  int64_t vocab;
+  TOKSERVE_INLINE mask16 kept(int64_t at) const { return broadcast(kNegInf) < load_logits(processed, at, vocab); }
+  TOKSERVE_INLINE f32x16 operator()(int64_t at) const { return select(kept(at), row(at), broadcast(kNegInf)); }
+};
+
 // Sum of e^(x - x_max): four partial sums in a slice, slices in order.
-float sum_exp(const ScaledRow& x, float x_max) {
+template <class Row>
+float sum_exp(const Row& x, float x_max) {
   float mass = 0.0f;
   for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
     f32x16 part[4] = {zeros(), zeros(), zeros(), zeros()};
@@ -159,6 +169,73 @@ float max_scaled(const ScaledRow& x) {
   return reduce_max(largest);
 }
 
+// What a row x keeps: its ids are written, ascending, at most `limit`.
+struct Support {
+  int64_t count = 0;     // of values of `processed` that are not -inf
+  int64_t possible = 0;  // of values of x that are not
+  float max = kNegInf, kept_max = kNegInf, drawn_max = kNegInf;
+  float mass = 0.0f;  // sum of e^(x - origin)
+  bool same = true;   // the values that are kept are x's
+};
+
+Support find_support(const ScaledRow& x, const float* processed, float origin, int32_t* ids, int64_t limit) {
+  Support s;
+  const f32x16 never = broadcast(kNegInf);
+  f32x16 largest = never, kept_largest = never, drawn_largest = never, changed = zeros();
+  for (int64_t slice = 0; slice < x.vocab; slice += kSlice) {
+    f32x16 part = zeros();
+    const int64_t end = min(slice + kSlice, x.vocab);
+    for (int64_t i = slice; i < end; i += kLanes) {
+      const f32x16 value = x(i), drawn = load_logits(processed, i, x.vocab);
+      largest = vmax(largest, value);
+      part = part + exp(value - broadcast(origin));
+      s.possible += __builtin_popcount(mask_bits(never < value));
+      uint32_t kept = mask_bits(never < drawn);
+      if (!kept) continue;
+      kept_largest = vmax(kept_largest, select(never < drawn, value, never));
+      drawn_largest = vmax(drawn_largest, drawn);
+      changed = vmax(changed, select(never < drawn, select(value == drawn, zeros(), broadcast(1.0f)), zeros()));
+      if (s.count >= limit) {
+        s.count += __builtin_popcount(kept);
+        continue;
+      }
+      for (; kept; kept &= kept - 1, s.count++) {
+        if (s.count < limit) ids[s.count] = static_cast<int32_t>(i + __builtin_ctz(kept));
+      }
+    }
+    s.mass += reduce_sum(part);
+  }
+  s.max = reduce_max(largest), s.kept_max = reduce_max(kept_largest), s.drawn_max = reduce_max(drawn_largest);
+  s.same = reduce_max(changed) == 0.0f;
+  return s;
+}
+
+// sum_exp of a row that is -inf but at these ids, which ascend: the same partial sums.
+float sum_exp_at(const ScaledRow& x, const int32_t* ids, int64_t count, float x_max) {
+  float sums[4 * kLanes] = {}, mass = 0.0f;
+  int64_t slice_end = kSlice;
+  const auto flush = [&] {
+    mass += reduce_sum((load(sums) + load(sums + kLanes)) + (load(sums + 2 * kLanes) + load(sums + 3 * kLanes)));
+    std::memset(sums, 0, sizeof sums);
+  };
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const int64_t n = min(kLanes, count - first);
+    float values[kLanes] = {};
+    for (int64_t i = 0; i < n; i++) values[i] = x.at(ids[first + i]);
+    store(values, exp(load(values) - broadcast(x_max)));
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t id = ids[first + i];
+      if (id >= slice_end) flush(), slice_end = (id / kSlice + 1) * kSlice;
+      sums[id % (4 * kLanes)] += values[i];
+    }
+  }
+  flush();
+  return mass;
+}
+
+constexpr int32_t kWhole = -1, kTooLong = -2;
+constexpr float kFar = 60.0f;  // e^60 a few billion times over is a float
+
 // The largest logit of a row; NaN if it has one.
 float largest_or_nan(const float* row, int64_t vocab) {
   f32x16 largest[4] = {broadcast(kNegInf), broadcast(kNegInf), broadcast(kNegInf), broadcast(kNegInf)},
@@ -198,6 +275,37 @@ void logprobs(const LogprobArgs& a, int64_t row, char* scratch) {
 
 void sample(const SampleArgs& a, int64_t row) {
   a.ids[row] = sample_row(a, row, ScaledRow{a.logits + row * a.vocab, a.vocab, 1.0f});
+}
+
+void sampling_mask(const MaskArgs& a, int64_t row) {
+  const float* processed = a.processed + row * a.vocab;
+  const ScaledRow x{a.logits + row * a.vocab, a.vocab, temperature_of(a.temperature, row)},
+      drawn{processed, a.vocab, 1.0f};
+  const int64_t token = a.token_ids[row], limit = a.limit;
+  int32_t* ids = a.ids + row * limit;
+  const bool greedy = a.greedy[row];
+  float origin = x.at(token), log_kept = 0.0f, logprob = 0.0f;
+  Support s = find_support(x, processed, origin, ids, greedy ? 0 : limit);
+  if (!(s.max - origin < kFar)) origin = s.max, s.mass = sum_exp(x, origin);
+  if (greedy) {
+    s.count = 1, s.kept_max = x.at(token);
+    if (limit > 0) ids[0] = static_cast<int32_t>(token);
+  }
+  const bool whole = s.count == s.possible, listed = s.count <= limit;
+  if (!greedy) {
+    const float mass = listed ? sum_exp_at(drawn, ids, s.count, s.drawn_max) : sum_exp(drawn, s.drawn_max);
+    logprob = (processed[token] - s.drawn_max) - log(mass);
+    const KeptRow kept{x, processed, a.vocab};
+    if (s.same) {
+      log_kept = log(mass);
+    } else if (!whole) {
+      log_kept = log(listed ? sum_exp_at(x, ids, s.count, s.kept_max) : sum_exp(kept, s.kept_max));
+    }
+  }
+  a.counts[row] = whole ? kWhole : listed ? static_cast<int32_t>(s.count) : kTooLong;
+  a.logprobs[row] = logprob;
+  // rounding must not make it a mass above one
+  a.kept_logprobs[row] = whole ? 0.0f : min(0.0f, (s.kept_max - origin) + (log_kept - log(s.mass)));
 }
 
 bool sample_fused(const SampleFusedArgs& a, int64_t row, const float* logits, char* scratch) {

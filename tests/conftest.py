@@ -6,10 +6,13 @@ Triton kernels run in its interpreter, on the CPU; scripts/gpu_check.sh sets TRI
 import faulthandler
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e.server import Server
 
 HERE = Path(__file__).parent
 # tests of real processes and sockets get a second try, shown in the summary as RERUN; tests of exactness never do
@@ -46,7 +49,16 @@ def torch_as_at_the_start() -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats three stack traces where there is no device
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Server]:
+    """The demo model with everything at its default, for tests that leave it idle and as it was."""
+    with Server("demo") as server:
+        yield server
 
 
 @pytest.fixture

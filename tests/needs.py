@@ -91,6 +91,7 @@ EXTENSION = Need(
         "ops/test_arithmetic.py",
         "ops/test_cpu.py",
         "ops/test_capture.py",
+        "ops/test_wna16.py",
         "runner/test_arithmetic.py",
         "runner/test_cpu_graphs.py",
     ),
@@ -109,6 +110,7 @@ TRACING = Need(
     lambda: _has_module("opentelemetry.exporter.otlp.proto.http"),
     "pip install -e '.[otel]'",
 )
+PEFT = Need("peft", ("train/test_exact_peft.py",), lambda: _has_module("peft"), "pip install -e '.[dev]'")
 CHROMIUM = Need(
     "Chromium and ChromeDriver",
     ("e2e/browser.py",),
@@ -157,7 +159,7 @@ GPU = Need(
     _has_gpu,
     "not for make test-all; scripts/gpu_check.sh runs what needs one",
 )
-NEEDS = (EXTENSION, TRITON, TRACING, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
+NEEDS = (EXTENSION, TRITON, TRACING, PEFT, CHROMIUM, FILES, SYSTEMD, MAKE, MKL, HUGE, SMAPS, GLIBC, ARM, BF16, GPU)
 
 
 def report() -> str:

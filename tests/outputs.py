@@ -39,7 +39,7 @@ def pack(outputs: Sequence[Output], stats: StepStats) -> StepOutput:
 def unpack(step: StepOutput) -> list[Output]:
     """The rows of a message."""
     outputs = []
-    for rid, ids, logprobs, fields in step.rows():
+    for rid, ids, logprobs, fields, _ in step.rows():
         e = fields or RareFields(0)
         outputs.append(
             Output(rid, ids, logprobs, e.prompt_logprobs, e.cached_tokens, e.finish, e.weight_versions, e.pooled)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import parsed
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tokserve"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "demo_model" not in p.parts)
@@ -60,6 +62,7 @@ PHRASES = {  # in comments, docstrings and messages
     "somebody": "a caller, a client",
     "whoever": "any caller, the caller",
 }
+ANY_PHRASE = re.compile(rf"\b(?:{'|'.join(PHRASES)})\b", re.IGNORECASE)
 RETIRED = CLASSES | WORDS | VARIABLES | PHRASES
 
 # packages that still speak the old dialect
@@ -101,22 +104,22 @@ def retired_words(source: str) -> list[str]:
         bare = name.strip("_")
         if kind == "class" and bare in CLASSES:
             lines.append(f"{line}: class {name} -> {CLASSES[bare]}")
+        wrapped = f"_{bare.lower()}_"
         for word, instead in WORDS.items():
-            if f"_{word}_" in f"_{bare.lower()}_":
+            if f"_{word}_" in wrapped:
                 lines.append(f"{line}: {kind} {name} -> {instead}")
         if kind == "variable" and bare in VARIABLES:
             lines.append(f"{line}: {kind} {name} -> {VARIABLES[bare]}")
     for line, text in _texts(source):
-        for phrase, instead in PHRASES.items():
-            if re.search(rf"\b{phrase}\b", " ".join(text.split()), re.IGNORECASE):
-                lines.append(f"{line}: text {phrase!r} -> {instead}")
+        for phrase in set(map(str.lower, ANY_PHRASE.findall(" ".join(text.split())))):
+            lines.append(f"{line}: text {phrase!r} -> {PHRASES[phrase]}")
     return lines
 
 
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{_name(path)}:{node.lineno}")
     repeated = {name: where for name, where in places.items() if len(where) > 1 and name not in DUPLICATES}

@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tokserve import gguf_config
 from tokserve.errors import StartError
+from tokserve.gguf import SUFFIX
 
 DEMO_DIR = Path(__file__).parent / "demo_model"
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
@@ -26,14 +28,21 @@ REASONS = {
 
 
 def locate(model: str, *, weights: bool = True, what: str = "model") -> Path:
-    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors."""
+    """The local directory of `model`; downloaded from the hub if it is a hub name.  `what`: its name in errors.
+
+    A GGUF file becomes a temporary directory with what its header says; the weights are read from the file.
+    """
     if model == "demo":
         return DEMO_DIR
     path = Path(model).expanduser()
     if os.path.isdir(path):  # False for a directory without access
         return path
+    if path.suffix == SUFFIX and path.is_file():
+        return gguf_config.unpacked(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise StartError(f"{what} {model!r} is neither a directory, nor 'demo', nor a hub name 'owner/name'")
+        raise StartError(
+            f"{what} {model!r} is neither a directory, nor a GGUF file, nor 'demo', nor a hub name 'owner/name'"
+        )
     return _download(model, [*TEXT_FILES, *(WEIGHT_FILES if weights else [])], what)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,14 @@ from msgspec import Meta
 from tokserve.errors import StartError
 from tokserve.params import LogprobsMode
 
+SPECULATION_METHODS = ("suffix", "ngram", "prediction", "none")  # the first is the default
+_SPECULATION = ", ".join(SPECULATION_METHODS)
+# keys of other servers' methods that tune how drafts are found; here that is adaptive, so they change nothing
+SPECULATION_HINTS = (
+    "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+)  # fmt: skip
+DEFAULT_DRAFTS, MAX_DRAFTS = 32, 128  # of a request in a step
 BACKENDS = ("disk", "http", "ipc", "gloo", "nccl")  # of weight transfers
 PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")  # must be equal at both ends of a broadcast
 GIB = 1 << 30
@@ -35,6 +43,14 @@ def about(text: str, **limits: Any) -> Meta:
     return Meta(description=text, **limits)
 
 
+class SpeculationPlan(NamedTuple):
+    """What speculation does: its method, most drafts of a request in a step, and bytes of earlier outputs."""
+
+    method: str
+    num_drafts: int
+    history_bytes: int
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model and how it is loaded."""
 
@@ -49,18 +65,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about("Type of the output projection's input and weight; auto: the model's. Logits are float32 always."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "fp8", "none"] | None,
+        Literal["int8", "int4", "fp8", "none"] | None,
         about(
-            "Quantize the projections of a floating checkpoint as it loads, per channel, activations per token: int8 "
-            "on a CPU, fp8 (e4m3) on a GPU of compute capability 8.9 or more (a CPU can, slowly). none: compute with a "
-            "float8 checkpoint in the model's dtype too. Default: as fp8 with such a checkpoint on such a GPU, else "
-            "none."
+            "Quantize the projections of a floating checkpoint as it loads. int4: weights by groups of inputs, "
+            "activations as they are, on a CPU. Per channel, activations per token: int8 on a CPU, fp8 (e4m3) on a GPU "
+            "of compute capability 8.9 or more (a CPU can, slowly). none: compute with a quantized checkpoint in the "
+            "model's dtype. Default: as the checkpoint stores its weights, float8 only on such a GPU."
         ),
     ] = None
+    quantization_group_size: Annotated[
+        Literal[32, 64, 128], about("With quantization int4, inputs that share a scale: fewer are more accurate.")
+    ] = 128
     quantize_lm_head: Annotated[
         bool,
-        about("With quantization, quantize the output projection too: faster, a little further from the original."),
-    ] = False
+        about("Quantize the output projection too, as quantization says, int8 where that says nothing: faster, a "
+              "little further from the original."),
+    ] = False  # fmt: skip
     max_model_len: Annotated[
         Positive | None, about("Longest prompt plus output in tokens; default: the checkpoint's limit.")
     ] = None
@@ -69,6 +89,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         about(
             "auto, safetensors: the checkpoint's files; dummy: seeded random weights at the shapes of config.json, no "
             "weight file is read."
+        ),
+    ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "tokserve", "transformers"],
+        about(
+            "What computes the model. tokserve: a family that is built in. transformers: the module of that library, "
+            "with our projections, KV pages and attention; bits are not promised. auto: tokserve where the "
+            "architecture is built in."
         ),
     ] = "auto"
     hf_overrides: Annotated[dict[str, Any] | None, about("JSON object that replaces entries of config.json.")] = None
@@ -90,6 +118,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_return_routed_experts: Annotated[
         bool, about("Return the experts that were chosen for each position of prompt and output (CPU).")
     ] = False
+    return_sampling_mask: Annotated[
+        bool, about("Return the ids that each token was drawn from, and their mass, to requests that do not say.")
+    ] = False
+    max_sampling_mask: Annotated[
+        int, about("Most ids of a sampling mask for one token; the mask of a token with more of them is null.", ge=1)
+    ] = 1024
     eos_token_ids: Annotated[
         list[int] | None, about("End-of-sequence ids as a JSON list; default: generation_config.json and config.json.")
     ] = None
@@ -164,6 +198,52 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     depth: Annotated[
         Literal[1, 2], about("Steps in flight: 1 plans after a step's result is known, 2 while it runs (for GPUs).")
     ] = 1
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculation: drafts of the next tokens that a step verifies (docs/speculation.md)."""
+
+    speculative_config: Annotated[
+        dict[str, Any] | None,
+        about('JSON object {"method": NAME, "num_speculative_tokens": N}: drafts come from what requests predict '
+              "(prediction), also from their own text (ngram), also from earlier outputs (suffix, the default), or "
+              "nowhere (none). No result depends on it."),
+    ] = None  # fmt: skip
+    spec_method: Annotated[str | None, about("The same as method in speculative_config.")] = None
+    spec_tokens: Annotated[
+        Positive | None, about("The same as num_speculative_tokens in speculative_config: most drafts of a request in "
+                               "a step; default: 32."),
+    ] = None  # fmt: skip
+    speculative_history_bytes: Annotated[
+        NotNegative,
+        about("Memory for earlier outputs that are drafts for later ones (suffixes K, M, G are understood); 0: none "
+              "are kept."),
+    ] = 64 << 20  # fmt: skip
+
+    def resolved(self) -> SpeculationPlan:
+        """What the options amount to.  Raises StartError for what is not served."""
+        given = dict(self.speculative_config or {})
+        for name, flag in (("method", self.spec_method), ("num_speculative_tokens", self.spec_tokens)):
+            if flag is not None and given.setdefault(name, flag) != flag:
+                raise StartError(f"option speculative_config: {name} is {given[name]!r}, and {flag!r} by its own flag")
+        if given.get("model") is not None:
+            raise StartError("option speculative_config: draft models are not served; methods are " + _SPECULATION)
+        method = given.pop("method", SPECULATION_METHODS[0])
+        if method not in SPECULATION_METHODS:
+            raise StartError(f"option speculative_config: there is no method {method!r}; methods are {_SPECULATION}")
+        most = given.pop("num_speculative_tokens", None)
+        most = DEFAULT_DRAFTS if most is None else most
+        if type(most) is not int or not 1 <= most <= MAX_DRAFTS:
+            raise StartError(
+                f"option speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_DRAFTS}, "
+                f"got {most!r}"
+            )
+        unknown = [name for name in given if given[name] is not None and name not in SPECULATION_HINTS]
+        if unknown:
+            raise StartError(
+                f"option speculative_config: unknown key {unknown[0]!r}; keys are method and num_speculative_tokens"
+            )
+        return SpeculationPlan(method, most, self.speculative_history_bytes if method == "suffix" else 0)
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -358,6 +438,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive: Annotated[
         int, about("Seconds an idle HTTP connection is kept open, and a request's headers may take.", ge=5)
     ] = 75
+    stream_stall_timeout: Annotated[
+        float,
+        about("Seconds after which a client that does not read its reply is disconnected, and its request aborted; 0: "
+              "never.", ge=0, le=FOR_EVER),
+    ] = 300.0  # fmt: skip
     shutdown_timeout: Annotated[
         float, about("Seconds that running requests may finish in after SIGTERM.", ge=0, le=FOR_EVER)
     ] = 10.0
@@ -438,6 +523,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculativeConfig = SpeculativeConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     weights: WeightsConfig = WeightsConfig()
     lora: LoraConfig = LoraConfig()
@@ -464,12 +550,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise StartError(_readable(str(error), values)) from None
 
 
-def fields() -> Iterator[tuple[str, str, Any]]:
+@cache
+def fields() -> tuple[tuple[str, str, Any], ...]:
     """(group, field name, annotated type) of every option, in order of definition."""
+    rows = []
     for group in msgspec.structs.fields(Config):
         hints = get_type_hints(group.type, include_extras=True)
-        for field in msgspec.structs.fields(group.type):
-            yield group.name, field.name, hints[field.name]
+        rows += [(group.name, field.name, hints[field.name]) for field in msgspec.structs.fields(group.type)]
+    return tuple(rows)
 
 
 def _nearest(name: str, known: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ microseconds, and deltas are joined by joining bytes.  A step's output is a few 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
 
+MASK_ROW = 12  # bytes of a token in `SamplingMasks.rows`
 AGES = 5  # 0, 1, 2, 3, and 4 or more changes of the weights
 
 
@@ -34,7 +35,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One choice of a checked request.  `request_id`: the client's id, `#` and the choice's index.
 
     `task`: without the fields that are for the front end.  `options.stream` is True as well if the front end searches
-    the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.
+    the text for stop strings.  `arrival`: seconds, the front end's monotonic clock; for order only.  `drafts`:
+    `options.draft_token_ids` as packed int32, in their place.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     options: RequestOptions
     seed: int
     arrival: float = 0.0
+    drafts: bytes = b""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -112,6 +115,47 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )  # fmt: skip
 
 
+class DraftCounts(NamedTuple):
+    """Of one request: steps that had drafts, drafts, and accepted ones; and `predicted`, the output tokens that its
+    prediction foresaw, which does not depend on what was drafted."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    predicted: int = 0
+
+
+class SamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What n tokens were drawn from, as in `plan.SamplingMaskRows`.
+
+    `rows`: for each token its count of ids (int32), then its logprob and kept logprob (float32), together 12 bytes.
+    `ids`: int32, of all tokens one after the other.
+    """
+
+    rows: bytes = b""
+    ids: bytes = b""
+
+    @property
+    def counts(self) -> NDArray[np.int32]:  # [n]
+        """How many ids each token has; negative: `params.WHOLE_VOCABULARY` or `MASK_TOO_LONG`."""
+        return np.frombuffer(self.rows, "<i4")[::3]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of each token among its ids."""
+        return np.frombuffer(self.rows, "<f4")[1::3]
+
+    @property
+    def kept_logprobs(self) -> NDArray[np.float32]:  # [n]
+        """Of all ids of each token in the model's distribution at the temperature."""
+        return np.frombuffer(self.rows, "<f4")[2::3]
+
+    def cut(self, count: int) -> SamplingMasks:
+        """The first `count` rows."""
+        num_ids = int(np.maximum(self.counts[:count], 0).sum())
+        return SamplingMasks(self.rows[: MASK_ROW * count], self.ids[: 4 * num_ids])
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Why a request ended.
 
@@ -120,7 +164,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     abort_quarantine | deadline | queue_timeout | shutdown | nan | forbidden |
     grammar_limit | error.  `stop`: the token id or sequence
     that matched.  Times are seconds since arrival: admitted to a slot, first token, end (0.0 where it never came to
-    that).
+    that).  `drafts`: of the whole request.
     """
 
     reason: str
@@ -130,6 +174,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
+    drafts: DraftCounts = DraftCounts()
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -173,6 +218,28 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return ids[: max(0, end - self.start)]
 
 
+class RowSamplingMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sampling masks of rows of a step: `columns` holds their new tokens one after the other.  `rows`: int32 indexes,
+    ascending; empty: all rows of the step.
+    """
+
+    columns: SamplingMasks
+    rows: bytes = b""
+
+    def scatter(self, counts: list[int], to: list[SamplingMasks | None]) -> None:
+        """Write each row's masks to its index of `to`; `counts`: tokens of every row of the step."""
+        rows, ids = self.columns.rows, self.columns.ids
+        numbers = self.columns.counts.tolist()
+        end = ids_end = 0
+        for row in unpack_ids(self.rows) if self.rows else range(len(counts)):
+            start, end = end, end + counts[row]
+            ids_start = ids_end
+            for number in numbers[start:end]:
+                if number > 0:
+                    ids_end += number
+            to[row] = SamplingMasks(rows[MASK_ROW * start : MASK_ROW * end], ids[4 * ids_start : 4 * ids_end])
+
+
 class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few rows of a step have.
 
@@ -191,7 +258,8 @@ class RareFields(msgspec.Struct, frozen=True, array_like=True, gc=False):
     routed_experts: RoutedExperts | None = None
 
 
-OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None]  # request id, new tokens, and the rest
+# request id, new tokens, and the rest
+OutputRow = tuple[str, list[int], Logprobs | None, RareFields | None, SamplingMasks | None]
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -205,6 +273,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `grammar_refusals`: a counter of grammars refused after a trial.  `clients`, `stalled`: gauges of the clients with
     requests, and of the requests whose client does not read; `displaced`: a counter, the part of `preemptions` that
     made room for another client.
+    `draft_steps`: steps of requests that had drafts; `draft_tokens`: their drafts; `accepted_by_position`: those that
+    were accepted, by their position in the row.
     """
 
     running: int = 0
@@ -227,6 +297,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     clients: int = 0
     stalled: int = 0
     displaced: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
+    accepted_by_position: list[int] = []
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
@@ -234,6 +307,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
 
     `token_ids`: the rows' new tokens one after the other; `counts`: int32, how many each row has, empty if
     every row has one.  A row is in at most one of `logprobs`, and has at most one of `rare`, which are in order.
+    `sampling_masks`: None if no row has any.
     """
 
     stats: StepStats
@@ -242,13 +316,14 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     counts: bytes = b""
     logprobs: list[RowLogprobs] = []
     rare: list[RareFields] = []
+    sampling_masks: RowSamplingMasks | None = None
 
     def rows(self) -> Iterator[OutputRow]:
         """The rows one by one."""
         ids = unpack_ids(self.token_ids)
-        if not (self.counts or self.logprobs or self.rare):
+        if not (self.counts or self.logprobs or self.rare or self.sampling_masks):
             for request_id, token in zip(self.request_ids, ids, strict=True):
-                yield request_id, [token], None, None
+                yield request_id, [token], None, None, None
             return
         counts = unpack_ids(self.counts) if self.counts else [1] * len(self.request_ids)
         logprobs: list[Logprobs | None] = [None] * len(counts)
@@ -257,21 +332,25 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
         rare: list[RareFields | None] = [None] * len(counts)
         for fields in self.rare:
             rare[fields.row] = fields
+        masks: list[SamplingMasks | None] = [None] * len(counts)
+        if self.sampling_masks is not None:
+            self.sampling_masks.scatter(counts, masks)
         end = 0
         for index, request_id in enumerate(self.request_ids):
             start, end = end, end + counts[index]
-            yield request_id, ids[start:end], logprobs[index], rare[index]
+            yield request_id, ids[start:end], logprobs[index], rare[index], masks[index]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The answer to a `Call`; `error` is a message for the caller, `status` its kind (one of `errors.BY_STATUS`),
-    `field` the argument it is about."""
+    `field` the argument it is about, `code` the error's."""
 
     call_id: int
     result: Any = None
     error: str | None = None
     status: int = 500
     field: str | None = None
+    code: str | None = None
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -291,7 +370,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     The rest is for an engine that takes the place of this one (`Control.take_over`).  `source`: the directory that the
     weights came from since the start, if it was one, and `stamp` the state of its files.  `pushed`: they came in a way
     that cannot be gone again; `lost`: and that has happened, so others are in memory.  `asleep`: what sleeps, of
-    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.
+    `control.TAGS`; `dropped`: there are no weights.  `num_loads`: of adapters, so far.  `checksum`: of the weights, if
+    it is known.
     """
 
     state: str = "running"
@@ -309,6 +389,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=5):
     asleep: list[str] = []
     dropped: bool = False
     num_loads: int = 0
+    checksum: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

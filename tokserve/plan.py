@@ -104,11 +104,31 @@ class LogprobRows(msgspec.Struct, frozen=True):
     top_logprobs: Float32  # [n, width]
 
 
+class SamplingMaskRows(msgspec.Struct, frozen=True):
+    """What n tokens were drawn from.
+
+    Row i has counts[i] ids, ascending, in `ids`, all rows one after the other.  A negative count has no ids:
+    `WHOLE_VOCABULARY`, or `MASK_TOO_LONG` if more were kept than a mask may have.  `logprobs`: of the token among the
+    ids; `kept_logprobs`: of all of them in the model's distribution at the temperature.
+    """
+
+    counts: Int32  # [n]
+    ids: Int32
+    logprobs: Float32  # [n]
+    kept_logprobs: Float32  # [n]
+
+    def take(self, kept: NDArray[np.bool_]) -> SamplingMaskRows:
+        """The rows that are `kept` [n]."""
+        ids = self.ids[np.repeat(kept, np.maximum(self.counts, 0))]
+        return SamplingMaskRows(self.counts[kept], ids, self.logprobs[kept], self.kept_logprobs[kept])
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan brought, with a row per plan row.
 
     Row i has `counts[i]` new tokens: accepted drafts and one sampled token, 0 where nothing was sampled.  `token_ids`
-    and `logprobs` hold all rows' tokens one after the other; `logprobs` is None if no row requested any.  `status[i]`:
+    and `logprobs` hold all rows' tokens one after the other; `logprobs` is None if no row requested any, and likewise
+    `sampling_masks`.  `status[i]`:
     OK, NOT_FINITE (the logits held NaN or only -inf), NO_LEGAL_TOKEN (the request's own parameters left none) or
     WITHHELD; unless OK, the row has no token.  By plan row: `prompt_logprobs` of the prompt tokens that follow this
     chunk's positions (token num_computed + 1 ...), as far as requested; `pooled` vectors; `routed_experts`, uint8 or
@@ -123,6 +143,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, LogprobRows] = {}
     pooled: dict[int, Float32] = {}
     routed_experts: dict[int, NDArray[Any]] = {}
+    sampling_masks: SamplingMaskRows | None = None
 
 
 def _encode_array(value: Any) -> Any:

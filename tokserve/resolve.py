@@ -120,12 +120,15 @@ def _is_loopback(host: str) -> bool:
 
 def _check(config: Config) -> None:
     model = config.model
-    if model.quantize_lm_head and model.quantization in (None, "none"):
-        raise StartError("quantize_lm_head needs a quantization")
+    config.speculation.resolved()
+    if model.quantize_lm_head and model.quantization in (None, "none") and config.runtime.device != "cpu":
+        raise StartError("quantize_lm_head needs a quantization, except on a CPU")
     if model.quantize_lm_head and model.head_dtype != "auto":
         raise StartError("quantize_lm_head and head_dtype exclude each other")
-    if model.quantization == "int8" and config.runtime.device != "cpu":
-        raise StartError("quantization int8 runs on a CPU only; give --device cpu, or --quantization fp8")
+    if model.quantization in ("int8", "int4") and config.runtime.device != "cpu":
+        raise StartError(
+            f"quantization {model.quantization} runs on a CPU only; give --device cpu, or --quantization fp8"
+        )
     runtime = config.runtime
     for name, given in (("cpu_arithmetic", runtime.cpu_arithmetic != "auto"), ("cpu_kernels", runtime.cpu_kernels)):
         if given and runtime.device != "cpu":

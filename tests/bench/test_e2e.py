@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.server import Server
 from tokserve.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Server]:
-    with Server("demo") as server:
-        yield server
 
 
 @pytest.mark.parametrize("backend", ["tokens", "openai", "openai-chat"])

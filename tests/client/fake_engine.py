@@ -169,7 +169,7 @@ class FakeEngine:
             while self._outbox:
                 message_out = self._outbox.popleft()
                 if isinstance(message_out, StepOutput):
-                    for rid, _, _, rare in message_out.rows():
+                    for rid, _, _, rare, _ in message_out.rows():
                         if rare and rare.finish:
                             self.live.pop(rid, None)
                             self.ended.add(rid)

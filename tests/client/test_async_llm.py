@@ -324,6 +324,20 @@ def test_leaving_aborts_what_has_not_ended(
     play(scene)
 
 
+def test_streams_that_are_left_together_are_aborted_by_one_message(play: Callable[..., None]) -> None:
+    async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
+        streams = [llm.stream([1], PLAIN, request_id=f"r{i}") for i in range(50)]
+        await waited(engine, EngineRequest, 50)
+        for stream in streams:
+            await stream.aclose()
+        llm.stream([1], PLAIN, request_id="r0")  # after the abort of the one before
+        [abort] = await waited(engine, Abort)
+        assert abort == Abort([f"r{i}#0" for i in range(50)], "abort_disconnect")
+        await waited(engine, EngineRequest, 51)
+
+    play(scene)
+
+
 def test_dropping_a_stream_aborts(play: Callable[..., None]) -> None:
     async def scene(llm: AsyncLLM, engine: FakeEngine) -> None:
         async def reader() -> None:

@@ -34,18 +34,22 @@ from tokserve.checkpoint import DEMO_DIR
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
-CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl", "lm_eval": "lm_eval",
+CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl",
+           "trl_exact": "trl_exact", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
-           "schemathesis": "schemathesis"}  # fmt: skip
-ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3"}  # of clients that have none of their own
+           "schemathesis": "schemathesis", "verifiers": "verifiers"}  # fmt: skip
+ENVIRONMENTS = {"closed": "frameworks", "loop": "openai3", "trl_exact": "trl"}  # of clients that have none of their own
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
            "TRL_EXPERIMENTAL_SILENCE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True",
            "HF_HUB_DISABLE_TELEMETRY": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
 FLAGS = {  # of clients that have a server of their own
     "schemathesis": ("--max-model-len", "48"),  # it asks for 1024 choices of the whole context
     "closed": ("--structured-outputs-closed",),
+    "verifiers": ("--return-sampling-mask",),
     "loop": ("--chat-template", str(HERE / "plain.jinja")),
+    "trl_exact": ("--enable-lora", "--dtype", "bfloat16"),
 }
+WITH_OPS = {"trl_exact"}  # run by this project's interpreter, which finds their packages at CLIENT_PACKAGES
 SECONDS = 1200.0
 LARGEST = 4000  # bytes of a recorded body
 
@@ -76,10 +80,15 @@ def python_of(name: str) -> Path:
 
 def drive(name: str, url: str) -> dict[str, Any] | None:
     """Run a client's driver; its report, or None if it failed."""
-    command = [str(python_of(name)), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(DEMO_DIR)]
+    python = python_of(name)
+    env = {**os.environ, **OFFLINE}
+    if name in WITH_OPS:
+        env |= {"CLIENT_PACKAGES": str(next(python.parents[1].glob("lib/python*/site-packages")))}
+        python = Path(sys.executable)
+    command = [str(python), str(HERE / f"run_{CLIENTS[name]}.py"), url, str(DEMO_DIR)]
     began = time.monotonic()
     try:
-        done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         print(f"{name}: FAILED, no end after {SECONDS:.0f} s")
         return None

@@ -48,6 +48,19 @@ async def turns(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
         ids = ids + answer["completion_ids"] + [198]
 
 
+async def masks(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
+    params = {"temperature": 1.0, "max_tokens": 12, "seed": 3, "top_p": 0.9, "top_k": 20}
+    options: dict[str, Any] = {
+        "client": client, "renderer": renderer, "messages": [{"role": "user", "content": QUESTION}], "model": "demo",
+    }  # fmt: skip
+    answer = await generate(**options, sampling_params=params | {"return_sampling_mask": True})
+    ids, rows = answer["completion_ids"], answer["sampling_mask"]
+    report.check("a sampling mask per token", len(rows) == len(ids))
+    report.check("that has the token", all(token in row for token, row in zip(ids, rows, strict=True)))
+    plain = await generate(**options, sampling_params=params)
+    report.check("and changes none", plain["completion_ids"] == ids and plain["sampling_mask"] is None)
+
+
 async def refusals(report: Report, client: AsyncOpenAI, renderer: Any) -> None:
     options: dict[str, Any] = {"client": client, "renderer": renderer, "messages": [], "model": "demo"}
     try:
@@ -85,6 +98,7 @@ async def run(report: Report) -> None:
     async with AsyncOpenAI(base_url=report.url + "/v1", api_key="none", max_retries=0) as client:
         await single(report, client, renderer)
         await turns(report, client, renderer)
+        await masks(report, client, renderer)
         await refusals(report, client, renderer)
         await crowd(report, client, renderer)
 

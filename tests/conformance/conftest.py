@@ -5,17 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.api import Api
-from tests.e2e.server import Server
 
 
 @pytest.fixture(scope="session")
-def api(pytestconfig: pytest.Config) -> Iterator[Api]:
+def api(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Api]:
     given = pytestconfig.getoption("--base-url")
     if given:
         with Api(given, *(pytestconfig.getoption(name) for name in ("--vocab-size", "--eos-token-id"))) as asked:
             yield asked
     else:
-        with Server("demo") as server, Api(server.url) as asked:
+        with Api(request.getfixturevalue("demo").url) as asked:
             yield asked
 
 

@@ -1,4 +1,4 @@
-"""Servers and checkpoints that several end-to-end tests share."""
+"""A server and a checkpoint that several end-to-end tests share; the server `demo` is shared by more than these."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,13 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server
-
-
-@pytest.fixture(scope="session")
-def demo() -> Iterator[Server]:
-    """The demo model with everything at its default."""
-    with Server("demo") as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

@@ -61,10 +61,22 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> Iterator[list[tuple[Any, ...]]]:
-    """Each request alone, no prefix cache, whole prompts, one thread, depth 1."""
+def solo(checkpoint: Path) -> tuple[list[tuple[Any, ...]], int]:
+    """Each request alone, no prefix cache, whole prompts, one thread, depth 1; and the KV cache's bytes per token."""
     with LLM(checkpoint, tokens_only=True, enable_prefix_caching=False, cpu_threads=1) as llm:
-        yield alone(llm)
+        per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
+        return alone(llm), per_token
+
+
+@pytest.fixture(scope="module")
+def expected(solo: tuple[list[tuple[Any, ...]], int]) -> list[tuple[Any, ...]]:
+    return solo[0]
+
+
+@pytest.fixture(scope="module")
+def short_steps(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, tokens_only=True, max_num_batched_tokens=48) as llm:
+        yield llm
 
 
 def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
@@ -84,10 +96,11 @@ def test_the_cases_are_worth_comparing(expected: list[tuple[Any, ...]]) -> None:
     ],
     ids=["batched", "overlapped", "chunks of 7", "chunks of 16", "preempted"],
 )
-def test_same_bits_among_others(checkpoint: Path, expected: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
+def test_same_bits_among_others(
+    checkpoint: Path, solo: tuple[list[tuple[Any, ...]], int], options: dict[str, Any]
+) -> None:
+    expected, per_token = solo
     if options.get("kv_cache_memory_bytes") == "preempt":  # room for little more than one full context
-        with LLM(checkpoint, tokens_only=True, max_model_len=256) as llm:
-            per_token = llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)
         options = options | {"kv_cache_memory_bytes": per_token * 264}
     with LLM(checkpoint, tokens_only=True, **options) as llm:
         assert together(llm) == expected
@@ -110,15 +123,16 @@ def test_same_bits_on_the_torch_references(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw", "temperature", "processed"])
-def test_decode_logprobs_equal_rescored_prompt_logprobs(checkpoint: Path, mode: str) -> None:
+def test_decode_logprobs_equal_rescored_prompt_logprobs(short_steps: LLM, mode: str) -> None:
+    llm = short_steps
+    llm.call("reset_prefix_cache")
     prompt = list(range(5, 40))
     params: dict[str, Any] = {"temperature": 0.7, "seed": 3, "logprobs_mode": mode, "ignore_eos": True}
     if mode == "processed":
         params |= {"top_k": 50, "top_p": 0.95}
-    with LLM(checkpoint, tokens_only=True, max_num_batched_tokens=48) as llm:
-        made = llm.generate([prompt], [SamplingParams(max_tokens=100, logprobs=3, **params)], use_tqdm=False)[0]
-        tokens = list(made.outputs[0].token_ids)
-        rescore = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt), **params)
-        for _ in range(2):  # cold, then with a warm cache
-            scored = llm.generate([prompt + tokens], [rescore], use_tqdm=False)[0]
-            assert columns(scored.prompt_logprobs) == columns(made.outputs[0].logprobs)
+    made = llm.generate([prompt], [SamplingParams(max_tokens=100, logprobs=3, **params)], use_tqdm=False)[0]
+    tokens = list(made.outputs[0].token_ids)
+    rescore = SamplingParams(max_tokens=1, prompt_logprobs=3, prompt_logprobs_start=len(prompt), **params)
+    for _ in range(2):  # cold, then with a warm cache
+        scored = llm.generate([prompt + tokens], [rescore], use_tqdm=False)[0]
+        assert columns(scored.prompt_logprobs) == columns(made.outputs[0].logprobs)

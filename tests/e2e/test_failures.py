@@ -72,9 +72,12 @@ def test_kill_9_of_the_server_takes_the_engine_along(tmp_path: Path) -> None:
         assert not [f for f in [uds, *files] if f.exists()], "a socket was left behind"
 
 
-def test_sigterm_drains_and_exits_0() -> None:
+def test_sigterm_drains_exits_0_and_leaves_nothing_behind() -> None:
     with Server("demo") as server:
         url = server.url
+        engine = server.engine()
+        files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
+        assert files
 
         async def scene() -> tuple[httpx.Response, httpx.Response]:
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -89,6 +92,8 @@ def test_sigterm_drains_and_exits_0() -> None:
         assert done.status_code == 200 and [len(c["token_ids"]) for c in done.json()["choices"]] == [500] * 64
         assert refused.status_code == 503 and refused.headers["retry-after"]
         assert server.process.wait(30) == 0
+        assert not psutil.pid_exists(engine.pid)
+        assert not [f for f in files if f.exists()]
 
 
 def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
@@ -108,16 +113,6 @@ def test_sigterm_aborts_what_does_not_finish_in_time() -> None:
         assert choice["finish_reason"] == "abort" and choice["stop_detail"]["kind"] == "shutdown"
         assert choice["token_ids"]
         assert server.process.wait(30) == 0
-
-
-def test_nothing_is_left_behind_after_a_normal_stop() -> None:
-    with Server("demo") as server:
-        engine = server.engine()
-        files = {Path(c.laddr).parent for c in engine.net_connections("unix") if "engine" in str(c.laddr)}
-        assert files
-        assert server.stop() == 0
-        assert not psutil.pid_exists(engine.pid)
-        assert not [f for f in files if f.exists()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -196,15 +191,14 @@ def test_without_file_descriptors_it_hangs_up_and_serves_again_when_there_are_so
         assert not any("Traceback" in line for line in server.log), server.log
 
 
-def test_idle_costs_no_cpu() -> None:
-    with Server("demo") as server:
-        server.generate([5, 6, 7], max_tokens=4)
-        time.sleep(1.0)
-        processes = [server.engine(), psutil.Process(server.process.pid)]
-        before = [sum(p.cpu_times()[:2]) for p in processes]
-        time.sleep(2.0)
-        spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
-        assert max(spent) < 0.2, spent
+def test_idle_costs_no_cpu(demo: Server) -> None:
+    demo.generate([5, 6, 7], max_tokens=4)
+    time.sleep(1.0)
+    processes = [demo.engine(), psutil.Process(demo.process.pid)]
+    before = [sum(p.cpu_times()[:2]) for p in processes]
+    time.sleep(2.0)
+    spent = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
+    assert max(spent) < 0.2, spent
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

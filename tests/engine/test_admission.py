@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.scripted import VOCAB, Engine
 from tokserve.engine import admission
-from tokserve.messages import Reply, SubmitReply
+from tokserve.messages import Abort, Call, EngineRequest, Reply, Submit, SubmitReply
 from tokserve.params import StructuredOutputs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
@@ -207,3 +207,64 @@ def test_when_to_come_back_is_judged_by_the_pace_of_late() -> None:
     engine.clock.now += 1000
     assert waiting(engine, "e", 4, 4) == "queue_full"
     assert engine.submit_replies[-1].retry_after == 60
+
+
+def large_submission(engine: Engine, monkeypatch: pytest.MonkeyPatch, *more: EngineRequest) -> list[EngineRequest]:
+    """Submit ten requests, of which three are made between two steps, and `more`, while another request runs."""
+    monkeypatch.setattr(admission, "SLICE", 3)
+    engine.add("running", [3], max_tokens=30, ignore_eos=True)
+    engine.step()
+    requests = [engine.make(f"large#{i}", [4, i], max_tokens=2, ignore_eos=True) for i in range(10)]
+    engine.core.receive(b"A", Submit(8, "large", [*requests, *more]))
+    return requests
+
+
+@DEPTHS
+def test_a_large_submission_is_made_in_slices_and_accepted_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    engine = Engine(depth=depth)
+    requests = large_submission(engine, monkeypatch)
+    before = engine.core.scheduler.counters.output_tokens
+    for _ in range(3):
+        engine.step()
+        assert engine.submit_replies[-1].call_id == 7, "it is accepted before all of it is made"
+    assert engine.core.scheduler.counters.output_tokens > before, "the steps of others wait for it"
+    assert engine.submit("large", engine.make("other", [3])).refusal == "duplicate_id"
+    engine.add("small", [3], max_tokens=2)  # is not held up
+    engine.run()
+    assert SubmitReply(8) in engine.submit_replies
+    for request in requests:
+        engine.check_complete(request.request_id)
+    engine.check_complete("small")
+    engine.check_complete("running")
+
+
+def test_a_large_submission_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    large_submission(engine, monkeypatch, engine.make("large#10", [5, VOCAB]))
+    engine.run()
+    assert (engine.submit_replies[-1].call_id, engine.submit_replies[-1].refusal) == (8, "invalid")
+    assert set(engine.received) == {"running"}
+
+
+def test_messages_about_a_large_submission_wait_until_it_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    requests = large_submission(engine, monkeypatch)
+    engine.core.receive(b"A", Abort([request.request_id for request in requests[:9]]))
+    engine.core.receive(b"A", Call(9, "abort", {"keys": ["large"]}))
+    engine.run()
+    assert SubmitReply(8) in engine.submit_replies
+    assert last_reply(engine).result == {"large": "aborted"}
+    assert all(engine.received[request.request_id].finish.reason == "abort" for request in requests)
+
+
+def test_the_limits_hold_for_what_was_accepted_while_a_large_submission_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(max_queued_requests=12, max_num_seqs=1)
+    large_submission(engine, monkeypatch)
+    for i in range(3):
+        engine.add(f"small{i}", [3], max_tokens=2)
+    engine.run()
+    assert (engine.submit_replies[-1].call_id, engine.submit_replies[-1].refusal) == (8, "queue_full")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,11 +12,12 @@ import pytest
 from tests.e2e.server import Server
 from tests.hostile import attack
 from tests.hostile.attack import Answer, Scene
+from tests.hostile.stream_attacks import connect, large
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with Server("demo", "--body-timeout", "4") as server:
+    with Server("demo", "--body-timeout", "4", "--stream-stall-timeout", "3") as server:
         made = Scene(server)
         yield made
         made.metronome.end()
@@ -63,6 +66,25 @@ def test_bodies_in_tiny_pieces(scene: Scene) -> None:
 def test_large_replies_are_sent_while_they_are_made(scene: Scene) -> None:
     answers = scene.under(attack.large_replies)
     assert [answer.status for answer in answers] == [200, 200] and all(answer.size > 50e6 for answer in answers)
+
+
+def test_a_client_that_never_reads_is_disconnected_and_its_request_aborted(scene: Scene) -> None:
+    server = scene.server
+    aborted = 'tokserve:request_aborts_total{cause="abort_stalled"'
+
+    def aborts() -> float:
+        return next(float(line.split()[-1]) for line in server.get("/metrics").text.splitlines() if aborted in line)
+
+    async def unread() -> None:
+        streams = [await connect(server.url, large(random.Random(i), n=8)) for i in range(2)]
+        while aborts() < 16:
+            assert await asyncio.to_thread(scene.good) == scene.want
+        for sock in streams:
+            sock.close()
+
+    asyncio.run(asyncio.wait_for(unread(), 60))
+    assert aborts() == 16 and sum("did not read its reply" in line for line in server.log) == 2
+    server.wait_idle()
 
 
 def test_replies_that_would_be_too_large_are_refused(scene: Scene) -> None:

@@ -19,7 +19,7 @@ from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import FAMILIES, tiny_config
 from tokserve.models.load import build, load
 from tokserve.models.registry import decoder_spec
-from tokserve.models.spec import windowed
+from tokserve.models.spec import AROUND, windowed
 from tokserve.models.weights import load_into
 
 PROJECTIONS = ("self_attn.qkv", "self_attn.out", "mlp.gate_up", "mlp.down")
@@ -131,7 +131,7 @@ def test_blocks_need_not_be_alike() -> None:
     blocks = (
         replace(first, attention=windowed(attention, 9)),
         replace(second, attention=other, mlp=MLPSpec(96, "gelu_tanh", bias=True)),
-        replace(third, norm=NormSpec(1e-5, offset=1.0), post_norms=True),
+        replace(third, norm=NormSpec(1e-5, offset=1.0), norms=AROUND),
     )
     decoder = build(replace(spec, blocks=blocks), dtype="float32", head_dtype="auto", max_model_len=128)
     parameters = decoder.parameters_by_name()

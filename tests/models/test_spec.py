@@ -13,7 +13,7 @@ from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.dummy import FAMILIES, tiny_config
 from tokserve.models.registry import ARCHITECTURES, decoder_spec
-from tokserve.models.spec import DecoderSpec
+from tokserve.models.spec import AROUND, DecoderSpec
 
 ABSENT = object()
 
@@ -65,7 +65,7 @@ def test_absent_attributes_of_mixtures_mean_what_transformers_assumes(family: st
     assert windows(spec) == ([128, 0] * 3 if family == "gpt_oss" else [0] * 6)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma3_text"} - MIXTURES))
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 40}
     architecture = tiny_config(family)["architectures"]
@@ -82,6 +82,17 @@ def test_absent_attributes_mean_what_transformers_assumes(family: str) -> None:
     assert attention.qkv_bias == (family == "qwen2")
     assert (attention.out_bias, spec.blocks[0].mlp.bias) == (False, False)
     assert attention.qk_norm == (spec.norm if family == "qwen3" else None)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_absent_attributes_are_read_as_those_that_transformers_writes(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 12}
+    hf = {"architectures": tiny_config(family)["architectures"], "model_type": family, "num_attention_heads": 32}
+    if family == "granitemoehybrid":  # by default it has experts and recurrent layers
+        hf |= {"num_local_experts": 0, "layer_types": ["full_attention"] * 12}
+    hf |= sizes
+    written = theirs(hf).to_dict() | {"architectures": hf["architectures"]}
+    assert decoder_spec(hf) == decoder_spec(written)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -147,7 +158,7 @@ def test_gemma_reads_what_transformers_reads(attributes: dict[str, Any]) -> None
         assert attention.window == (expected.sliding_window if kind == "sliding_attention" else 0)
         assert (attention.rope.kind, attention.rope.theta) == (rope["rope_type"], rope["rope_theta"])
         assert attention.rope.factor == rope.get("factor", 1.0)
-        assert block.norm == attention.qk_norm == NormSpec(expected.rms_norm_eps, offset=1.0) and block.post_norms
+        assert block.norm == attention.qk_norm == NormSpec(expected.rms_norm_eps, offset=1.0) and block.norms == AROUND
         assert block.mlp.activation == "gelu_tanh"
 
 
@@ -200,7 +211,11 @@ def test_yarn_attributes_reach_the_spec() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization 'awq'"),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "quantization 'bitsandbytes'",
+    ),
     ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),
     ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization 'compressed-tensors'"),
     ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
@@ -211,11 +226,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_attention_heads": True}, "num_attention_heads must be an integer of at least 1, found True"),
     ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
     ("llama", {"head_dim": 15}, "head_dim must be even, found 15"),
-    ("llama", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported are: silu"),
+    ("llama", {"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported; supported are: silu"),
     ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
     ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 6 numbers"),
+    ("phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor must rotate an even part of a head of 16"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
+    ("granitemoehybrid", {"num_local_experts": 2}, "num_local_experts is not 0"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names unsupported kinds: mamba"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 0 and 1 for 3 layers"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor must be a positive number"),
     ("llama", {"rope_scaling": [1]}, "rope_scaling must be an object"),
@@ -237,9 +258,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_theta must not be 1 with yarn",
     ),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-    ("gemma3_text", {"hidden_activation": "relu2"}, "hidden_activation 'relu2' is not supported"),
+    ("gemma3_text", {"hidden_activation": "relu6"}, "hidden_activation 'relu6' is not supported"),
     ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, found 0"),
 ]
 

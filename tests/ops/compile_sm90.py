@@ -71,6 +71,12 @@ def calls(sizes: list[int]) -> None:
     x, weight = torch.empty(rows, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
     call["rms_norm"](x, weight, 1e-6)
     call["add_rms_norm"](x, x, weight, 1e-6)
+    call["layer_norm"](x, weight, None, 1e-6)
+    call["add_layer_norm"](x, x, weight, weight, 1e-6, 0.5)
+    call["add_residual"](x, x, 0.5)
+    call["cap"](x, 0.5, 30.0)
+    for activation in ("gelu", "relu", "relu2"):
+        call["activate"](x, activation)
     call["silu_mul"](x)
     call["gelu_mul"](x)
     q, k = torch.empty(rows, heads, dim, dtype=BF16), torch.empty(rows, kv_heads, dim, dtype=BF16)
@@ -85,9 +91,15 @@ def calls(sizes: list[int]) -> None:
     tables = torch.zeros(rows, 64, dtype=INT)
     many = torch.empty(512, heads, dim, dtype=BF16)
     kernels = 0
+    call["rope"](q, k, table, index, True)
+    call["norm_rope_store"](qkv, norm, norm, 1e-6, table, index, *caches, index, 1.0, 1.0, True, True)
+    whole = torch.empty(heads * dim, dtype=BF16), torch.empty(kv_heads * dim, dtype=BF16)
+    call["norm_rope_store"](qkv, *whole, 1e-6, table, index, *caches, index)
     for window in (0, 1000):
         for sinks in (None, torch.empty(heads)):
-            call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, sinks)
+            call["paged_attention"](many, *caches, tables, starts, lens, 0.1, window, 1.0, 0.0, sinks)
+    call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0)
+    call["paged_attention"](many, *caches, tables, starts, lens, 0.1, 0, 1.0, 50.0, torch.empty(heads))
     float8 = torch.empty(2, 32, kv_heads, page, dim, dtype=torch.float8_e4m3fn).unbind()
     for scales in ((1.0, 1.0), (0.03, 0.7)):
         call["store_kv"](k, k, *float8, index, *scales)
@@ -120,6 +132,7 @@ def calls(sizes: list[int]) -> None:
     call["sample_fused"](logits, index, index, index == 0, ones, True, 5)
     call["logprobs"](logits, index, 0, index[:, None], ones)
     call["filter_logits"](logits, lens, ones, ones)
+    call["sampling_mask"](logits, logits, index, index == 0, ones, 1024)
     call["penalize"](logits, tables, lens, lens, ones, ones, ones)
     call["edit_rows"](tables, torch.zeros(2, 4, dtype=INT), lens)
     call["prepare_step"](tables, tables, lens, lens, starts, page, index, index, index, lens, tables)

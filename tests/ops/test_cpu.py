@@ -20,6 +20,7 @@ from tokserve import ops
 from tokserve.ops import registry
 from tokserve.ops.registry import OPS
 from tokserve.ops.samples import samples
+from tokserve.ops.samples.wna16 import weights
 
 _C = pytest.importorskip("tokserve._C")
 registry.load_extension("cpu")
@@ -192,6 +193,11 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
     return {
         "rms_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
         "add_rms_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), 1e-6),
+        "layer_norm": (randn(300, 512, dtype=bf16), randn(512, dtype=bf16), randn(512, dtype=bf16), 1e-6),
+        "add_layer_norm": (randn(300, 512), randn(300, 512, seed=1), randn(512), None, 1e-6, 0.3),
+        "add_residual": (randn(300, 512), randn(300, 512, seed=1), 0.3),
+        "cap": (randn(300, 512), 2.0, 3.0),
+        "activate": (randn(300, 512), "gelu"),
         "silu_mul": (randn(300, 1024, dtype=bf16),),
         "gelu_mul": (randn(300, 1024),),
         "rope": (randn(300, 8, 64), randn(300, 2, 64), table, torch.arange(300)),
@@ -207,6 +213,9 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "gated_linear_int8": (
             randn(300, 512, dtype=bf16), randn(700, 512, dtype=bf16), randn(700, dtype=bf16), "gelu_tanh"
         ),
+        "linear_wna16": (randn(300, 512, dtype=bf16), [*weights(350, 512)[:2]], None, None),
+        "gated_linear_wna16": (randn(300, 512, dtype=bf16), weights(700, 512)[2:3], randn(700, dtype=bf16), "silu"),
+        "embedding_wna16": (torch.arange(300) * 7 % 700, weights(700, 512)[3:4], bf16),
         "add_lora": (
             randn(300, 700, dtype=bf16), randn(300, 512, dtype=bf16), (torch.arange(300) // 7 % 4 - 1).int(),
             randn(3, 2, 16, 512, dtype=bf16), randn(3, 16, 700, dtype=bf16),
@@ -216,7 +225,7 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "route": (randn(300, 64), randn(64, seed=1), 6, True, 8, 4, True, True, 2.5),
         "experts": mixture(bf16),
         "experts_int8": mixture(torch.float32),
-        "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16)),
+        "embedding": (torch.arange(300) * 7 % 700, randn(700, 512, dtype=bf16), 22.5),
         "norm_rope_store": (
             randn(300, 12 * 64, dtype=bf16), *randn(2, 64, dtype=bf16).unbind(), 1e-6, table, torch.arange(300),
             *randn(2, 40, 2, 16, 64, dtype=bf16).unbind(), torch.randperm(640)[:300],
@@ -224,6 +233,10 @@ def large_cases() -> dict[str, tuple[Any, ...]]:
         "sample_fused": (logits, index * 977, index, index % 3 == 0, 0.5 + index * 0.25, True, 7),
         "sample": (logits, index * 977, index, index % 3 == 0),
         "filter_logits": (logits, index.int() * 20, 1 - index * 0.1, index % 2 * 0.01),
+        "sampling_mask": (
+            logits, logits.masked_fill(logits < index[:, None] * 0.4, float("-inf")), logits.argmax(-1), index == 4,
+            0.5 + index * 0.25, 900,
+        ),
         "penalize": (logits, history, lens // 2, lens, torch.ones(9), torch.ones(9), torch.full((9,), 1.1)),
         "logprobs": (logits, index, 20, index[:, None], 0.5 + index * 0.25),
     }  # fmt: skip
@@ -383,6 +396,13 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "norm: float64": ("rms_norm", (x.double(), w, 1e-6)),
         "norm: one dimension": ("rms_norm", (x[0], w, 1e-6)),
         "norm: other residual": ("add_rms_norm", (x, x[:2], w, 1e-6)),
+        "norm: other bias": ("layer_norm", (x, w, w[:63], 1e-6)),
+        "residual: other rows": ("add_residual", (x, x[:2])),
+        "cap: a negative limit": ("cap", (x, 1.0, -1.0)),
+        "cap: strided rows": ("cap", (randn(64, 3).t(), 1.0, 1.0)),
+        "activate: another name": ("activate", (x, "tanh")),
+        "activate: odd width": ("activate", (x[:, :63].contiguous(), "silu", True)),
+        "store: a norm of some heads": ("norm_rope_store", (qkv, w[:48], w[:32], 1e-6, angles, at, *caches, at)),
         "gate: odd width": ("silu_mul", (randn(3, 7),)),
         "rope: position past the table": ("rope", (heads, heads, randn(4, 32), torch.tensor([0, 1, 4]))),
         "rope: negative position": ("rope", (heads, heads, randn(4, 32), torch.tensor([0, -1, 3]))),
@@ -477,6 +497,9 @@ def wrong_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "logprobs: id outside": ("logprobs", (logits, ids + 50, 0, None, None)),
         "logprobs: k over V": ("logprobs", (logits, ids, 51, None, None)),
         "logprobs: named outside": ("logprobs", (logits, ids, 0, ids[:, None] - 1, None)),
+        "mask: processed": ("sampling_mask", (logits, logits[:, 1:], ids, ids == 0, one, 5)),
+        "mask: id outside": ("sampling_mask", (logits, logits, ids + 50, ids == 0, one, 5)),
+        "mask: greedy": ("sampling_mask", (logits, logits, ids, ids, one, 5)),
         "filter: int64 k": ("filter_logits", (logits, ids, one, one)),
         "penalize: id outside": ("penalize", (logits, torch.full((2, 4), 50, dtype=INT), count, count, one, one, one)),
         "penalize: too long": ("penalize", (logits, torch.zeros(2, 2, dtype=INT), count, count, one, one, one)),

@@ -77,7 +77,10 @@ def rows_are_batch_invariant(call: Callable[[Tensor], Tensor | Outputs], count: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 33, 64, 192, 1001])
-@every("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul")
+@every(
+    "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add_residual", "cap", "activate",
+    "silu_mul", "gelu_mul",
+)  # fmt: skip
 def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (
         randn(dtype, 1, MOST, 2 * width) * 4,
@@ -87,6 +90,11 @@ def test_elementwise_rows_are_batch_invariant(name: str, call: Any, width: int, 
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "rms_norm": lambda r: call(x[r], weight, 1e-6),
         "add_rms_norm": lambda r: call(x[r], residual[r], weight, 1e-6),
+        "layer_norm": lambda r: call(x[r], weight, residual[0], 1e-6),
+        "add_layer_norm": lambda r: call(x[r], residual[r], weight, residual[0], 1e-6, 0.3),
+        "add_residual": lambda r: call(x[r], residual[r], 0.3),
+        "cap": lambda r: call(x[r], 1.5, 3.0),
+        "activate": lambda r: call(x[r], "gelu"),
         "silu_mul": lambda r: call(x[r]),
         "gelu_mul": lambda r: call(x[r]),
     }
@@ -270,16 +278,21 @@ def test_norm_rope_store_tokens_are_batch_invariant(
     positions = torch.randint(0, 99, (MOST,), generator=torch.Generator().manual_seed(0))
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))
 
-    def stored(rows: Tensor, *weights: Tensor | None) -> Outputs:
+    def stored(rows: Tensor, *weights: Tensor | None, interleaved: bool = False, norm_last: bool = False) -> Outputs:
         caches = torch.zeros(2, 80 // page + 1, kv_heads, page, dim, dtype=dtype)
         where = slots[: len(rows)]
-        q = call(qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where)
+        q = call(
+            qkv[rows], *weights, 1e-6, table, positions[rows], *caches.unbind(), where, 1.0, 1.0, interleaved, norm_last
+        )
         written = pages.rows(named("norm_rope_store", call), *caches.unbind())
         k, v = (cache[where // page, :, where % page] for cache in written)
         return q, k, v
 
     rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight), trials=4)
-    rows_are_batch_invariant(lambda rows: stored(rows, None, None), trials=2)
+    rows_are_batch_invariant(lambda rows: stored(rows, None, None, interleaved=True), trials=2)
+    rows_are_batch_invariant(lambda rows: stored(rows, q_weight, k_weight, norm_last=True), trials=2)
+    whole = (randn(dtype, 5, heads * dim), randn(dtype, 6, kv_heads * dim))
+    rows_are_batch_invariant(lambda rows: stored(rows, *whole), trials=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,8 +321,18 @@ def test_linear_has_the_same_bits_for_any_number_of_rows(name: str, call: Any) -
         assert torch.equal(call(x[MOST - size :], packed, None, None), whole[MOST - size :])
 
 
+def by_row(masks: Outputs) -> Outputs:
+    """Sampling masks with the ids of each row in a row of their own, padded with -1."""
+    counts, ids, *rest = masks
+    parts = ids.split(counts.clamp(min=0).tolist())
+    table = torch.full((len(counts), 1000), -1, dtype=torch.int32)
+    for row, part in zip(table, parts, strict=True):
+        row[: len(part)] = part
+    return counts, table, *rest
+
+
 @pytest.mark.parametrize("width", [1, 17, 1000, 5003])
-@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused")
+@every("sample", "filter_logits", "penalize", "logprobs", "sample_fused", "sampling_mask")
 def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     logits = randn(torch.float32, 1, MOST, width) * 3
@@ -322,6 +345,7 @@ def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> 
     history[torch.arange(40) >= lens[:, None]] = -1
     strength = (index % 6) * 0.2
     ids = torch.randint(0, width, (MOST,), generator=generator)
+    cut = logits.masked_fill(logits < logits.amax(-1, keepdim=True) - index[:, None], -float("inf"))
     calls: dict[str, Callable[[Tensor], Tensor | Outputs]] = {
         "sample": lambda r: call(logits[r], seeds[r], positions[r], (index % 4 == 0)[r]),
         "sample_fused": lambda r: call(
@@ -332,6 +356,9 @@ def test_sampling_rows_are_batch_invariant(name: str, call: Any, width: int) -> 
             logits[r], history[r], lens[r] // 3, lens[r], strength[r], 1 - strength[r], 0.5 + strength[r]
         ),
         "logprobs": lambda r: call(logits[r], ids[r], min(width, 5), ids[r][:, None], strength[r]),
+        "sampling_mask": lambda r: by_row(
+            call(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], min(width, 300))
+        ),
     }
     rows_are_batch_invariant(calls[name], trials=5)
 

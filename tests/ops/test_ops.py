@@ -90,23 +90,71 @@ def rounded(exact: Tensor, like: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_are_the_formula(dtype: torch.dtype) -> None:
-    for x, residual, weight, eps in samples("add_rms_norm", dtype):
+    for x, residual, weight, eps, *multiplier in samples("add_rms_norm", dtype):
         normed = OPS["rms_norm"].reference(x, weight, eps)
         wide = x.double()
         exact = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
         torch.testing.assert_close(normed.double(), **rounded(exact, x))
-        both, total = OPS["add_rms_norm"].reference(x, residual, weight, eps)
-        assert torch.equal(total, x + residual)  # torch adds 16-bit floats in float32 too
+        both, total = OPS["add_rms_norm"].reference(x, residual, weight, eps, *multiplier)
+        assert torch.equal(total, OPS["add_residual"].reference(x, residual, *multiplier))
         assert torch.equal(both, OPS["rms_norm"].reference(total, weight, eps))
         assert normed.dtype == both.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norms_are_torch(dtype: torch.dtype) -> None:
+    for x, residual, weight, bias, eps, *multiplier in samples("add_layer_norm", dtype):
+        normed = OPS["layer_norm"].reference(x, weight, bias, eps)
+        wide = None if bias is None else bias.double()
+        exact = F.layer_norm(x.double(), x.shape[1:], weight.double(), wide, eps)
+        torch.testing.assert_close(normed.double(), **(rounded(exact, x) | {"atol": 2e-5}))
+        both, total = OPS["add_layer_norm"].reference(x, residual, weight, bias, eps, *multiplier)
+        assert torch.equal(total, OPS["add_residual"].reference(x, residual, *multiplier))
+        assert torch.equal(both, OPS["layer_norm"].reference(total, weight, bias, eps))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residuals_caps_and_activations_are_the_formula(dtype: torch.dtype) -> None:
+    for x, residual, multiplier in samples("add_residual", dtype):
+        found = OPS["add_residual"].reference(x, residual, multiplier)
+        torch.testing.assert_close(found.double(), **rounded(x.double() * multiplier + residual.double(), x))
+        assert multiplier != 1.0 or torch.equal(found, x + residual)  # torch adds 16-bit floats in float32 too
+    for x, multiplier, limit in samples("cap", dtype):
+        exact = x.double() * multiplier
+        exact = torch.tanh(exact / limit) * limit if limit else exact
+        torch.testing.assert_close(OPS["cap"].reference(x, multiplier, limit).double(), **rounded(exact, x))
+    functions = {
+        "silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square(),
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+    for x, activation, *gated in samples("activate", dtype):
+        wide = x.double()
+        if gated:
+            gate, up = wide.chunk(2, -1)
+            exact = functions[activation](gate) * up
+        else:
+            exact = functions[activation](wide)
+        torch.testing.assert_close(OPS["activate"].reference(x, activation, *gated).double(), **rounded(exact, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS["activate"].available("cpu"))
+def test_gated_activations_have_the_bits_of_those_with_names(name: str, dtype: torch.dtype) -> None:
+    for (x,) in samples("silu_mul", dtype):
+        for activation, op in (("silu", "silu_mul"), ("gelu_tanh", "gelu_mul")):
+            found = implementation(name, "activate")(x, activation, True)
+            assert torch.equal(found.nan_to_num(), implementation(name, op)(x).nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_turns_pairs_in_the_complex_plane(dtype: torch.dtype) -> None:
-    for q, k, table, positions in samples("rope", dtype):
+    for q, k, table, positions, *interleaved in samples("rope", dtype):
         half = table.shape[1] // 2
         turn = torch.complex(*table[positions].double().chunk(2, -1))[:, None]  # [T,1,half]
-        for x, actual in zip((q, k), OPS["rope"].reference(q, k, table, positions), strict=True):
+        for x, actual in zip((q, k), OPS["rope"].reference(q, k, table, positions, *interleaved), strict=True):
+            if interleaved:
+                x, actual = (torch.cat([y[..., : 2 * half].unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2),
+                                        y[..., 2 * half :]], -1) for y in (x, actual))  # fmt: skip
             turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double()) * turn
             exact = torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
             torch.testing.assert_close(actual.double(), **rounded(exact, x))
@@ -202,7 +250,10 @@ def test_store_kv_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
         assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, _: float = 1.0, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """q [n,Hq,D] at the last n positions of k, v [L,Hk,D], in float64."""
     count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
     query, key = torch.arange(length - count, length)[:, None], torch.arange(length)
@@ -210,23 +261,24 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, 
     if window:
         seen &= key > query - window
     k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * scale
+    scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+    scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        scores = (q.double().transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
         beside = sinks.double()[:, None, None].expand(-1, count, 1)
         return (torch.cat((scores, beside), -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
-    mixed = F.scaled_dot_product_attention(q.double().transpose(0, 1), k, v, attn_mask=seen, scale=scale)
-    return mixed.transpose(0, 1)
+    return (torch.softmax(scores, -1) @ v).transpose(0, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_attention_is_dense_attention(dtype: torch.dtype) -> None:
-    for q, k_cache, v_cache, tables, starts, lens, scale, window, *more in samples("paged_attention", dtype):
-        result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, scale, window, *more)
+    for q, k_cache, v_cache, tables, starts, lens, *rest in samples("paged_attention", dtype):
+        result = OPS["paged_attention"].reference(q, k_cache, v_cache, tables, starts, lens, *rest)
         assert result.dtype == dtype and result.shape == q.shape
         for row, length in enumerate(lens.tolist()):
             k, v = (c[tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for c in (k_cache, v_cache))
             actual = slice(int(starts[row]), int(starts[row + 1]))
-            exact = dense_attention(q[actual], k, v, scale, window, *more[1:])
+            exact = dense_attention(q[actual], k, v, *rest)
             torch.testing.assert_close(result[actual].double(), **rounded(exact, q))
 
 
@@ -286,9 +338,13 @@ def test_experts_are_the_sum_of_what_each_makes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_returns_the_rows_of_the_weight(dtype: torch.dtype) -> None:
-    for ids, weight in samples("embedding", dtype):
-        rows = OPS["embedding"].reference(ids, OPS["pack_linear"].reference(weight))
-        assert torch.equal(rows, weight[ids]) and rows.dtype == dtype and rows.is_contiguous()
+    for ids, weight, *multiplier in samples("embedding", dtype):
+        rows = OPS["embedding"].reference(ids, OPS["pack_linear"].reference(weight), *multiplier)
+        assert (
+            torch.equal(rows, weight[ids] * (multiplier[0] if multiplier else 1.0))
+            and rows.dtype == dtype
+            and rows.is_contiguous()
+        )
 
 
 def implementation(name: str, of: str) -> Any:
@@ -300,7 +356,11 @@ def implementation(name: str, of: str) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op in ("gated_linear", "gated_linear_int8") for name in OPS[op].available("cpu")],
+    [
+        (op, name)
+        for op in ("gated_linear", "gated_linear_int8", "gated_linear_wna16")
+        for name in OPS[op].available("cpu")
+    ],
 )
 def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: torch.dtype) -> None:
     ungated = op.removeprefix("gated_")
@@ -316,19 +376,23 @@ def test_gated_linear_has_the_bits_of_its_two_parts(op: str, name: str, dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS["norm_rope_store"].available("cpu"))
 def test_norm_rope_store_has_the_bits_of_its_three_parts(name: str, dtype: torch.dtype) -> None:
-    for qkv, q_weight, k_weight, eps, table, positions, *caches, slots in samples("norm_rope_store", dtype):
+    for qkv, q_weight, k_weight, eps, table, positions, *rest in samples("norm_rope_store", dtype):
+        caches, slots = rest[:2], rest[2]
+        interleaved, norm_last = rest[5:] or (False, False)
         expected = [cache.clone() for cache in caches]
         kv_heads, dim = caches[0].shape[1], caches[0].shape[3]
         heads = qkv.shape[1] // dim
         parts = qkv.view(-1, heads, dim).split([heads - 2 * kv_heads, kv_heads, kv_heads], 1)
         q, k, v = (part.contiguous() for part in parts)
-        if q_weight is not None:
-            norm = implementation(name, "rms_norm")
-            q, k = (norm(x.view(-1, dim), w, eps).view(x.shape) for x, w in ((q, q_weight), (k, k_weight)))
-        q, k = implementation(name, "rope")(q, k, table, positions)
+        norm = implementation(name, "rms_norm")
+        for is_norm in (not norm_last, norm_last):
+            if not is_norm:
+                q, k = implementation(name, "rope")(q, k, table, positions, interleaved)
+            elif q_weight is not None:
+                q, k = (norm(x.reshape(-1, len(w)), w, eps).view(x.shape) for x, w in ((q, q_weight), (k, k_weight)))
         implementation(name, "store_kv")(k, v, *expected, slots)
         fused = implementation(name, "norm_rope_store")
-        assert torch.equal(fused(qkv, q_weight, k_weight, eps, table, positions, *caches, slots), q)
+        assert torch.equal(fused(qkv, q_weight, k_weight, eps, table, positions, *rest), q)
         assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
 
 

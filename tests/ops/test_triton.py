@@ -24,7 +24,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from tests.ops.packing import takes_packed  # noqa: E402
-from tests.ops.test_exact import Outputs, Paged, outputs, randn, same  # noqa: E402
+from tests.ops.test_exact import Outputs, Paged, by_row, outputs, randn, same  # noqa: E402
 from tests.ops.test_ops import close, run  # noqa: E402
 from tokserve import ops  # noqa: E402, F401  (declares the ops)
 from tokserve.ops import float8, registry  # noqa: E402
@@ -141,6 +141,13 @@ def test_elementwise_rows_are_batch_invariant(dtype: torch.dtype) -> None:
     norm, add, silu, gelu = (on_device(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "gelu_mul"))
     rows_are_batch_invariant(lambda r: norm(x[r], weight, 1e-6), 9)
     rows_are_batch_invariant(lambda r: add(x[r], residual[r], weight, 1e-6), 9)
+    layer_norm, residuals, cap, gelu_erf = (
+        on_device(name) for name in ("add_layer_norm", "add_residual", "cap", "activate")
+    )
+    rows_are_batch_invariant(lambda r: layer_norm(x[r], residual[r], weight, weight, 1e-6, 0.5), 9)
+    rows_are_batch_invariant(lambda r: residuals(x[r], residual[r], 0.5), 9)
+    rows_are_batch_invariant(lambda r: cap(x[r], 0.5, 3.0), 9)
+    rows_are_batch_invariant(lambda r: gelu_erf(x[r], "gelu"), 9)
     rows_are_batch_invariant(lambda r: silu(x[r]), 9)
     rows_are_batch_invariant(lambda r: gelu(x[r]), 9)
 
@@ -395,6 +402,10 @@ def test_sampling_rows_are_batch_invariant() -> None:
     rows_are_batch_invariant(
         lambda r: draw(logits[r], seeds[r], positions[r], (index % 4 == 0)[r], strength[r], True, 3), count
     )
+    cut, mask = logits.masked_fill(logits < index[:, None] * 2.0, float("-inf")), on_device("sampling_mask")
+    rows_are_batch_invariant(
+        lambda r: by_row(mask(logits[r], cut[r], cut.argmax(-1)[r], (index % 4 == 0)[r], strength[r], 700)), count
+    )
     rows_are_batch_invariant(lambda r: filtered(logits[r], top_k[r], top_p[r], min_p[r]), count)
     rows_are_batch_invariant(
         lambda r: penalize(logits[r], history[r], lens[r] // 3, lens[r], strength[r], strength[r], 0.5 + strength[r]),
@@ -438,7 +449,17 @@ def test_every_kernel_compiles_for_sm_90(compiled: dict[str, Any]) -> None:
     kernels = {name for file in source.glob("*.py") for name in re.findall(r"def (\w+)_kernel\(", file.read_text())}
     assert kernels == {name.partition("#")[0] for name in compiled}
     for name, figures in variants(
-        compiled, "linear", "decode", "prefill", "merge", "norm_rope_store", "rms_norm", "rope", "gate", "store"
+        compiled,
+        "linear",
+        "decode",
+        "prefill",
+        "merge",
+        "norm_rope_store",
+        "norm",
+        "rope",
+        "activate",
+        "scale",
+        "store",
     ).items():
         assert not figures["fma"], f"{name} contracts"
 

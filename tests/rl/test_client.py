@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load
 
 from tokserve.errors import RequestError, TransferFailed
-from tokserve.rl import ServerError, TokserveClient
+from tokserve.rl import ServerError, TokserveClient, sticky_seeds
 from tokserve.rl.broadcast import TransferGroup
-from tokserve.rl.client import _safetensors
+from tokserve.rl.deltas import file_pieces
 
 Answer = httpx.Response | Exception
 WEIGHTS = [("a", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
@@ -74,6 +74,17 @@ def test_a_group_that_the_server_refuses_does_not_keep_the_program(monkeypatch: 
     finally:
         others_came.set()
     assert formed.wait(60)
+
+
+def test_sampling_masks_of_a_rollout() -> None:
+    packed = {"counts": np.array([2, -1, -2, 1], "<i4").tobytes(), "ids": np.array([4, 9, 7], "<i4").tobytes()}
+    floats = np.array([-0.5, -1.0, -2.0, 0.0], "<f4").tobytes()
+    choice = REPLY["choices"][0] | {"sampling_mask": packed, "sampling_logprobs": floats, "kept_logprob": floats}
+    reply = httpx.Response(200, content=msgspec.msgpack.encode({"choices": [choice]}))
+    _, (rollout,) = run({"/inference/v1/generate": [reply]}, lambda client: client.generate([[1]]))
+    assert [None if row is None else row.tolist() for row in rollout.sampling_mask] == [[4, 9], None, None, [7]]
+    assert rollout.mask_truncated.tolist() == [False, False, True, False]
+    assert rollout.sampling_logprobs.tolist() == rollout.kept_logprob.tolist() == [-0.5, -1.0, -2.0, 0.0]
 
 
 def test_a_rollout_is_sent_again_only_if_it_cannot_have_run() -> None:
@@ -171,10 +182,7 @@ def test_an_update_is_never_left_open_and_never_sent_twice(script: dict[str, lis
 def test_weights_are_sent_as_a_safetensors_file_float8_as_it_is() -> None:
     tensors = {"a": torch.randn(5, 3).to(torch.float8_e4m3fn), "b": torch.randn(5, 1), "c": torch.ones(3).bfloat16()}
 
-    async def body() -> bytes:
-        return b"".join([piece async for piece in _safetensors(list(tensors.items()))])
-
-    found = load(asyncio.run(body()))
+    found = load(b"".join(file_pieces(tensors)))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].float(), tensor.float())
@@ -210,3 +218,11 @@ def test_nobody_goes_on_sending_what_the_server_does_not_receive(failure: Answer
     sent, error = run({"/update_weights": [failure]}, push)
     assert sent == ["/start_weight_update", "/update_weights", "/abort_weight_update"]
     assert isinstance(error, ServerError | httpx.ReadError)
+
+
+def test_sticky_seeds_depend_on_the_prompt_and_the_base_alone() -> None:
+    prompts = [[1, 2, 3], [1, 2], [3, 2, 1], [1, 2, 3]]
+    seeds = sticky_seeds(prompts)
+    assert seeds[0] == seeds[3] and len({*seeds}) == 3 and all(0 <= seed < 1 << 62 for seed in seeds)
+    assert sticky_seeds(np.array([[1, 2, 3]])) == seeds[:1] == sticky_seeds(iter(prompts[:1]))
+    assert not {*sticky_seeds(prompts, 1)} & {*seeds}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tokserve import messages as m
+from tokserve.client.outputs import join_masks
 from tokserve.params import PoolingParams, RequestOptions, SamplingParams
 from tokserve.prompt import Feature, TokenPrompt
 
@@ -65,20 +66,41 @@ def test_rows_of_a_step() -> None:
 
     assert list(m.StepOutput(m.StepStats()).rows()) == []
     plain = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([7, 8]))
-    assert list(plain.rows()) == [("a", [7], None, None), ("b", [8], None, None)]
+    assert list(plain.rows()) == [("a", [7], None, None, None), ("b", [8], None, None, None)]
     one, two = m.RowLogprobs(logprobs(5, 3, 0), m.pack_ids([0, 3])), m.RowLogprobs(logprobs(1, 1, 2), m.pack_ids([1]))
     end = m.RareFields(2, m.Finish("abort", "abort_user"))
+    numbers, ids = [2, -1, 0, -2], [4, 5]  # of the tokens of rows a and d
+    masks = m.RowSamplingMasks(masks_of(numbers[:3], ids), m.pack_ids([0, 3]))
     mixed = m.StepOutput(
-        m.StepStats(), ["a", "b", "c", "d"], m.pack_ids([1, 2, 3, 4]), m.pack_ids([1, 1, 0, 2]), [one, two], [end]
-    )
+        m.StepStats(), ["a", "b", "c", "d"], m.pack_ids([1, 2, 3, 4]), m.pack_ids([1, 1, 0, 2]), [one, two], [end],
+        masks,
+    )  # fmt: skip
     assert list(mixed.rows()) == [
-        ("a", [1], logprobs(5, 1, 0), None),
-        ("b", [2], logprobs(1, 1, 2), None),
-        ("c", [], None, end),
-        ("d", [3, 4], logprobs(6, 2, 0), None),
+        ("a", [1], logprobs(5, 1, 0), None, masks_of([2], [4, 5])),
+        ("b", [2], logprobs(1, 1, 2), None, None),
+        ("c", [], None, end, None),
+        ("d", [3, 4], logprobs(6, 2, 0), None, masks_of([-1, 0], [], 1)),
     ]
     every = m.StepOutput(m.StepStats(), ["a", "b"], m.pack_ids([1, 2]), b"", [m.RowLogprobs(logprobs(3, 2, 1))])
     assert [row[2] for row in every.rows()] == [logprobs(3, 1, 1), logprobs(4, 1, 1)]
+
+
+def masks_of(counts: list[int], ids: list[int], first: int = 0) -> m.SamplingMasks:
+    rows = np.repeat(np.arange(first, first + len(counts), dtype="<f4")[:, None], 3, 1)
+    rows.view("<i4")[:, 0] = counts
+    return m.SamplingMasks(rows.tobytes(), m.pack_ids(ids))
+
+
+def test_sampling_masks_are_cut_and_joined_by_rows() -> None:
+    masks = masks_of([2, -1, 3, -2, 1], [4, 5, 1, 2, 3, 9])
+    assert masks.cut(0) == m.SamplingMasks()
+    assert masks.cut(2) == masks_of([2, -1], [4, 5])
+    assert masks.cut(4) == masks_of([2, -1, 3, -2], [4, 5, 1, 2, 3])
+    step = m.StepOutput(m.StepStats(), ["a", "b", "c"], m.pack_ids([1] * 5), m.pack_ids([2, 0, 3]), [], [],
+                        m.RowSamplingMasks(masks))  # fmt: skip
+    rows = [row[4] for row in m.decode_from_engine(m.encode(step)).rows()]  # type: ignore[union-attr]
+    assert rows == [masks.cut(2), m.SamplingMasks(), masks_of([3, -2, 1], [1, 2, 3, 9], 2)]
+    assert join_masks(rows) == masks
 
 
 def test_logprobs_are_cut_by_rows() -> None:

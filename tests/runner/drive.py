@@ -13,12 +13,13 @@ import numpy as np
 
 from tokserve.config import Config
 from tokserve.params import SamplingParams
-from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, StepPlan, StepResult
+from tokserve.plan import OK, DeviceFacts, LogprobRows, NewRow, SamplingMaskRows, StepPlan, StepResult
 from tokserve.prompt import Feature
 from tokserve.runner.runner import Runner
 from tokserve.runner.startup import load
 
 Row = tuple[float, int, list[int], list[float]]  # logprob, rank, top ids, top logprobs
+Mask = tuple[int, list[int], float, float]  # count, ids, logprob, kept logprob
 
 
 def make_runner(directory: Path, hf: dict[str, Any], **options: Any) -> tuple[Runner, DeviceFacts]:
@@ -58,6 +59,7 @@ class Job:
     status: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     prompt_rows: dict[int, Row] = field(default_factory=dict)  # by index of the token
+    masks: list[Mask] = field(default_factory=list)
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -70,7 +72,7 @@ class Job:
         return len(self.output) >= (self.params.max_tokens or 1)
 
     def outcome(self) -> tuple[Any, ...]:
-        return self.output, self.finite, self.rows, self.prompt_rows
+        return self.output, self.finite, self.rows, self.prompt_rows, self.masks
 
 
 Drafter = Callable[[Job], list[int]]  # drafts of the tokens after a job's output
@@ -192,6 +194,9 @@ class Driver:
             assert result.logprobs is not None
             width = (job.params.logprobs or 0) + len(job.params.logprob_token_ids or [])
             job.rows += [row(result.logprobs, n, width) for n in range(new.start, new.stop)]
+        if job.params.return_sampling_mask:
+            assert result.sampling_masks is not None
+            job.masks += masks_of(result.sampling_masks)[new]
 
 
 def row(rows: LogprobRows, n: int, width: int) -> Row:
@@ -200,3 +205,14 @@ def row(rows: LogprobRows, n: int, width: int) -> Row:
         float(rows.token_logprobs[n]), int(rows.ranks[n]),
         rows.top_ids[n, :width].tolist(), rows.top_logprobs[n, :width].tolist(),
     )  # fmt: skip
+
+
+def masks_of(rows: SamplingMaskRows) -> list[Mask]:
+    """The rows as plain values."""
+    ends = np.maximum(rows.counts, 0).cumsum().tolist()
+    assert len(rows.ids) == (ends[-1] if ends else 0)
+    columns = (rows.counts.tolist(), ends, rows.logprobs.tolist(), rows.kept_logprobs.tolist())
+    return [
+        (count, rows.ids[end - max(count, 0) : end].tolist(), logprob, kept)
+        for count, end, logprob, kept in zip(*columns, strict=True)
+    ]

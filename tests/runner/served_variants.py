@@ -48,6 +48,8 @@ class Zeros(TorchFunctionMode):
                 return getattr(on_host(args[0]), name)()
             if name == "equal":
                 return True
+            if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+                return args[0].new_empty(0)
         return function(*args, **(kwargs or {}))
 
 
@@ -101,6 +103,7 @@ def jobs(adapters: int) -> list[Job]:
         {"top_k": 3, "prompt_logprobs": 2}, {"repetition_penalty": 1.2, "min_p": 0.1}, {"frequency_penalty": 1.0},
         {"logprobs": 3, "logprobs_mode": "temperature"}, {"logprobs": 2, "logprobs_mode": "processed", "top_k": 4},
         {"logprobs": 1, "logprob_token_ids": [5, 6, 7]}, {"prompt_logprobs": 0, "logit_bias": {3: 1.0}},
+        {"return_sampling_mask": True, "top_p": 0.8, "logprobs": 1},
     ]  # fmt: skip
     return [
         Job(

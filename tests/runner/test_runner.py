@@ -68,6 +68,9 @@ def jobs() -> list[Job]:
         {"temperature": 0.0},
         {"temperature": 0.5, "prompt_logprobs": 1, "prompt_logprobs_start": 30, "logprobs": 1},
     ]  # fmt: skip
+    for i, options in enumerate(asked):
+        if i % 3:
+            options["return_sampling_mask"] = True
     return [
         Job(prompt([1, 40, 37, 16, 50, 33, 8][i % 7], i), SamplingParams(max_tokens=8 + i % 6, **options), i, (31, 33))
         for i, options in enumerate(asked)
@@ -86,7 +89,8 @@ def test_company_chunks_slots_and_preemption_change_no_bit(
 ) -> None:
     runner, facts = loaded(dtype, family)
     alone = outcomes([Driver(runner, facts).run([job])[0] for job in jobs()])
-    for output, finite, rows, prompt_rows in alone:
+    for output, finite, rows, prompt_rows, masks in alone:
+        assert len(masks) in (0, len(output)) and all(logprob <= 0 >= kept for *_, logprob, kept in masks)
         assert all(finite) and len(output) == len(finite)
         assert all(logprob <= 0 for logprob, *_ in [*rows, *prompt_rows.values()])
     assert len({token for output, *_ in alone for token in output}) > 60, "too dull a model to show a difference"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.fake_llm import Site, site
 from tokserve.errors import BY_STATUS, Conflict, RequestError
-from tokserve.messages import Status
+from tokserve.messages import Status, pack_ids
 from tokserve.server.app import CONTROL
 from tokserve.server.control import PIECE
 
@@ -29,7 +29,12 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/wake_up", {"tags": ["weights"]}, "wake_up", {"tags": ["weights"]}),
     ("/release_kv_cache_memory", None, "release_kv_cache_memory", {}),
     ("/reset_prefix_cache", {"reset_running_requests": False}, "reset_prefix_cache", {}),
-    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {}),
+    ("/reset_prefix_cache?reset_external=true", None, "reset_prefix_cache", {"drafts": True}),
+    (
+        "/add_draft_corpus", {"draft_group": "g", "token_ids": [[5, 6]]}, "add_draft_corpus",
+        {"group": "g", "sequences": [pack_ids([5, 6])], "adapter": "", "cache_salt": ""},
+    ),
+    ("/remove_draft_corpus", {"draft_group": "g"}, "remove_draft_corpus", {"group": "g"}),
     ("/init_weight_transfer_engine", {"init_info": {"x": 1}}, "init_weight_transfer_engine", {"options": {"x": 1}}),
     ("/shutdown_weight_transfer_engine", {}, "shutdown_weight_transfer_engine", {}),
     ("/start_weight_update", None, "start_weight_update", {"is_checkpoint_format": True}),
@@ -80,7 +85,7 @@ def test_what_the_routes_say() -> None:
     assert s.post("/pause").json() == {"status": "paused"} and s.post("/resume").json() == {"status": "resumed"}
     assert s.get("/is_paused").json() == {"is_paused": True} and s.get("/is_sleeping").json() == {"is_sleeping": False}
     assert s.post("/reset_prefix_cache", {}).json() == {"success": True}
-    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "last_failure": None}
+    assert s.get("/weight_info").json() == {"weight_version": "v7", "epoch": 7, "checksum": None, "last_failure": None}
     assert s.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     compared = s.post("/weight_checker", {"action": "compare", "baseline": {"a": "1", "c": "3"}}).json()
     assert compared == {"match": False, "mismatches": ["b", "c"]}

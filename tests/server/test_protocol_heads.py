@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tokserve.server.protocol import MAX_HEAD, Protocol
+from tokserve.server.sse import STALLED
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
 PIECE = b"a" * 1000
@@ -23,13 +24,16 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.closed = False
+        self.closed = self.aborted = False
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
 
     def close(self) -> None:
         self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -59,11 +63,11 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextmanager
-def connected(app: Any = app) -> Iterator[tuple[Protocol, Wire]]:
+def connected(app: Any = app, **options: Any) -> Iterator[tuple[Protocol, Wire]]:
     """A connection; in a running loop."""
     config = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, timeout_keep_alive=75)
     config.load()
-    connection, wire = Protocol(config, ServerState(), {}), Wire()
+    connection, wire = Protocol(config, ServerState(), {}, **options), Wire()
     connection.connection_made(wire)
     try:
         yield connection, wire
@@ -108,7 +112,7 @@ def test_a_body_is_no_head() -> None:
     async def scene() -> None:
         with connected() as (connection, wire):
             feed(connection, wire, HEAD + b"\r\n", *[b"3e8\r\n" + PIECE + b"\r\n"] * 200, b"0\r\n\r\n")
-            feed(connection, wire, *[b"GET / HTTP/1.1\r\nX: " + PIECE + b"\r\n\r\n"] * 200)
+            feed(connection, wire, *[b"GET / HTTP/1.1\r\nHost: a\r\nX: " + PIECE + b"\r\n\r\n"] * 200)
             async with asyncio.timeout(30):
                 while wire.written.count(b"HTTP/1.1 200 OK") < 201:
                     await asyncio.sleep(0)
@@ -117,8 +121,8 @@ def test_a_body_is_no_head() -> None:
     asyncio.run(scene())
 
 
-GET, POST = b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
-GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
+GET, POST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ncontent-length: 0\r\n\r\n"
+GARBAGE, BROKEN = b"garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
 
 
 @pytest.mark.parametrize(
@@ -223,3 +227,53 @@ def test_the_pieces_of_a_body_are_gathered() -> None:
 
     asyncio.run(scene())
     assert b"".join(messages) == b"x" * 999 + b"y" and len(messages) < 100
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_does_not_read_its_reply_is_disconnected(reads: bool) -> None:
+    async def scene() -> tuple[bool, bool]:
+        with connected(endless, stall_timeout=0.02) as (connection, wire):
+            feed(connection, wire, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            connection.pause_writing()
+            if reads:
+                connection.resume_writing()
+            await asyncio.sleep(0.1)
+            assert connection.cycle is not None
+            return wire.aborted, STALLED in connection.cycle.scope
+
+    assert asyncio.run(scene()) == (not reads, not reads)
+
+
+def test_a_connection_may_be_full_for_ever_where_there_is_no_timeout() -> None:
+    async def scene() -> bool:
+        with connected(endless) as (connection, wire):
+            connection.pause_writing()
+            await asyncio.sleep(0.05)
+            return wire.aborted
+
+    assert not asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a", 400),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nHost: b", 400),
+        (b"GET / HTTP/1.0", 200),
+        (b"GET / HTTP/1.1\r\nhOST: a", 200),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: Chunked", 200),
+    ],
+)
+def test_a_head_that_a_proxy_may_read_in_another_way_is_refused(head: bytes, status: int) -> None:
+    async def scene() -> None:
+        with connected() as (connection, wire):
+            feed(connection, wire, head + b"\r\n\r\n" + (b"0\r\n\r\n" if head.startswith(b"POST") else b""))
+            while not wire.written:
+                await asyncio.sleep(0.001)
+            assert wire.written.split()[1] == str(status).encode(), wire.written
+            assert wire.closed == (status == 400) or head.endswith(b"1.0"), "what follows must not be read"
+
+    asyncio.run(scene())

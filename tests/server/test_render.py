@@ -1,5 +1,6 @@
 """Render, generate, derender against the one-step text routes; what is refused; the tokenizer's description."""
 
+import threading
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 
 from tests.server.fake_llm import EOS, TOKENIZER, VOCAB, Site, ids, says, site
 from tokserve.params import MAX_CHOICES
+from tokserve.server import body as bodies
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -331,3 +333,18 @@ def test_tokens_only_servers_have_none_of_it(path: str) -> None:
     s = site(tokens_only=True)
     for answer in (s.post(path + "/render", {}), s.post(path + "/derender", {}), s.get("/tokenizer_info")):
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "tokens_only"
+
+
+def test_a_large_derendered_reply_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = bodies.encode_json
+
+    def noted(value: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return encode(value)
+
+    monkeypatch.setattr(bodies, "encode_json", noted)
+    made = reply(ids("a" * 20000), finish_reason="length")
+    answer = site().post(CHAT + "/derender", {"generate_response": made})
+    assert answer.json()["choices"][0]["message"]["content"] == "a" * 20000
+    assert len(threads) == 1 and threads[0].startswith("tokserve-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from tests.server.fake_llm import TOKENIZER, Caller, Site, endless, ids, says, s
 from tests.server.test_tools import ANSWERS, CALL, PARAMETERS
 from tests.text.tool_templates import HERMES, OPENED, THINKER
 from tokserve.errors import QueueFull
+from tokserve.server import sse
+from tokserve.server.responses import ResponsesRenderer
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS: list[dict[str, Any]] = [
@@ -529,3 +532,23 @@ def test_an_abort_leaves_what_there_is() -> None:
     response = put_together(events(b"".join(asyncio.run(scene()).writes).decode()))
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": None})
     assert response["stop_detail"] == {"kind": "abort_user"} and len(text_of(response)) >= 1
+
+
+def test_last_events_that_repeat_many_logprobs_are_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+    emit = ResponsesRenderer._emit
+
+    def noted(renderer: ResponsesRenderer, name: str, fields: dict[str, Any]) -> None:
+        if name.endswith((".done", "completed", "incomplete")):
+            threads.add(threading.current_thread().name)
+        emit(renderer, name, fields)
+
+    monkeypatch.setattr(ResponsesRenderer, "_emit", noted)
+    expected = streamed(serve("Hello"), **LOGPROBS)
+    assert threads and not any(name.startswith("tokserve-") for name in threads), "a small reply needs no thread"
+    threads.clear()
+    monkeypatch.setattr(sse, "REPEATED", 1)
+    repeated = streamed(serve("Hello"), **LOGPROBS)
+    assert all(name.startswith("tokserve-") for name in threads), threads
+    assert [event["type"] for event in repeated] == [event["type"] for event in expected]
+    assert repeated[-1]["response"]["output"][0]["content"] == expected[-1]["response"]["output"][0]["content"]

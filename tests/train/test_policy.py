@@ -21,7 +21,8 @@ from tokserve import ops
 from tokserve.errors import StartError
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
-from tokserve.train import PolicyModel
+from tokserve.runner import processors
+from tokserve.train import PolicyModel, adjustments, scores
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 VOCAB = 320
@@ -202,6 +203,56 @@ def test_processed_logprobs_are_over_the_mask(tmp_path: Path) -> None:
     assert torch.equal(policy.logprobs([row], [30], 0.7, "processed", [whole])[0], free)
 
 
+def test_gradients_through_bias_and_penalties(tmp_path: Path) -> None:
+    hf = tiny_config("llama")
+    policy = PolicyModel.from_pretrained(write_checkpoint(tmp_path, hf), dtype="float32")
+    row, start = rollouts()[0], 30
+    params = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {5: 1.5}}
+    arguments = {"temperature": 0.7, "logprobs_mode": "processed", "sampling_params": [params]}
+    leaves = {name: master.detach().double().requires_grad_() for name, master in policy.named_parameters()}
+    bias = torch.zeros(VOCAB, dtype=torch.float64).index_fill_(0, torch.tensor([5]), 1.5)
+    expected = []
+    for position, logits in enumerate(references.logits(hf, leaves, row[:-1])[start - 1 :], start):
+        counts = torch.bincount(torch.tensor(row[start:position], dtype=torch.int64), minlength=VOCAB)
+        seen = torch.bincount(torch.tensor(row[:position]), minlength=VOCAB) > 0
+        logits = logits + bias
+        logits = torch.where(seen, torch.where(logits > 0, logits / 1.4, logits * 1.4), logits)
+        logits = logits - 0.3 * counts - 0.5 * (counts > 0)
+        expected.append((logits / 0.7).log_softmax(-1)[row[position]])
+    reference = torch.stack(expected)
+    for activation_bytes in (0, 1 << 30):
+        policy.activation_bytes = activation_bytes
+        (found,) = policy.logprobs([row], [start], **arguments)  # type: ignore[arg-type]
+        assert (found.detach() - reference.detach()).abs().max() < 1e-4
+    found_gradients = gradients(policy, [row], [start], **arguments)
+    (reference * weights(reference)).sum().backward()
+    for name, leaf in leaves.items():
+        assert cosine(found_gradients[name], leaf.grad) > 0.9999, name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"repetition_penalty": -1.0}, r"sampling_params\[0\]"),
+        ({"nothing": 1}, r"sampling_params\[0\].*nothing"),
+        ({"temperature": 0.5}, r"temperature is 0.5, but temperature 1.0"),
+        ({"top_k": 5}, "top_k restricts the draws: give sampling_masks"),
+        ({"min_tokens": 2}, "min_tokens restricts the draws"),
+    ],
+)
+def test_sampling_params_that_do_not_fit(params: dict[str, object], message: str) -> None:
+    policy = PolicyModel.from_pretrained("demo", dtype="float32")
+    with pytest.raises(ValueError, match=message):
+        policy.logprobs([[5, 6, 7]], [1], 1.0, "processed", sampling_params=[params])
+
+
+def test_extreme_parameters_are_the_servers() -> None:
+    assert (adjustments.MAX_PLAIN_BIAS, adjustments.MAX_PLAIN_REPETITION, adjustments.MAX_LOGIT) == (
+        processors.MAX_PLAIN_BIAS, processors.MAX_PLAIN_REPETITION, processors.MAX_LOGIT,
+    )  # fmt: skip
+    assert scores.COLD == processors.MIN_PLAIN_TEMPERATURE
+
+
 def test_each_row_has_its_own_temperature() -> None:
     policy = PolicyModel.from_pretrained("demo", dtype="float32")
     rows = [[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 9]]
@@ -301,6 +352,9 @@ def test_the_torch_references_serve_as_well(tmp_path: Path) -> None:
         (([[1, 2]], [1], 1.0, "processed", [[[1, 3]]]), r"sampling_masks\[0\]\[0\] lacks 2"),
         (([[1, 2]], [1], 1.0, "processed", [[None, None]]), r"sampling_masks\[0\] has 2 entries for 1"),
         (([[1, 2]], [1], 1.0, "processed", [[[2, 99999]]]), r"sampling_masks\[0\]\[0\] must hold ids"),
+        (([[1, 2]], [1], 1.0, "processed", [{"counts": [2], "ids": [2]}]), r"sampling_masks\[0\] has 1 ids"),
+        (([[1, 2]], [1], 1.0, "processed", [{"ids": [2]}]), r"sampling_masks\[0\].counts is missing"),
+        (([[1, 2]], [1], 1.0, "processed", [{"counts": [1, -1], "ids": [2]}]), "has 2 entries for 1 scored"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: tuple[object, ...], message: str) -> None:

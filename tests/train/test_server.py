@@ -10,24 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.server import Server
 from tests.models.driver import random_ids
 from tests.train.conftest import FAMILIES
+from tests.train.test_exact import padded, scored
+from tokserve.checkpoint import DEMO_DIR
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.rl import TokserveClient
 from tokserve.rl.client import Rollout
-from tokserve.train import PolicyModel
+from tokserve.train import PolicyModel, exact, selective_logprobs
 
 MODES = ("raw", "temperature", "processed")
 CASES = [
     ("demo", "bfloat16"),
-    ("qwen3-mixed-wide", "float32"),
     *(
         pytest.param((name, dtype), marks=pytest.mark.slow)
         for name in FAMILIES
         for dtype in ("bfloat16", "float32", "float16")
-        if (name, dtype) != ("qwen3-mixed-wide", "float32")
     ),
 ]
 
@@ -96,6 +97,19 @@ def test_decoded_logprobs(server: Server, policy: PolicyModel, mode: str, temper
     assert_equal(policy, rollouts, temperature=temperature, logprobs_mode=mode, share_prefixes=False)
 
 
+def test_an_exact_model(checkpoint: tuple[str, str], server: Server) -> None:
+    model, dtype = checkpoint
+    directory = DEMO_DIR if model == "demo" else model
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    transformer = exact(plain, dtype=dtype, cpu_arithmetic=arithmetic(server))
+    rollouts = groups(server, temperature=0.7, logprobs_mode="temperature")
+    ids, mask = padded([[*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()] for rollout in rollouts], "left")
+    logits = transformer(ids, attention_mask=mask).logits[:, :-1]
+    found = scored(selective_logprobs(logits, ids[:, 1:], 0.7), mask)
+    for rollout, row in zip(rollouts, found, strict=True):
+        assert row[len(rollout.prompt_ids) - 1 :].tolist() == rollout.logprobs.tolist()
+
+
 def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyModel) -> None:
     rows, starts, masks, expected = [], [], [], []
     for seed in range(3):
@@ -119,6 +133,35 @@ def test_logprobs_over_the_support_of_the_draws(server: Server, policy: PolicyMo
     assert [np.float32(row).tolist() for row in expected] == [row.tolist() for row in found]
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": -0.4, "logit_bias": {5: 2.5, 31: -1.25}},
+    {"repetition_penalty": 30.0, "logit_bias": {7: 400.0}, "frequency_penalty": 2.0},  # extreme
+    {"repetition_penalty": 0.6, "temperature": 0.0},
+]
+
+
+def test_bias_and_penalties(server: Server, policy: PolicyModel) -> None:
+    rows, starts, expected, params = [], [], [], []
+    for seed, given in enumerate(PENALTIES):
+        sampling = {"temperature": 0.8, "max_tokens": 20, "ignore_eos": True, "seed": seed} | given
+        options = {key: value for key, value in sampling.items() if key != "seed"}
+        (rollout,) = in_client(
+            server, lambda c, o=options, s=seed: c.generate(
+                [random_ids(40, 256, s)], seeds=[s], logprobs_mode="processed", **o
+            )
+        )  # fmt: skip
+        rows.append([*rollout.prompt_ids.tolist(), *rollout.token_ids.tolist()])
+        starts.append(len(rollout.prompt_ids))
+        expected.append(rollout.logprobs.tolist())
+        params.append(sampling)
+    temperatures = [given["temperature"] for given in params]
+    found = policy.logprobs(rows, starts, temperatures, "processed", sampling_params=params)
+    assert [row.tolist() for row in found] == expected
+    again = policy.logprobs(rows[1:2], starts[1:2], temperatures[1:2], "processed", sampling_params=params[1:2])
+    assert torch.equal(again[0], found[1])
+
+
 def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
     sequence = random_ids(150, 256, 5)
     params = {"max_tokens": 1, "prompt_logprobs": 0}
@@ -129,29 +172,50 @@ def test_prompt_logprobs(server: Server, policy: PolicyModel) -> None:
     assert np.float32(scored[-149:]).tolist() == found.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_twenty_steps_with_pushes(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "steps", "delta"),
+    [
+        ("bfloat16", 3, True),
+        pytest.param("bfloat16", 20, True, marks=pytest.mark.slow),
+        pytest.param("float32", 20, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 20, False, marks=pytest.mark.slow),
+        pytest.param("float32", 20, False, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_with_pushes(dtype: str, steps: int, delta: bool, tmp_path: Path) -> None:
     """Rollouts, a policy gradient, a push: the ratio stays exactly one, step after step."""
     directory = write_checkpoint(tmp_path, tiny_config("qwen3"))
     with Server(str(directory), "--dtype", dtype, "--tokens-only") as server:
         policy = PolicyModel.from_pretrained(directory, dtype=dtype, cpu_arithmetic=arithmetic(server))
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4)
-        for step in range(20):
-            rollouts = groups(server, temperature=0.9, logprobs_mode="temperature")
-            rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
-            starts = [len(rollout.prompt_ids) for rollout in rollouts]
-            scored = policy.logprobs(rows, starts, 0.9, "temperature")
-            for rollout, row in zip(rollouts, scored, strict=True):
-                assert row.tolist() == rollout.logprobs.tolist(), step
-                assert rollout.weight_versions[0][0] == str(step)
-            optimizer.zero_grad()
-            advantages = torch.linspace(-1.0, 1.0, len(scored))
-            torch.stack([row.sum() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
-            optimizer.step()
-            pushed = in_client(server, lambda c, v=str(step + 1): c.update_weights(policy.named_parameters(), v))
-            assert pushed["weight_version"] == str(step + 1)
-        assert in_client(server, lambda client: client.compare_weights(policy.named_parameters())) == []
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5 if delta else 3e-4)
+
+        async def scene(client: TokserveClient) -> None:
+            for step in range(steps):
+                rollouts = await client.generate(
+                    [random_ids(45, 256, seed) for seed in (1, 2)], n=3, seeds=[11, 22], max_tokens=20,
+                    ignore_eos=True, temperature=0.9, logprobs_mode="temperature",
+                )  # fmt: skip
+                rows = [np.concatenate([rollout.prompt_ids, rollout.token_ids]).tolist() for rollout in rollouts]
+                starts = [len(rollout.prompt_ids) for rollout in rollouts]
+                scored = policy.logprobs(rows, starts, 0.9, "temperature")
+                for rollout, row in zip(rollouts, scored, strict=True):
+                    assert row.tolist() == rollout.logprobs.tolist(), step
+                    assert rollout.weight_versions[0][0] == str(step)
+                optimizer.zero_grad()
+                advantages = torch.linspace(-1.0, 1.0, len(scored))
+                torch.stack([row.sum() * a for row, a in zip(scored, advantages, strict=True)]).sum().backward()
+                optimizer.step()
+                pushed = await client.push(policy, str(step + 1), delta=delta)
+                assert pushed.weight_version == str(step + 1)
+                if delta and step and dtype == "bfloat16":
+                    assert (pushed.mode, pushed.reason) == ("delta", None)
+            digests = await client.weight_checksums()
+            await client.update_weights(policy.named_parameters(), "whole")
+            assert await client.compare_weights(policy.named_parameters()) == []
+            await client.push(policy, "rounded")
+            assert await client.weight_checksums() == digests
+
+        in_client(server, scene)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from tokserve.cli.listen import BACKLOG
@@ -107,7 +108,7 @@ def _http_server(llm: AsyncLLM, config: Config, api_process: ApiProcess | None) 
         app, log_config=None, access_log=False, timeout_keep_alive=s.keep_alive, root_path=s.root_path,
         ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile, ssl_ca_certs=s.ssl_ca_certs,
         ssl_cert_reqs=2 if s.ssl_ca_certs else 0, timeout_graceful_shutdown=5, backlog=BACKLOG, server_header=False,
-        http=Protocol, ws="none",
+        http=partial(Protocol, stall_timeout=s.stream_stall_timeout), ws="none",  # type: ignore[arg-type]  # a factory
     )  # fmt: skip
     try:
         settings.load()

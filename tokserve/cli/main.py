@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         help="serve a model over HTTP",
         usage="tokserve serve [MODEL] [OPTION ...]",
         description="Serve a model over HTTP.  `tokserve serve demo` needs no download.",
+        allow_abbrev=False,
     )
     serve.add_argument(
         "model", nargs="?", default="demo", help="checkpoint directory, hub name `owner/name`, or `demo` (default)"

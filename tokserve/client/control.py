@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tokserve.client.inputs import LoRARequest
 from tokserve.errors import RequestError
-from tokserve.messages import Status
+from tokserve.messages import Status, pack_ids
 
 
 class Engine(Protocol):
@@ -70,11 +70,25 @@ async def release_kv_cache_memory(engine: Engine) -> None:
 
 
 async def reset_prefix_cache(
-    engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False
+    engine: Engine, reset_running_requests: bool = False, reset_connector: bool = False, *, reset_external: bool = False
 ) -> bool:
-    """Empty the prefix cache.  Running requests keep their KV pages, so both arguments (vLLM's) are ignored; not needed
-    after a weight update."""
-    return bool(await engine.call("reset_prefix_cache"))
+    """Empty the prefix cache; not needed after a weight update.  `reset_external`: drop the earlier outputs that are
+    kept as drafts as well.  Running requests keep their KV pages, so the other arguments (vLLM's) are ignored."""
+    return bool(await engine.call("reset_prefix_cache", **({"drafts": True} if reset_external else {})))
+
+
+async def add_draft_corpus(
+    engine: Engine, group: str, token_ids: Sequence[Sequence[int]], *, lora_name: str = "", cache_salt: str = ""
+) -> Any:
+    """Keep outputs as drafts for requests with this `draft_group`; {"outputs": how many the group has}."""
+    sequences = [pack_ids(ids) for ids in token_ids]
+    args = {"group": group, "sequences": sequences, "adapter": lora_name, "cache_salt": cache_salt}
+    return await engine.call("add_draft_corpus", **args)
+
+
+async def remove_draft_corpus(engine: Engine, group: str) -> Any:
+    """Drop the outputs of a group; {"removed": how many those were}."""
+    return await engine.call("remove_draft_corpus", group=group)
 
 
 async def init_weight_transfer_engine(engine: Engine, request: Any) -> Any:
@@ -87,9 +101,13 @@ async def shutdown_weight_transfer_engine(engine: Engine) -> None:
     await engine.call("shutdown_weight_transfer_engine")
 
 
-async def start_weight_update(engine: Engine, is_checkpoint_format: bool = True) -> None:
-    """Open an update.  Raises Conflict if one is open."""
-    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format)
+async def start_weight_update(
+    engine: Engine, is_checkpoint_format: bool = True, base_version: str | None = None, base_checksum: str | None = None
+) -> None:
+    """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve."""
+    base = {"base_version": base_version, "base_checksum": base_checksum}
+    given = {name: value for name, value in base.items() if value is not None}
+    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format, **given)
 
 
 async def update_weights(engine: Engine, request: Any) -> None:
@@ -117,9 +135,15 @@ async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool 
     await engine.call("feed_weights", stream=stream, chunk=chunk, last=last, broken=broken)
 
 
-async def finish_weight_update(engine: Engine, weight_version: str | None = None) -> dict[str, Any]:
-    """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing."""
-    done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version)
+async def finish_weight_update(
+    engine: Engine, weight_version: str | None = None, checksum: str | None = None
+) -> dict[str, Any]:
+    """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
+
+    `checksum`: what the result of a delta must have.
+    """
+    more = {} if checksum is None else {"checksum": checksum}
+    done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version, **more)
     return done
 
 

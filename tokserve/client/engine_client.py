@@ -59,6 +59,7 @@ class EngineClient:
         self._closing = False
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_call = 0
+        self._released: list[str] = []  # engine requests that were given up in this turn of the event loop
         self._name: str | None = None
         self._restarts: list[float] = []  # when
         self._restarting: asyncio.Task[None] | None = None
@@ -144,6 +145,7 @@ class EngineClient:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message for the engine, if there is one.  Raises what `UNSENDABLE` names."""
+        self._send_released()
         if self._socket is not None:
             self._socket.send(message)
 
@@ -162,8 +164,17 @@ class EngineClient:
             request.engine_requests = ()
 
     def release(self, request: RequestState) -> None:
-        """Give a request up; the engine aborts what has not ended."""
-        self._abort(self.requests.abandon(request), "abort_disconnect")
+        """Give a request up; the engine aborts what has not ended.  All that are given up in one turn of the event
+        loop, such as the thousands of one large request, are aborted by one message."""
+        request_ids = self.requests.abandon(request)
+        if request_ids and not self._released and self._loop is not None:
+            self._loop.call_soon(self._send_released)
+        self._released += request_ids
+
+    def _send_released(self) -> None:
+        request_ids, self._released = self._released, []
+        if request_ids and self._socket is not None:
+            self._socket.send(Abort(request_ids, "abort_disconnect"))
 
     def release_soon(self, request: RequestState) -> None:
         """`release`, from any thread."""
@@ -238,7 +249,7 @@ class EngineClient:
             waiting.set_result(reply.result)
         else:
             kind = BY_STATUS.get(reply.status, RequestFailed)
-            waiting.set_exception(kind(reply.error, field=reply.field))
+            waiting.set_exception(kind(reply.error, field=reply.field, code=reply.code))
 
     # --- its end and its replacement ---
 

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from tokserve.messages import Logprobs, Ready, Status, StepStats
+from tokserve.messages import DraftCounts, Logprobs, Ready, SamplingMasks, Status, StepStats
 
-__all__ = ["ChoiceOutput", "Logprobs", "Ready", "Status", "StepStats", "join_logprobs", "merge"]
+__all__ = [
+    "ChoiceOutput", "Logprobs", "Ready", "SamplingMasks", "Status", "StepStats", "join_logprobs", "join_masks", "merge",
+]  # fmt: skip
 
 TERMINATORS = ("eos", "stop_token")  # stop details whose last token is not part of the text
 
@@ -22,8 +24,10 @@ class ChoiceOutput(msgspec.Struct):
     delta.  `stop_reason`: the token id, sequence or string that matched.  `stop_detail`: see `messages.Finish`, or
     `stop_string`.  `weight_versions`: (version, start, end) of output positions, with the last delta, as are `times`:
     seconds from arrival to a slot, to the first token and to the end (0.0 for what was not reached).  `pooled`: the
-    vector of a pooling request, float32, with the last delta.  `routed_experts`: uint8 or uint16 [n, layers, chosen] of
-    all positions but the last, with the last delta, if the server returns them.
+    vector of a pooling request, float32, with the last delta, as are the counts of `drafts`.  `routed_experts`: uint8
+    or uint16 [n, layers, chosen] of all positions but the last, with the last delta, if the server returns them.
+    `sampling_masks`: None where none were requested or there are no tokens; `sampling_mask_truncated`, with the last
+    delta: how many of the choice's tokens had more ids than a mask may have.
     """
 
     index: int
@@ -40,6 +44,16 @@ class ChoiceOutput(msgspec.Struct):
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
     pooled: bytes = b""
     routed_experts: NDArray[Any] | None = None
+    drafts: DraftCounts = DraftCounts()
+    sampling_masks: SamplingMasks | None = None
+    sampling_mask_truncated: int = 0
+
+
+def join_masks(parts: Sequence[SamplingMasks]) -> SamplingMasks | None:
+    """The rows of all parts in order."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return SamplingMasks(b"".join(part.rows for part in parts), b"".join(part.ids for part in parts))
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs | None:
@@ -81,4 +95,7 @@ def _merge_one(parts: list[ChoiceOutput]) -> ChoiceOutput:
         times=last.times,
         pooled=last.pooled,
         routed_experts=last.routed_experts,
+        drafts=last.drafts,
+        sampling_masks=join_masks([part.sampling_masks for part in parts if part.sampling_masks is not None]),
+        sampling_mask_truncated=last.sampling_mask_truncated,
     )

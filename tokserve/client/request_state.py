@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs
+from tokserve.client.outputs import TERMINATORS, ChoiceOutput, join_logprobs, join_masks
 from tokserve.errors import RequestError
-from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, RoutedExperts
+from tokserve.messages import EngineRequest, Finish, Logprobs, RareFields, RoutedExperts, SamplingMasks
+from tokserve.params import MASK_TOO_LONG
 from tokserve.prompt import TokenPrompt
 from tokserve.text.detokenizer import Detokenizer, StopHit
 
@@ -38,8 +39,9 @@ class ChoiceState:
     """
 
     __slots__ = (
-        "_cached_tokens", "_detokenizer", "_finish", "_logprobs", "_num_tokens", "_pooled", "_prompt_logprobs",
-        "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions", "awaits_scores",
+        "_cached_tokens", "_detokenizer", "_finish", "_logprobs", "_masks", "_masks_too_long", "_num_tokens", "_pooled",
+        "_prompt_logprobs", "_routed_experts", "_rules", "_stop_hit", "_texts", "_token_ids", "_weight_versions",
+        "awaits_scores",
         "finished", "index", "queued", "request", "request_id", "scored",
     )  # fmt: skip
 
@@ -65,10 +67,15 @@ class ChoiceState:
         self._token_ids: list[int] = []  # this and below: accepted, not yet taken
         self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._masks: list[SamplingMasks] = []
+        self._masks_too_long = 0  # of all tokens so far
         self._prompt_logprobs: Logprobs | None = None
         self._cached_tokens = 0
 
-    def accept(self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None) -> bool:
+    def accept(
+        self, token_ids: list[int], logprobs: Logprobs | None, rare: RareFields | None,
+        masks: SamplingMasks | None = None,
+    ) -> bool:  # fmt: skip
         """Accept a row of a step.  True: a stop string ended the choice, and the engine must end it.
 
         The choice is finished only by the engine's last output of the request, which brings times and weight versions.
@@ -77,20 +84,29 @@ class ChoiceState:
         stopped = False
         if self._detokenizer is not None:
             if self._stop_hit is None:
-                stopped = self._accept_text(self._detokenizer, token_ids, logprobs, finish) and finish is None
+                stopped = self._accept_text(self._detokenizer, token_ids, logprobs, masks, finish) and finish is None
         else:
-            self._token_ids += token_ids
-            self._num_tokens += len(token_ids)
-            if logprobs is not None:
-                self._logprobs.append(logprobs)
+            self._accept_tokens(token_ids, logprobs, masks)
         if rare is not None:
             self._accept_rare(rare)
         return stopped
 
+    def _accept_tokens(
+        self, token_ids: list[int], logprobs: Logprobs | None, masks: SamplingMasks | None
+    ) -> None:  # fmt: skip
+        self._token_ids += token_ids
+        self._num_tokens += len(token_ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if masks is not None:
+            self._masks.append(masks)
+            self._masks_too_long += masks.counts.tolist().count(MASK_TOO_LONG)
+
     def _accept_text(
-        self, detokenizer: Detokenizer, token_ids: list[int], logprobs: Logprobs | None, finish: Finish | None
-    ) -> bool:
-        """Accept tokens, logprobs and text up to a stop string; True if there is one."""
+        self, detokenizer: Detokenizer, token_ids: list[int], logprobs: Logprobs | None,
+        masks: SamplingMasks | None, finish: Finish | None,
+    ) -> bool:  # fmt: skip
+        """Accept tokens with their logprobs and masks, and text, up to a stop string; True if there is one."""
         is_terminated = finish is not None and finish.detail in TERMINATORS and not self._rules.keep_stop
         text, hit = detokenizer.push(token_ids[:-1] if is_terminated else token_ids, finish is not None)
         if text:
@@ -100,10 +116,8 @@ class ChoiceState:
             self._stop_hit = hit
             token_ids = token_ids[:count]
             logprobs = logprobs.cut(count) if logprobs else None
-        self._token_ids += token_ids
-        self._num_tokens += len(token_ids)
-        if logprobs is not None:
-            self._logprobs.append(logprobs)
+            masks = masks.cut(count) if masks else None
+        self._accept_tokens(token_ids, logprobs, masks)
         return hit is not None
 
     def _accept_rare(self, rare: RareFields) -> None:
@@ -142,10 +156,12 @@ class ChoiceState:
             join_logprobs(logprobs) if logprobs else None,
             self._prompt_logprobs,
             self._cached_tokens,
+            sampling_masks=join_masks(self._masks) if self._masks else None,
         )
         self._token_ids = []
         self._texts = []
         self._logprobs = []
+        self._masks = []
         self._prompt_logprobs = None
         self._cached_tokens = 0
         if self._finish is not None:
@@ -159,6 +175,8 @@ class ChoiceState:
         delta.pooled = self._pooled
         if self._routed_experts is not None:
             delta.routed_experts = self._routed_experts.array(self.request.prompt_len + self._num_tokens - 1)
+        delta.drafts = finish.drafts
+        delta.sampling_mask_truncated = self._masks_too_long
         count = self._num_tokens
         delta.weight_versions = [
             (version, start, min(end, count)) for version, start, end in self._weight_versions if start < count

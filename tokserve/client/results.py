@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.client.outputs import ChoiceOutput, Logprobs, merge
+from tokserve.client.outputs import ChoiceOutput, Logprobs, SamplingMasks, merge
 from tokserve.client.stream import Stream
 from tokserve.params import SamplingParams
 
@@ -59,6 +59,11 @@ class CompletionOutput:
 
     `routed_experts` (`enable_return_routed_experts`): the experts chosen for each position of prompt and output but the
     last, uint8 or uint16 [positions, layers, experts per token]; zeros in layers without experts.
+
+    With `return_sampling_mask`, by token: `sampling_mask`, the ascending ids that it was drawn from (None: the whole
+    vocabulary, or more ids than `max_sampling_mask`, of which there are `sampling_mask_truncated`),
+    `sampling_logprobs`, its logprob among them, and `kept_logprob`, that of all of them in the model's distribution at
+    the temperature.
     """
 
     index: int
@@ -72,6 +77,21 @@ class CompletionOutput:
     message: str | None = None
     weight_versions: list[tuple[str, int, int]] = field(default_factory=list)
     routed_experts: NDArray[Any] | None = None
+    sampling_mask: list[NDArray[np.int32] | None] | None = None
+    sampling_logprobs: NDArray[np.float32] | None = None
+    kept_logprob: NDArray[np.float32] | None = None
+    sampling_mask_truncated: int = 0
+
+    def set_masks(self, masks: SamplingMasks) -> None:
+        """Fill in what its tokens were drawn from."""
+        counts = masks.counts
+        ends = np.maximum(counts, 0).cumsum().tolist()
+        ids = np.frombuffer(masks.ids, "<i4")
+        self.sampling_mask = [
+            None if count < 0 else ids[end - count : end] for count, end in zip(counts.tolist(), ends, strict=True)
+        ]
+        self.sampling_logprobs = masks.logprobs.copy()
+        self.kept_logprob = masks.kept_logprobs.copy()
 
 
 @dataclass(slots=True)
@@ -102,13 +122,15 @@ def request_output(
     for c in done:
         logprobs = None if c.logprobs is None else TokenLogprobs(c.token_ids, c.logprobs, named)
         total = None if logprobs is None else float(logprobs.token_logprobs.sum(dtype=np.float64))
-        outputs.append(
-            CompletionOutput(
-                index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
-                finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
-                message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
-            )
+        output = CompletionOutput(
+            index=c.index, text=c.text or "", token_ids=c.token_ids, logprobs=logprobs, cumulative_logprob=total,
+            finish_reason=c.finish_reason, stop_reason=c.stop_reason, stop_detail=c.stop_detail,
+            message=c.message, weight_versions=c.weight_versions, routed_experts=c.routed_experts,
+            sampling_mask_truncated=c.sampling_mask_truncated,
         )  # fmt: skip
+        if c.sampling_masks is not None:
+            output.set_masks(c.sampling_masks)
+        outputs.append(output)
     cached = min((c.cached_tokens for c in done), default=0)  # all choices share one prompt
     finished = len(done) == stream.num_choices and all(c.finish_reason is not None for c in done)
     return RequestOutput(

@@ -1,17 +1,20 @@
 """Whether a submission is accepted: all of its requests or none, with a `SubmitReply` either way.
 
 What is accepted is registered and queued; if grammars must be compiled first, the reply waits for them
-(`pending_grammars`).
+(`pending_grammars`).  Thousands of requests in one submission are made in slices between steps, so that others do not
+wait for them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from tokserve.config import Config
 from tokserve.engine.adapters import MAX_NAME, Adapters
 from tokserve.engine.deadlines import Deadlines
+from tokserve.engine.drafter import prediction_index
 from tokserve.engine.front_ends import Emit
 from tokserve.engine.grammars import Grammars
 from tokserve.engine.output_buffer import Limits
@@ -19,6 +22,7 @@ from tokserve.engine.pending_grammars import PendingGrammars
 from tokserve.engine.registry import Registry
 from tokserve.engine.request import Request
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.token_index import TokenIndex
 from tokserve.errors import RequestError
 from tokserve.messages import Status, Submit, SubmitReply
 from tokserve.params import SamplingParams
@@ -26,6 +30,22 @@ from tokserve.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 DRAINING_RETRY = 5  # seconds
+SLICE = 512  # requests of a submission that are made between two steps: some milliseconds
+
+
+class PendingSubmission:
+    """A submission on its way to being accepted or refused as a whole.  `first`: the number of its first request."""
+
+    def __init__(self, identity: bytes, submit: Submit, received: float, first: int) -> None:
+        self.identity, self.submit, self.received, self.first = identity, submit, received, first
+        self.requests: list[Request] = []
+        self.predictions: dict[bytes, TokenIndex] = {}  # by `EngineRequest.drafts`: choices share them
+        self.refusal: SubmitReply | None = None
+
+    @cached_property
+    def request_ids(self) -> frozenset[str]:
+        """The requests' own ids."""
+        return frozenset(spec.request_id for spec in self.submit.requests)
 
 
 class Admission:
@@ -46,7 +66,7 @@ class Admission:
         fail: Callable[[Request, str], None],
         wake: Callable[[], None],
     ) -> None:
-        self.num_received = 0  # requests that were accepted, and the number of the next
+        self.num_received = 0  # requests that were numbered, and the number of the next
         self.closed = False  # for good: the engine is about to end
         self.pending = PendingGrammars(emit, self._drop_refused, fail)
         self._fair = config.scheduler.fair_clients
@@ -60,24 +80,71 @@ class Admission:
         self._deadlines = deadlines
         self._emit = emit
         self._wake = wake
+        self._in_progress: dict[str, PendingSubmission] = {}  # by the client's id, in the order of their turns
 
     def submit(self, identity: bytes, submit: Submit, received: float, status: Status, now: float) -> None:
-        """`received`: when it came in, by the clock of `now`."""
+        """`received`: when it came in, by the clock of `now`.  More than `SLICE` requests are left to `proceed`."""
         reply = self._refusal(submit, status, now)
-        if reply is None:
+        if reply is not None:
+            return self._emit(identity, reply)
+        first = self.num_received
+        self.num_received += len(submit.requests)
+        large = PendingSubmission(identity, submit, received, first)
+        if len(submit.requests) > SLICE:
+            self._in_progress[submit.request_id] = large
+        else:
+            self._make(large)
+            self._finish(large)
+
+    @property
+    def busy(self) -> bool:
+        """A large submission is neither accepted nor refused yet."""
+        return bool(self._in_progress)
+
+    def concerns(self, request_ids: Iterable[str]) -> bool:
+        """Whether any of these requests belongs to a large submission that is neither accepted nor refused yet."""
+        names = [large.request_ids for large in self._in_progress.values()]
+        return any(request_id in ids for ids in names for request_id in request_ids)
+
+    def proceed(self, status: Status, now: float) -> None:
+        """Make more requests of one large submission, in turns; at its end, accept all of it or refuse it."""
+        large = self._in_progress.pop(next(iter(self._in_progress)))
+        if self._make(large):
+            self._in_progress[large.submit.request_id] = large
+            return
+        if large.refusal is None:  # others were accepted meanwhile
+            large.refusal = self._refusal(large.submit, status, now)
+        self._finish(large)
+
+    def _make(self, large: PendingSubmission) -> bool:
+        """Make the requests of the next slice; whether there are more to make."""
+        try:
+            large.requests += self._requests(large)
+        except RequestError as error:
+            large.refusal = SubmitReply(large.submit.call_id, "invalid", error.message)
+        except Exception:  # an unforeseen error of one submission must not end the others
+            large.refusal = self._internal_error(large.submit)
+        return large.refusal is None and len(large.requests) < len(large.submit.requests)
+
+    def _finish(self, large: PendingSubmission) -> None:
+        """Accept all requests, or none."""
+        submit, requests = large.submit, large.requests
+        if large.refusal is None:
             try:
-                requests = self._requests(identity, submit, received)
+                self._compile_grammars(requests, submit.client)
             except RequestError as error:
-                reply = SubmitReply(submit.call_id, "invalid", error.message)
-            except Exception:  # an unforeseen error of one submission must not end the others
-                logger.exception("a request could not be admitted", extra={"request_id": submit.request_id})
-                reply = SubmitReply(submit.call_id, "internal", "internal error at admission")
-            else:
-                self._accept(submit, requests)
-                if any(request.pending_grammar is not None for request in requests):
-                    return self.pending.add(identity, submit.call_id, requests)
-                reply = SubmitReply(submit.call_id)
-        self._emit(identity, reply)
+                large.refusal = SubmitReply(submit.call_id, "invalid", error.message)
+            except Exception:  # as above
+                large.refusal = self._internal_error(submit)
+        if large.refusal is None:
+            self._accept(submit, requests)
+            if any(request.pending_grammar is not None for request in requests):
+                return self.pending.add(large.identity, submit.call_id, requests)
+        self._emit(large.identity, large.refusal or SubmitReply(submit.call_id))
+
+    def _internal_error(self, submit: Submit) -> SubmitReply:
+        logger.exception("a request could not be admitted", extra={"request_id": submit.request_id})
+        return SubmitReply(submit.call_id, "internal", "internal error at admission")
 
     def _refusal(self, submit: Submit, status: Status, now: float) -> SubmitReply | None:
         """Why these requests are not accepted, if so; nothing of them is kept then."""
@@ -91,7 +158,8 @@ class Admission:
         unknown = next((name for name in names if not self._adapters.get(name)), "")
         if unknown:
             return SubmitReply(submit.call_id, "model_not_found", f"no adapter {unknown[:MAX_NAME]!r} is loaded")
-        if self._registry.in_use(submit.request_id, (spec.request_id for spec in submit.requests)):
+        in_use = self._registry.in_use(submit.request_id, (spec.request_id for spec in submit.requests))
+        if in_use or submit.request_id in self._in_progress:
             message = f"request_id {submit.request_id!r} is in use by a request in flight"
             return SubmitReply(submit.call_id, "duplicate_id", message)
         live, new = self._scheduler.num_live(submit.client), len(submit.requests)
@@ -104,24 +172,33 @@ class Admission:
         excess = self._scheduler.excess([len(spec.prompt.ids) // 4 for spec in submit.requests], now)
         return None if excess is None else SubmitReply(submit.call_id, "queue_full", *excess)
 
-    def _requests(self, identity: bytes, submit: Submit, received: float) -> list[Request]:
-        """One of each `EngineRequest`; compilation of its grammar has begun.  Raises RequestError."""
+    def _requests(self, large: PendingSubmission) -> list[Request]:
+        """One of each `EngineRequest` of the next slice.  Raises RequestError."""
+        start = len(large.requests)
+        specs = large.submit.requests[start : start + SLICE]
         requests = [
             Request(
-                spec, owner=identity, number=number, received=received, limits=self._limits,
-                adapter=self._adapters.get(spec.options.adapter), client=submit.client,
+                spec, owner=large.identity, number=number, received=large.received, limits=self._limits,
+                adapter=self._adapters.get(spec.options.adapter), client=large.submit.client,
                 share=None if self._fair else "",
             )
-            for number, spec in enumerate(submit.requests, self.num_received)
+            for number, spec in enumerate(specs, large.first + start)
         ]  # fmt: skip
-        for request in requests:
-            if isinstance(request.task, SamplingParams) and request.task.structured_outputs is not None:
-                request.pending_grammar = self._grammars.compile(request.task.structured_outputs, submit.client)
-                request.pending_grammar.add_done_callback(lambda _: self._wake())
+        for spec, request in zip(specs, requests, strict=True):
+            if spec.drafts:
+                if spec.drafts not in large.predictions:
+                    large.predictions[spec.drafts] = prediction_index(spec.drafts)
+                request.expect(large.predictions[spec.drafts])
         return requests
 
+    def _compile_grammars(self, requests: Sequence[Request], client: str) -> None:
+        """Begin to compile the grammars.  Raises RequestError."""
+        for request in requests:
+            if isinstance(request.task, SamplingParams) and request.task.structured_outputs is not None:
+                request.pending_grammar = self._grammars.compile(request.task.structured_outputs, client)
+                request.pending_grammar.add_done_callback(lambda _: self._wake())
+
     def _accept(self, submit: Submit, requests: list[Request]) -> None:
-        self.num_received += len(requests)
         self._registry.add(submit.request_id, requests)
         for request in requests:
             self._deadlines.add(request)

@@ -1,4 +1,4 @@
-"""Output on its way to the front end, in columns: the logprobs of one request, and a step's message.
+"""Output on its way to the front end, in columns: logprobs and sampling masks of one request, and a step's message.
 
 A step's arrays are as wide as its widest row; a request keeps its own width, as packed bytes that are
 joined, never as objects per token.
@@ -9,10 +9,22 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from tokserve.messages import Finish, Logprobs, RareFields, RoutedExperts, RowLogprobs, StepOutput, StepStats
-from tokserve.plan import LogprobRows
+from tokserve.messages import (
+    MASK_ROW,
+    Finish,
+    Logprobs,
+    RareFields,
+    RoutedExperts,
+    RowLogprobs,
+    RowSamplingMasks,
+    SamplingMasks,
+    StepOutput,
+    StepStats,
+)
+from tokserve.plan import LogprobRows, SamplingMaskRows
 
 
 class PackedRows:
@@ -29,13 +41,19 @@ class PackedRows:
 
 
 class LogprobColumns:
-    """Rows of one width and mode that are not yet sent, in order."""
+    """Rows of one width and mode that are not yet sent, in order.
 
-    __slots__ = ("_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "mode", "width")
+    The newest step's rows are copied when the next step's come, or straight to where they are moved: those of a stream
+    are thus copied once.
+    """
+
+    __slots__ = ("_newest", "_ranks", "_token_logprobs", "_top_ids", "_top_logprobs", "kind", "mode", "width")
 
     def __init__(self, width: int, mode: str) -> None:
         self.width = width
         self.mode = mode
+        self.kind = (width, mode)
+        self._newest: tuple[PackedRows, int, int] | None = None  # rows, first, count
         self._token_logprobs = bytearray()
         self._ranks = bytearray()
         self._top_ids = bytearray()
@@ -43,17 +61,29 @@ class LogprobColumns:
 
     def append(self, rows: PackedRows, first: int, count: int = 1) -> None:
         """Append `count` rows from `first` on, cut to this width."""
+        if self._newest is not None:
+            self._copy_newest()
+        self._newest = (rows, first, count)
+
+    def _copy_newest(self) -> None:
+        if self._newest is not None:
+            self._copy(*self._newest)
+            self._newest = None
+
+    def _copy(self, rows: PackedRows, first: int, count: int) -> None:
         start, end = 4 * first, 4 * (first + count)
         self._token_logprobs += rows.token_logprobs[start:end]
         self._ranks += rows.ranks[start:end]
         if self.width:
-            for start in range(rows.stride * first, rows.stride * (first + count), rows.stride):
+            stride = rows.stride
+            for start in range(stride * first, stride * (first + count), stride):
                 end = start + 4 * self.width
                 self._top_ids += rows.top_ids[start:end]
                 self._top_logprobs += rows.top_logprobs[start:end]
 
     def add(self, rows: LogprobRows, first: int, last: int) -> None:
         """Append rows first..last-1, cut to this width."""
+        self._copy_newest()
         width = self.width
         self._token_logprobs += rows.token_logprobs[first:last].tobytes()
         self._ranks += rows.ranks[first:last].tobytes()
@@ -63,18 +93,22 @@ class LogprobColumns:
 
     def move(self, to: LogprobColumns) -> None:
         """Append all rows to those of another of the same width and mode; none are left here."""
-        to._token_logprobs += self._token_logprobs
-        to._ranks += self._ranks
-        self._token_logprobs.clear()
-        self._ranks.clear()
-        if self.width:
+        if to._newest is not None:
+            to._copy_newest()
+        if self._ranks:
+            to._token_logprobs += self._token_logprobs
+            to._ranks += self._ranks
             to._top_ids += self._top_ids
             to._top_logprobs += self._top_logprobs
-            self._top_ids.clear()
-            self._top_logprobs.clear()
+            for column in (self._token_logprobs, self._ranks, self._top_ids, self._top_logprobs):
+                column.clear()
+        if self._newest is not None:
+            to._copy(*self._newest)
+            self._newest = None
 
     def packed(self) -> Logprobs:
         """The rows as a message's part."""
+        self._copy_newest()
         return Logprobs(
             bytes(self._token_logprobs), bytes(self._ranks), bytes(self._top_ids), bytes(self._top_logprobs),
             self.width, self.mode,
@@ -106,10 +140,50 @@ class RoutedColumns:
         return RoutedExperts(bytes(self._ids[start * size : end * size]), start, layers, chosen, self._item)
 
 
+class PackedMasks:
+    """The sampling masks of a step's tokens as bytes."""
+
+    __slots__ = ("ends", "ids", "rows")
+
+    def __init__(self, rows: SamplingMaskRows) -> None:
+        packed = np.empty((len(rows.counts), 3), np.int32)
+        packed[:, 0] = rows.counts
+        packed[:, 1], packed[:, 2] = rows.logprobs.view(np.int32), rows.kept_logprobs.view(np.int32)
+        self.rows = packed.tobytes()
+        self.ids = rows.ids.tobytes()
+        self.ends = [0, *(4 * np.maximum(rows.counts, 0)).cumsum().tolist()]  # in `ids`, of the rows before each
+
+
+class MaskColumns:
+    """Sampling masks that are not yet sent, in order."""
+
+    __slots__ = ("_ids", "_rows")
+
+    def __init__(self) -> None:
+        self._rows = bytearray()
+        self._ids = bytearray()
+
+    def append(self, rows: PackedMasks, first: int, count: int) -> None:
+        """Append `count` rows from `first` on."""
+        self._rows += rows.rows[MASK_ROW * first : MASK_ROW * (first + count)]
+        self._ids += rows.ids[rows.ends[first] : rows.ends[first + count]]
+
+    def move(self, to: MaskColumns) -> None:
+        """Append all rows to those of another; none are left here."""
+        to._rows += self._rows
+        to._ids += self._ids
+        self._rows.clear()
+        self._ids.clear()
+
+    def packed(self) -> SamplingMasks:
+        """The rows as a message's part."""
+        return SamplingMasks(bytes(self._rows), bytes(self._ids))
+
+
 class StepColumns:
     """What one step has for one front end, row by row."""
 
-    __slots__ = ("_counts", "_logprobs", "_rare", "_request_ids", "_tokens")
+    __slots__ = ("_counts", "_logprobs", "_mask_rows", "_masks", "_rare", "_request_ids", "_tokens")
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
@@ -117,19 +191,31 @@ class StepColumns:
         self._counts: list[int] = []
         self._logprobs: dict[tuple[int, str], tuple[LogprobColumns, list[int]]] = {}  # with the rows they are of
         self._rare: list[RareFields] = []
+        self._masks = MaskColumns()
+        self._mask_rows: list[int] = []  # that have masks
 
-    def add(self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None) -> None:
-        """A row: new tokens, and their logprobs, which are moved here."""
+    def add(
+        self, request_id: str, tokens: array[int], logprobs: LogprobColumns | None = None, first: int = 0,
+        masks: MaskColumns | None = None,
+    ) -> None:  # fmt: skip
+        """A row: `tokens` from index `first` on, and their logprobs and sampling masks, which are moved here."""
         if logprobs is not None:
-            kind = (logprobs.width, logprobs.mode)
-            if kind not in self._logprobs:
-                self._logprobs[kind] = (LogprobColumns(*kind), [])
-            columns, rows = self._logprobs[kind]
+            entry = self._logprobs.get(logprobs.kind)
+            if entry is None:
+                entry = self._logprobs[logprobs.kind] = (LogprobColumns(*logprobs.kind), [])
+            columns, rows = entry
             logprobs.move(columns)
             rows.append(len(self._request_ids))
+        if masks is not None:
+            masks.move(self._masks)
+            self._mask_rows.append(len(self._request_ids))
         self._request_ids.append(request_id)
-        self._tokens += tokens
-        self._counts.append(len(tokens))
+        count = len(tokens) - first
+        if count == 1:
+            self._tokens.append(tokens[-1])
+        else:
+            self._tokens += tokens[first:]
+        self._counts.append(count)
 
     def set_rare(
         self, finish: Finish | None, prompt_logprobs: LogprobColumns | None = None, cached_tokens: int = 0,
@@ -151,5 +237,12 @@ class StepColumns:
                 RowLogprobs(columns.packed(), b"" if len(rows) == count else array("i", rows).tobytes())
                 for columns, rows in self._logprobs.values()
             ],
-            self._rare,
+            self._rare, self._sampling_masks(),
         )  # fmt: skip
+
+    def _sampling_masks(self) -> RowSamplingMasks | None:
+        rows = self._mask_rows
+        if not rows:
+            return None
+        packed = b"" if len(rows) == len(self._request_ids) else array("i", rows).tobytes()
+        return RowSamplingMasks(self._masks.packed(), packed)

@@ -141,7 +141,7 @@ class Commands:
 
 def _error_reply(call_id: int, error: Exception) -> Reply:
     if isinstance(error, RequestError):
-        return Reply(call_id, error=error.message, status=error.status, field=error.field)
+        return Reply(call_id, error=error.message, status=error.status, field=error.field, code=error.code)
     if isinstance(error, StartError):  # memory that a sleep gave back cannot be had again
         return Reply(call_id, error=str(error), status=Unavailable.status)
     logger.error("a command failed", exc_info=error)

@@ -95,7 +95,7 @@ class Control:
         return Status(
             state, weights.version, weights.epoch, self._paused, sleeping, weights.quarantine, weights.failure,
             source=origin.source, stamp=origin.stamp, pushed=origin.pushed, lost=weights.lost,
-            asleep=sorted(self._asleep), dropped=weights.dropped,
+            asleep=sorted(self._asleep), dropped=weights.dropped, checksum=weights.checksum,
         )  # fmt: skip
 
     # --- failover ---
@@ -217,12 +217,12 @@ class Control:
     ) -> Command:
         """Call a method of the worker extension between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.modified_by_rpc = True
+        self._weights.note_worker_call()
         call = {"method": method, "args": args or [], "kwargs": kwargs or {}}
         return [self._executor.call("collective_rpc", call)]
 
     def apply_model(self, function: str) -> Command:
         """Call the function `module:name` with the model between two steps; a result per worker."""
         yield STEP_BOUNDARY
-        self._weights.modified_by_rpc = True
+        self._weights.note_worker_call()
         return [self._executor.call("apply_model", {"function": function})]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import zip_longest
+from operator import attrgetter
 
 from tokserve.engine.queue import Policy, Queue
 from tokserve.engine.request import Request
@@ -51,16 +53,18 @@ class Shares:
 
     def in_turns(self, requests: Iterable[Request]) -> list[Request]:
         """The requests of all clients in turns; of one client, the one whose last step is longest ago first."""
-        turns: Counter[str] = Counter()
-        order: list[tuple[int, Request]] = []
-        for request in sorted(requests, key=lambda request: request.last_step):
-            order.append((turns[request.share], request))
-            turns[request.share] += 1
-        return [request for _, request in sorted(order, key=lambda entry: entry[0])]
+        by_client: dict[str, list[Request]] = {}
+        for request in sorted(requests, key=_last_step):
+            by_client.setdefault(request.share, []).append(request)
+        turns = zip_longest(*by_client.values())
+        return [request for turn in turns for request in turn if request is not None]
 
     def rank(self, share: str) -> tuple[int, int]:
         """The lowest is next."""
         return self.running[share], self._turns.get(share, 0)
+
+
+_last_step = attrgetter("last_step")
 
 
 def _subtract(counter: Counter[str], name: str) -> None:

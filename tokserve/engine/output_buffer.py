@@ -1,4 +1,5 @@
-"""What a request has produced and not yet sent: logprobs, prompt logprobs, the pooled vector, and weight versions."""
+"""What a request has produced and not yet sent: logprobs, sampling masks, prompt logprobs, the pooled vector, and
+weight versions."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from tokserve.engine.adapter import Adapter
-from tokserve.engine.columns import LogprobColumns, PackedRows, RoutedColumns, StepColumns
+from tokserve.engine.columns import LogprobColumns, MaskColumns, PackedMasks, PackedRows, RoutedColumns, StepColumns
 from tokserve.messages import Finish
 from tokserve.params import PoolingParams, SamplingParams
 from tokserve.plan import Float32, LogprobRows
@@ -45,6 +46,7 @@ class OutputBuffer:
         self._routed: RoutedColumns | None = None
         self._routed_start = 0
         self._logprobs: LogprobColumns | None = None
+        self._masks: MaskColumns | None = None
         self._prompt_logprobs: LogprobColumns | None = None
         self._first_prompt_row = self.next_prompt_row = prompt_len  # the prompt token whose row comes next
         if not isinstance(task, SamplingParams):
@@ -54,6 +56,8 @@ class OutputBuffer:
         named = len(task.logprob_token_ids or ())
         if task.logprobs is not None or named:
             self._logprobs = LogprobColumns(_width(task.logprobs or 0, limits) + named, mode)
+        if task.return_sampling_mask:
+            self._masks = MaskColumns()
         if task.prompt_logprobs is not None:
             self._prompt_logprobs = LogprobColumns(_width(task.prompt_logprobs, limits), mode)
             self._first_prompt_row = self.next_prompt_row = max(task.prompt_logprobs_start, 1)
@@ -71,6 +75,11 @@ class OutputBuffer:
         """Keep the logprobs of new tokens, rows `first` ... of a step, if they were requested."""
         if self._logprobs is not None:
             self._logprobs.append(rows, first, count)
+
+    def add_sampling_masks(self, rows: PackedMasks, first: int, count: int) -> None:
+        """Keep what new tokens were drawn from, rows `first` ... of a step, if it was requested."""
+        if self._masks is not None:
+            self._masks.append(rows, first, count)
 
     def add_prompt_rows(self, start: int, rows: LogprobRows) -> None:
         """Keep the logprobs that a chunk from position `start` brought, except those kept before a preemption."""
@@ -102,7 +111,7 @@ class OutputBuffer:
         self, columns: StepColumns, request_id: str, tokens: array[int], finish: Finish | None, cached: int
     ) -> None:
         """Add what is unsent to a step's columns."""
-        columns.add(request_id, tokens[self._next_to_send :], self._logprobs)
+        columns.add(request_id, tokens, self._logprobs, self._next_to_send, self._masks)
         self._next_to_send = len(tokens)
         if finish is None and self._sent:
             return

@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tokserve.engine.request import Request
-from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult
+from tokserve.plan import GrammarBitmask, NewRow, StepPlan, StepResult, UInt32
 
 
-@dataclass(slots=True, eq=False)
-class ScheduledRow:
+class ScheduledRow(msgspec.Struct, eq=False, gc=False):
     """A request's part in one step: `num_tokens` positions, the last of them `drafts`; see `StepPlan`."""
 
     request: Request
@@ -31,6 +31,7 @@ class InFlightStep:
     weight_version: str
     num_new: int
     num_tokens: int
+    num_logits: int
     planned: float  # when, by the clock of `Scheduler.schedule`
     future: Future[StepResult] | None = None
     grammar_rows: list[ScheduledRow] = field(init=False)  # those that sample under a grammar
@@ -48,12 +49,15 @@ class InFlightStep:
         """The masks of the rows with a grammar.  Rows whose mask is late, or whose request has ended, are withheld."""
         if not self.grammar_rows:
             return None
-        slots, bits, withheld = [], [], []
+        slots: list[int] = []
+        bits: list[UInt32] = []
+        withheld: list[int] = []
         for row in self.grammar_rows:
             request, grammar = row.request, row.request.grammar
             if request.finish is None and request.is_ready_to_sample and grammar is not None:
-                slots.append(request.slot)
-                bits.append(grammar.bits)
+                masks = grammar.bits_along(row.drafts) if row.drafts else [grammar.bits]
+                slots += [request.slot] * len(masks)
+                bits += masks
             else:
                 request.withheld = True
                 withheld.append(request.slot)
@@ -95,6 +99,13 @@ class PlanBuilder:
         self.rows.append(ScheduledRow(request, num_tokens, 1 if is_last and not request.pooling else 0))
         self._spend(request, num_tokens)
 
+    def add_decode(self, request: Request) -> None:
+        """A row for a request that generates and lacks one token."""
+        self.rows.append(ScheduledRow(request, 1, 1))
+        self.budget -= 1
+        if self.shares:
+            self.shares[request.share] = max(0, self.shares[request.share] - 1)
+
     def extend(self, row: ScheduledRow, num_tokens: int) -> None:
         """More positions in a row."""
         request = row.request
@@ -108,7 +119,7 @@ class PlanBuilder:
         if self.shares:
             self.shares[request.share] = max(0, self.shares[request.share] - num_tokens)
 
-    def add_drafts(self, row: ScheduledRow, drafts: list[int]) -> None:
+    def add_drafts(self, row: ScheduledRow, drafts: Sequence[int]) -> None:
         """Drafts in a row that samples."""
         row.drafts = drafts
         row.num_tokens += len(drafts)
@@ -126,18 +137,23 @@ class PlanBuilder:
     def build(self, step: int, freed: list[int], weight_version: str, now: float) -> tuple[StepPlan, InFlightStep]:
         """The plan, whose positions and tokens count as computed and in flight from here on; `freed`: slots."""
         rows = self.rows
-        if any(row.request.adapter is not None for row in rows):  # the device reads an adapter once for neighbours
+        requests = [row.request for row in rows]
+        if any([request.adapter is not None for request in requests]):
+            # neighbours, as the device reads the adapter of neighbours once
             rows.sort(key=lambda row: -1 if row.request.adapter is None else row.request.adapter.slot)
+            requests = [row.request for row in rows]
         starts, blocks = [], []
         drafts: list[int] = []
         num_drafts = np.zeros(len(rows), np.int32)
+        num_tokens = [row.num_tokens for row in rows]
         for index, row in enumerate(rows):
-            request, table = row.request, row.request.table.blocks
-            if len(table) > request.blocks_sent:
-                blocks.append((request.slot, request.blocks_sent, table[request.blocks_sent :]))
+            request = requests[index]
+            table, sent = request.table.blocks, request.blocks_sent
+            if len(table) > sent:
+                blocks.append((request.slot, sent, table[sent:]))
                 request.blocks_sent = len(table)
             starts.append(request.num_computed)
-            request.num_computed += row.num_tokens
+            request.num_computed += num_tokens[index]
             if row.num_logits:
                 request.num_in_flight += row.num_logits
                 request.is_decoding = True
@@ -148,8 +164,8 @@ class PlanBuilder:
                 drafts += row.drafts
         plan = StepPlan(
             step=step,
-            slots=np.array([row.request.slot for row in rows], np.int32),
-            num_tokens=np.array([row.num_tokens for row in rows], np.int32),
+            slots=np.array([request.slot for request in requests], np.int32),
+            num_tokens=np.array(num_tokens, np.int32),
             num_computed=np.array(starts, np.int32),
             num_drafts=num_drafts,
             num_logits=np.array([row.num_logits for row in rows], np.int32),
@@ -158,5 +174,5 @@ class PlanBuilder:
             blocks=blocks,
             freed=freed,
         )
-        num_tokens = sum(row.num_tokens for row in rows)
-        return plan, InFlightStep(step, rows, weight_version, len(self.new), num_tokens, now)
+        num_logits = sum(row.num_logits for row in rows)
+        return plan, InFlightStep(step, rows, weight_version, len(self.new), sum(num_tokens), num_logits, now)

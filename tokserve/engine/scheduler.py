@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from itertools import islice
 
 from tokserve.config import SchedulerConfig
-from tokserve.engine.columns import PackedRows
+from tokserve.engine.columns import PackedMasks, PackedRows
 from tokserve.engine.counters import Counters, WeightEpochs
 from tokserve.engine.drafter import Drafter
 from tokserve.engine.fairness import FairQueue, Shares, choose_displaced, choose_victim
 from tokserve.engine.pace import StepPace
-from tokserve.engine.plan_builder import InFlightStep, PlanBuilder
+from tokserve.engine.plan_builder import InFlightStep, PlanBuilder, ScheduledRow
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.queue import POLICIES, Queue, QueueLimits
 from tokserve.engine.request import Request, State
@@ -145,6 +145,8 @@ class Scheduler:
         self._stalled.discard(request)
         self.shares.ended(request)
         self.weights.count_ages(request, self.counters.tokens_by_age)
+        if self._drafter is not None:
+            self._drafter.on_end(request)
         request.state = State.ENDED
         if request.slot >= 0:
             self._release_slot(request)
@@ -172,45 +174,48 @@ class Scheduler:
             budget = min(limit, max(len(self.shares.present), self._pace.max_tokens(limit)))
         builder = PlanBuilder.of(budget, self.shares.present)
         self._deferred = 0
-        self._continue(builder)
+        order = self.shares.in_turns(self._running) if builder.shares else list(self._running)
+        self._continue(builder, order)
         if not builder.short:
             self._admit(builder, now)
-        self._fill(builder)
+        if builder.budget and builder.shares:
+            self._fill(builder, self.shares.in_turns(self._running) if builder.new else order)
         if self._drafter is not None and not builder.short:
             self._add_drafts(builder, self._drafter)
         self._short = builder.short
         return builder
 
-    def _continue(self, builder: PlanBuilder) -> None:
-        """Rows for running requests: those that lack one token first, so that no prompt delays them.  A client gets at
-        most its share of the budget, so that other clients' requests get on and are admitted."""
+    def _continue(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Rows for running requests, in this order, but those that lack one token first, so that no prompt delays them.
+        A client gets at most its share of the budget, so that other clients' requests get on and are admitted."""
         prompts = []
         contended = bool(builder.shares)
-        for request in self.shares.in_turns(self._running) if contended else list(self._running):
+        block_size = self._cache.block_size
+        for request in order:
             if request.state is not State.RUNNING or not request.is_ready_to_sample:  # RUNNING: not preempted just now
                 continue
-            num_tokens = request.num_tokens
-            if num_tokens - request.num_computed > 1 or request.pooling:
+            num_tokens, num_computed = request.num_tokens, request.num_computed
+            if num_tokens - num_computed > 1 or request.pooling:
                 prompts.append(request)
-            elif num_tokens >= request.limit or (request.stalled and self._is_idle(request)):
-                continue
-            elif (builder.allowed(request) if contended else builder.budget) and self._make_room(request, builder):
-                builder.add(request, 1)
+            elif num_tokens < request.limit and not (request.stalled and self._is_idle(request)):
+                budget = builder.allowed(request) if contended else builder.budget
+                if budget and (num_computed % block_size or self._make_room(request, builder)):  # else within its block
+                    builder.add_decode(request)
         for request in prompts:
             budget = builder.allowed(request)
             if request.state is State.RUNNING and budget and request.num_tokens > request.num_computed:
                 builder.add(request, self._chunk(request, budget))
 
-    def _fill(self, builder: PlanBuilder) -> None:
-        """Give what is left of the budget to requests that exceed their client's share."""
-        if not builder.budget or not builder.shares:
-            return
+    def _fill(self, builder: PlanBuilder, order: Sequence[Request]) -> None:
+        """Give what is left of the budget to requests that exceed their client's share, in this order."""
         rows = {row.request: row for row in builder.rows}
-        for request in self.shares.in_turns(self._running):
+        for request in order:
+            if not builder.budget:
+                return
             row = rows.get(request)
             count = 0 if row is None else row.num_tokens
             missing = request.num_tokens - request.num_computed
-            if not builder.budget or request.state is not State.RUNNING or not request.is_ready_to_sample:
+            if request.state is not State.RUNNING or not request.is_ready_to_sample:
                 continue
             if missing > max(count, not request.pooling):
                 more = self._chunk(request, count + builder.budget) - count
@@ -225,12 +230,20 @@ class Scheduler:
 
     def _add_drafts(self, builder: PlanBuilder, drafter: Drafter) -> None:
         """Propose drafts for rows that sample, with what is left of the budget and without preempting."""
+        rows: list[ScheduledRow] = []
+        limits: list[int] = []
         for row in builder.rows:
             request = row.request
             limit = min(builder.budget, request.limit - request.num_tokens - 1)
-            if limit <= 0 or not row.num_logits or request.num_in_flight or request.grammar is not None:
-                continue
-            drafts = drafter.propose(request, limit)[:limit]
+            if limit > 0 and row.num_logits and request.may_be_drafted:
+                rows.append(row)
+                limits.append(limit)
+        if not rows:
+            return
+        num_tokens = sum(row.num_tokens for row in builder.rows)
+        proposals = drafter.propose([row.request for row in rows], limits, num_tokens)
+        for row, limit, proposed in zip(rows, limits, proposals, strict=True):
+            drafts, request = proposed[: min(limit, builder.budget)], row.request
             if drafts and self._cache.extend(request.table, request.num_tokens + len(drafts), len(self._running)):
                 builder.add_drafts(row, drafts)
 
@@ -354,12 +367,16 @@ class Scheduler:
         if step.step != result.step:
             raise RuntimeError(f"the result is of step {result.step}, but step {step.step} is the oldest in flight")
         self.counters.steps += 1
-        self._pace.record(step.num_tokens, now - max(step.planned, self._answered))
+        seconds = now - max(step.planned, self._answered)
+        self._pace.record(step.num_tokens, seconds)
+        if self._drafter is not None and step.num_logits == step.num_tokens:
+            self._drafter.on_step(len(step.rows), step.num_tokens, seconds)
         self._answered = now
         token_ids, prompt_logprobs = result.token_ids.tolist(), result.prompt_logprobs
         logprobs = None if result.logprobs is None else PackedRows(result.logprobs)
+        masks = None if result.sampling_masks is None else PackedMasks(result.sampling_masks)
         requests, last = [], 0  # last: of the rows' tokens so far
-        block_size = self._cache.block_size
+        block_size, version, num_output = self._cache.block_size, step.weight_version, 0
         columns = zip(step.rows, result.counts.tolist(), result.status.tolist(), strict=True)
         for index, (row, count, status) in enumerate(columns):
             request = row.request
@@ -373,6 +390,10 @@ class Scheduler:
                 if index in result.routed_experts:
                     request.output.add_routed_experts(request.num_settled, result.routed_experts[index])
                 rejected = row.num_logits - count  # drafts, or the position whose token was withheld
+                if row.drafts:
+                    accepted = max(0, count - 1)
+                    self.counters.drafts.record(len(row.drafts), accepted)
+                    request.count_drafts(len(row.drafts), accepted)
                 if rejected:
                     request.num_computed -= rejected
                     request.num_settled -= rejected
@@ -380,9 +401,7 @@ class Scheduler:
                     self.counters.nan_requests += status == NOT_FINITE
                     request.on_status(status, now)
                 elif count:
-                    tokens = token_ids[first:last]
-                    kept = request.append(tokens, logprobs, first, step.weight_version, now)
-                    self.counters.output_tokens += kept
+                    num_output += request.append(token_ids[first:last], logprobs, first, version, now, masks)
                 elif request.pooling and request.num_settled == request.prompt_len:
                     request.set_pooled(result.pooled[index], now)
                 if request.num_settled >= (request.table.num_full + 1) * block_size:
@@ -395,6 +414,7 @@ class Scheduler:
                     requests.append(request)
             if self._leaving and request in self._leaving:
                 self._release_slot(request)
+        self.counters.output_tokens += num_output
         return requests
 
     def _release_slot(self, request: Request) -> None:

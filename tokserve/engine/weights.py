@@ -6,41 +6,15 @@ New weights are staged by the executor beside those that serve, and take effect 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import Any
 
 from tokserve.engine.command import STEP_BOUNDARY, Command, RunningRequests, Wait
 from tokserve.engine.prefix_cache import PrefixCache
 from tokserve.engine.scheduler import Scheduler
+from tokserve.engine.update import Origin, Update, VersionHistory, check_version
 from tokserve.errors import Conflict, RequestError
 from tokserve.executor.base import Executor
 from tokserve.messages import Status
-
-MAX_VERSION = 256
-
-
-@dataclass(slots=True, frozen=True)
-class Origin:
-    """Where weights came from: the directory `source`, with its files in the state `stamp`; `pushed`: over a wire or by
-    a worker call, so they cannot be read again; none of these: the checkpoint of the start."""
-
-    source: str | None = None
-    stamp: str | None = None
-    pushed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Update:
-    """An open weight update.  `in_place`: the old weights are gone, so there is nothing to fall back to.
-    `closed`: nothing more may come, or it is the whole one of a single call.  `source`: the directory that its tensors
-    come from, if they come from one, and `stamp` the state of its files.  `streams`: the safetensors bodies that belong
-    to it, by name; one that began before it, or beside another update, does not."""
-
-    in_place: bool = False
-    closed: bool = False
-    source: str | None = None
-    stamp: str | None = None
-    streams: set[str] = field(default_factory=set)
 
 
 class Weights:
@@ -64,6 +38,8 @@ class Weights:
         self.failure: str | None = None  # of the last update
         self.origin = Origin()  # of the weights that have the version
         self.modified_by_rpc = False  # a worker call may have changed the weights since
+        self.checksum: str | None = None  # of all weights, if it is known
+        self._history = VersionHistory()
         self._meeting = 0  # commands that wait for a trainer
         self.commands: dict[str, Callable[..., Command]] = {
             "init_weight_transfer_engine": self.init_weight_transfer_engine,
@@ -78,6 +54,8 @@ class Weights:
             "update_weight_version": self.update_weight_version,
             "weight_checksums": self.weight_checksums,
             "checkpoint_checksums": self.checkpoint_checksums,
+            "weights_checksum": self.weights_checksum,
+            "weight_coordinates": self.weight_coordinates,
         }
 
     @property
@@ -118,9 +96,7 @@ class Weights:
         if was.source is None:
             return ""
         try:
-            update = yield from self._open(closed=True)
-            update.source = was.source
-            update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": was.source})
+            update, _ = yield from self._open_directory(was.source, was.weight_version)
             if update.stamp != was.stamp:
                 self._fail(update, f"the files in {was.source} have changed since they were read")
                 yield from self._background("abort_update")
@@ -153,12 +129,52 @@ class Weights:
         self._stop_meeting()
         return (yield from self._background("shutdown_weight_transfer"))
 
-    def start_weight_update(self, is_checkpoint_format: bool = True) -> Command:
-        """Open a transaction: new weights are staged beside those that serve."""
+    def start_weight_update(
+        self, is_checkpoint_format: bool = True, base_version: str | None = None, base_checksum: str | None = None
+    ) -> Command:
+        """Open a transaction: new weights are staged beside those that serve.
+
+        With the base of a delta: changes of the weights that serve, which must be of that version and checksum.
+        """
         if not is_checkpoint_format:
             raise RequestError("only checkpoint format is supported", field="is_checkpoint_format")
-        yield from self._open()
+        if (base_version is None) != (base_checksum is None):
+            raise RequestError("a delta has a base_version and a base_checksum", field="base_checksum")
+        if base_version is None or base_checksum is None:
+            yield from self._open()
+        else:
+            yield from self._open_delta(base_version, base_checksum)
         return {"message": "Weight update started"}
+
+    def _open_delta(self, version: str, checksum: str, closed: bool = False) -> Generator[Wait, None, Update]:
+        yield lambda: self.update is not None or self._is_settled()
+        if self.update is not None:
+            raise Conflict("a weight update is open already: finish or abort it first")
+        if not self.can_compute:
+            raise Conflict("there are no weights that a delta could change: push full weights", field="base_version")
+        self.update = update = Update(closed=closed, is_delta=True)
+        base = {"version": self.version, "base_version": version, "base_checksum": checksum}
+        yield from self._staged(update, "begin_delta", **base)
+        return update
+
+    def _open_directory(self, weight_dir: str, version: str | None) -> Generator[Wait, None, tuple[Update, str | None]]:
+        """Open an update, and stage all that comes: a checkpoint, or the files that lead to a version; and that."""
+        if self.update is not None:
+            raise Conflict("a weight update is open already: finish or abort it first")
+        args = {"weight_dir": weight_dir, "version": version, "served_version": self.version}
+        plan = yield from self._background("plan_chain", **args)
+        source: dict[str, Any] = {"weight_dir": weight_dir}
+        if plan is not None:
+            source["files"], version = plan["files"], plan["version"]
+        if plan is not None and plan["base"] is not None:
+            update = yield from self._open_delta(self.version, plan["base"], closed=True)
+        else:
+            update = yield from self._open(closed=True)
+        if plan is not None:
+            update.checksum = plan["checksum"]
+        update.source = weight_dir
+        update.stamp = yield from self._staged(update, "receive_update", source=source)
+        return update, version
 
     def _open(self, closed: bool = False) -> Generator[Wait, None, Update]:
         yield lambda: self.update is not None or self._is_settled()
@@ -198,24 +214,32 @@ class Weights:
 
     def update_weights_from_dir(self, weight_dir: str, weight_version: str | None = None) -> Command:
         """A whole update from a checkpoint directory."""
-        self._check_version(weight_version)
-        update = yield from self._open(closed=True)
-        update.source = weight_dir
-        update.stamp = yield from self._staged(update, "receive_update", source={"weight_dir": weight_dir})
-        return (yield from self._commit(update, weight_version))
+        check_version(weight_version)
+        update, version = yield from self._open_directory(weight_dir, weight_version)
+        return (yield from self._commit(update, version))
 
-    def finish_weight_update(self, weight_version: str | None = None) -> Command:
-        """Commit at a step boundary what was staged; `weight_version`: by default the new epoch."""
-        self._check_version(weight_version)
-        return (yield from self._commit(self._filling(weight_version), weight_version))
+    def finish_weight_update(self, weight_version: str | None = None, checksum: str | None = None) -> Command:
+        """Commit at a step boundary what was staged; `weight_version`: by default what a delta's file says, or the new
+        epoch; `checksum`: what the result of a delta must have."""
+        check_version(weight_version)
+        update = self._filling(weight_version)
+        if checksum is not None and not update.is_delta:
+            raise RequestError("only the result of a delta has a checksum here", field="checksum")
+        return (yield from self._commit(update, weight_version, checksum=checksum))
 
-    def _commit(self, update: Update, weight_version: str | None, epoch: int | None = None) -> Command:
+    def _commit(
+        self, update: Update, weight_version: str | None, epoch: int | None = None, checksum: str | None = None
+    ) -> Command:
         update.closed = True
-        yield from self._staged(update, "finish_update")
+        weight_version, result = yield from self._finished(update, weight_version, checksum)
         if weight_version is not None and epoch is None:
             yield from self._check_new(update, weight_version)
         yield STEP_BOUNDARY
         self._check_open(update)
+        if update.spoiled:
+            self._fail(update, "a worker call may have changed the weights that the delta changes")
+            yield from self._background("abort_update")
+            raise Conflict(self.failure or "")
         committed = False
         try:
             self._executor.call("commit_update", {})
@@ -230,9 +254,46 @@ class Weights:
         self.quarantine = self.failure = None
         self.lost = self.modified_by_rpc = False
         self._set_epoch(weight_version, Origin(update.source, update.stamp, pushed=update.source is None), epoch)
+        self._set_checksum(result)
         done = {"message": "Weight update finished", "weight_version": self.version, "epoch": self.epoch}
+        if result is not None:
+            done["checksum"] = result
         yield from self._background("forget_weights")
         return done
+
+    def _finished(
+        self, update: Update, weight_version: str | None, checksum: str | None
+    ) -> Generator[Wait, None, tuple[str | None, str | None]]:
+        """Complete what is staged: the version, and the checksum of the result if it is known."""
+        if not update.is_delta:
+            yield from self._staged(update, "finish_update")
+            return weight_version, None
+        done = yield from self._staged(update, "finish_update", checksum=checksum or update.checksum)
+        version, result = done["version"], done["checksum"]
+        if weight_version is None:
+            weight_version = version
+        reason = ""
+        if version is not None and weight_version != version:
+            reason = f"the delta makes version {version}, not {weight_version}"
+        elif weight_version is not None and not self._history.fits(weight_version, result):
+            reason = f"other weights had the version {weight_version}"
+        if reason:
+            self._fail(update, reason)
+            yield from self._background("abort_update")
+            raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
+        return weight_version, result
+
+    def _set_checksum(self, checksum: str | None) -> None:
+        """What the weights that serve have; None: it is not known."""
+        self.checksum = checksum
+        self._history.add(self.version, checksum)
+
+    def note_worker_call(self) -> None:
+        """A worker call may change the weights."""
+        self.modified_by_rpc = True
+        self.checksum = None
+        if self.update is not None:
+            self.update.spoiled = self.update.is_delta
 
     def _set_epoch(self, weight_version: str | None, origin: Origin, epoch: int | None = None) -> None:
         """Begin a new epoch: KV of the old one is never found again."""
@@ -253,11 +314,12 @@ class Weights:
     def update_weight_version(self, new_version: str) -> Command:
         """Name the weights that serve, and begin a new epoch, as a worker call may have changed them.  After a failover
         this confirms that the loaded weights are the right ones."""
-        self._check_version(new_version, "new_version")
+        check_version(new_version, "new_version")
         if self.update is not None:
             raise Conflict("a weight update is open: finish or abort it first")
         yield STEP_BOUNDARY
         self._set_epoch(new_version, Origin(pushed=True) if self.modified_by_rpc else self.origin)
+        self._set_checksum(self.checksum)
         if self.lost and self.loaded:
             self.quarantine, self.lost = None, False
         return {"success": True, "new_version": new_version, "epoch": self.epoch}
@@ -276,6 +338,22 @@ class Weights:
             raise Conflict("a worker call may have changed the weights since they were loaded")
         return (yield from self._background("checkpoint_checksums"))
 
+    def weights_checksum(self) -> Command:
+        """The checksum of all weights; computed if it is not known."""
+        if not self.loaded:
+            raise Conflict("there are no weights to look at now")
+        if self.checksum is None:
+            epoch = self.epoch
+            checksum = yield from self._background("weights_checksum")
+            if self.epoch != epoch:
+                return (yield from self.weights_checksum())
+            self._set_checksum(checksum)
+        return self.checksum
+
+    def weight_coordinates(self) -> Command:
+        """The tensors in which deltas count elements."""
+        return (yield from self._background("weight_coordinates"))
+
     def _check_new(self, update: Update, weight_version: str) -> Generator[Wait, None, None]:
         """Refuse the version that serves for other weights: one name would stand for two.
 
@@ -291,12 +369,6 @@ class Weights:
             self._fail(update, reason)
             yield from self._background("abort_update")
             raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
-
-    def _check_version(self, version: str | None, field: str = "weight_version") -> None:
-        if version is not None and not 0 < len(version) <= MAX_VERSION:
-            raise RequestError(f"a weight version must have 1 to {MAX_VERSION} characters", field=field)
-        if version is not None and not version.isprintable():
-            raise RequestError("a weight version must have printable characters only", field=field)
 
     def _opened(self, weight_version: str | None = None) -> Update:
         """`weight_version`: what it is to make."""

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.errors import StartError
 from tokserve.kv_spec import KVSpec
 from tokserve.layers.batch import ForwardBatch, LogitsRows
 from tokserve.layers.linear import Linear
 from tokserve.layers.norm import NormSpec, RMSNorm
 from tokserve.layers.options import LayerOptions
+from tokserve.layers.parallel import Group
 from tokserve.layers.parameter import Parameter, owned_copy, under
 from tokserve.layers.rope import RopeSpec
 
@@ -26,8 +28,10 @@ class AttentionSpec:
     """`heads` query heads share `kv_heads` key and value heads of `dim`; scores are multiplied by `scale`.
 
     `kind`: a query of "window" attention sees the last `window` keys, itself included; of "full" attention, all.
-    `qk_norm`: of each query and key head before the rotation.  `sinks`: each head has a score beside those of its keys,
-    whose value is zero.
+    `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `qk_norm`: of each query and key head, or with
+    `norm_scope` "all" of all heads of a token together, before the rotation, or with `norm_last` after it.
+    `qkv_names`: the checkpoint's names of the tensors that form the first projection; the others are names, too.
+    `sinks`: each head has a score beside those of its keys, whose value is zero.
     """
 
     heads: int
@@ -40,6 +44,12 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    softcap: float = 0.0
+    norm_scope: Literal["head", "all"] = "head"
+    norm_last: bool = False
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     sinks: bool = False
 
 
@@ -55,24 +65,27 @@ class Attention:
         self.k_scale = self.v_scale = 1.0  # what a float8 cache's keys and values are multiplied by
         self.cache_scales: Tensor | None = None  # the same [2], for readers of a layer's tensors; None: both are 1
         self.dtype, width = options.dtype, spec.heads * spec.dim
-        sizes = {"q_proj": width, "k_proj": spec.kv_heads * spec.dim, "v_proj": spec.kv_heads * spec.dim}
-        self.qkv = Linear(hidden, sizes, options, bias=spec.qkv_bias, split="column")
-        self.out = Linear(width, {"o_proj": hidden}, options, bias=spec.out_bias, split="row")
+        self.softcap, self.interleaved, self.norm_last = spec.softcap, spec.rope.interleaved, spec.norm_last
+        self.qkv = Linear(hidden, _shards(spec, group), options, bias=spec.qkv_bias, split="column")
+        self.out = Linear(width, {spec.out_name: hidden}, options, bias=spec.out_bias, split="row")
         self.sinks = torch.zeros(self.heads, device=ops.torch_device) if spec.sinks else None  # [heads] float32
         self._heads, self._group = spec.heads, group
-        norm = spec.qk_norm
+        norm, self.norm_names = spec.qk_norm, spec.norm_names
         self.norm_eps = norm.eps if norm else 0.0
-        self.q_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None
-        self.k_norm = RMSNorm(spec.dim, norm, options.dtype) if norm else None
+        widths = (spec.heads * spec.dim, spec.kv_heads * spec.dim) if spec.norm_scope == "all" else (spec.dim, spec.dim)
+        if norm and spec.norm_scope == "all" and group.size > 1:
+            raise StartError("norms over all heads cannot be divided among ranks")
+        self.q_norm = RMSNorm(widths[0], norm, options.dtype) if norm else None
+        self.k_norm = RMSNorm(widths[1], norm, options.dtype) if norm else None
 
     def linears(self) -> dict[str, Linear]:
         """The projections by name."""
         return {"qkv": self.qkv, "out": self.out}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Of the projections and, if there are any, `q_norm` and `k_norm`."""
+        """Of the projections and, if there are any, the norms of queries and keys."""
         parameters = self.qkv.parameters() | self.out.parameters()
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+        for name, norm in zip(self.norm_names, (self.q_norm, self.k_norm), strict=True):
             if norm is not None:
                 parameters |= under(name, norm.parameters())
         if self.sinks is not None:
@@ -101,17 +114,28 @@ class Attention:
         keys, values = batch.kv[layer]
         q = ops.norm_rope_store(
             self.qkv(x, adapters=batch.adapters), self._weight(self.q_norm), self._weight(self.k_norm), self.norm_eps,
-            table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale,
+            table, batch.positions, keys, values, batch.slot_mapping, self.k_scale, self.v_scale, self.interleaved,
+            self.norm_last,
         )  # [T, heads, dim]  # fmt: skip
         rows: LogitsRows | ForwardBatch = batch
         if logits_rows is not None:
             q, rows = q.index_select(0, logits_rows.tokens), logits_rows
         mixed = ops.paged_attention(
             q, keys, values, rows.block_tables, rows.query_start, rows.seq_lens, self.scale * self.k_scale,
-            self.window, self.v_scale, self.sinks,
+            self.window, self.v_scale, self.softcap, self.sinks,
         )  # [T or n, heads, dim]  # fmt: skip
         return self.out(mixed.view(q.shape[0], self.heads * self.dim), adapters=rows.adapters)
 
     @staticmethod
     def _weight(norm: RMSNorm | None) -> Tensor | None:
         return None if norm is None else norm.weight
+
+
+def _shards(spec: AttentionSpec, group: Group) -> dict[str, int]:
+    """Outputs of each tensor that forms the first projection: those of queries, keys and values, or of all."""
+    queries, keys = spec.heads * spec.dim, spec.kv_heads * spec.dim
+    if len(spec.qkv_names) == 1:
+        if group.size > 1:
+            raise StartError(f"{spec.qkv_names[0]} cannot be divided among ranks")
+        return {spec.qkv_names[0]: queries + 2 * keys}
+    return dict(zip(spec.qkv_names, (queries, keys, keys), strict=True))

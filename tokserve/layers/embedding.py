@@ -12,18 +12,31 @@ from torch import Tensor
 from tokserve import ops
 from tokserve.layers.linear import Linear
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.parameter import Parameter
-from tokserve.layers.quant import UNQUANTIZED
+from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.places import MatrixPlace
+from tokserve.layers.quant import UNQUANTIZED, WNA16
+from tokserve.layers.quantized import QuantizedWeight
 
 
 class Embedding:
-    """Row lookup.  `multiplier`: of the rows, rounded to their dtype.  `head`: tied to this weight, loaded with it."""
+    """Row lookup.  `multiplier`: of the rows, rounded to their dtype.  `head`: tied to this weight, loaded with it.
 
-    packed: ops.PackedWeight  # [vocab, hidden]
+    `keeps_stored`: rows that are stored as integers stay so until they are looked up.
+    """
+
+    packed: ops.PackedWeight | ops.PackedWna16  # [vocab, hidden]
 
     def __init__(
-        self, vocab: int, hidden: int, dtype: torch.dtype, *, multiplier: float = 1.0, head: Head | None = None
+        self,
+        vocab: int,
+        hidden: int,
+        dtype: torch.dtype,
+        *,
+        multiplier: float = 1.0,
+        head: Head | None = None,
+        keeps_stored: bool = False,
     ) -> None:
+        self.keeps_stored = keeps_stored
         self.vocab = vocab
         self.hidden = hidden
         self.dtype = dtype
@@ -32,7 +45,19 @@ class Embedding:
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.vocab, self.hidden), self.load, self.dtype)}
+        return {
+            "weight": Parameter((self.vocab, self.hidden), self.load, self.dtype, self.load_stored, places=self.places)
+        }
+
+    def places(self) -> list[MatrixPlace]:
+        """The weight, and the tied head's if it has one of its own; none if one of them is quantized."""
+        if isinstance(self.packed, ops.PackedWna16):
+            return []
+        places = [MatrixPlace(self.packed)]
+        if self.head is not None and self.head.linear.packed is not self.packed:
+            others = self.head.linear.places("lm_head")
+            return [*places, *others] if others else []
+        return places
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [vocab, hidden], for the tied head too."""
@@ -43,16 +68,33 @@ class Embedding:
         if self.head is not None:
             self.head.tie(weight, self.packed)
 
+    def load_stored(self, weight: StoredWeight) -> None:
+        """Take the weight as it is stored, for the tied head too."""
+        if not self.keeps_stored or not isinstance(weight, QuantizedWeight):
+            self.load(weight.dense())
+            return
+        self.packed = ops.pack_wna16(weight.parts)
+        if self.head is not None:
+            self.head.tie_stored(weight, self.packed)
+
     def __call__(self, ids: Tensor) -> Tensor:  # [T] int64 -> [T, hidden]
-        rows = ops.embedding(ids, self.packed)
-        return rows if self.multiplier == 1.0 else rows * self.multiplier
+        if isinstance(self.packed, ops.PackedWna16):
+            rows = ops.embedding_wna16(ids, self.packed, self.dtype)
+            return rows if self.multiplier == 1.0 else rows * self.multiplier
+        return ops.embedding(ids, self.packed, self.multiplier)
 
 
 class Head:
-    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands."""
+    """Hidden rows to float32 logits; the dtype of `options` is that of the product's operands.
 
-    def __init__(self, vocab: int, hidden: int, options: LayerOptions) -> None:
+    `multiplier`: of the products; `softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
+    """
+
+    def __init__(
+        self, vocab: int, hidden: int, options: LayerOptions, *, multiplier: float = 1.0, softcap: float = 0.0
+    ) -> None:
         self.options = options
+        self.multiplier, self.softcap = multiplier, softcap
         self.dtype = options.dtype
         self.linear = Linear(hidden, {"lm_head": vocab}, options)
 
@@ -62,8 +104,16 @@ class Head:
 
     def tie(self, weight: Tensor, packed: ops.PackedWeight) -> None:
         """Use an embedding's weight [vocab, hidden]: what it packed, if that is what the head would pack."""
-        same = weight.dtype == self.dtype and self.linear.quant is UNQUANTIZED
+        same = weight.dtype == self.dtype and self.linear.quant in (UNQUANTIZED, WNA16)
         self.linear.packed = packed if same else self.linear.pack(weight.to(self.dtype))
 
+    def tie_stored(self, weight: QuantizedWeight, packed: ops.PackedWna16) -> None:
+        """The same for a weight in the form in which it is stored."""
+        same = self.linear.quant is WNA16
+        self.linear.packed = packed if same else self.linear.pack(weight.dense().to(self.dtype))
+
     def __call__(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
-        return self.linear(hidden.to(self.dtype), out_dtype=torch.float32)
+        products = self.linear(hidden.to(self.dtype), out_dtype=torch.float32)
+        if self.multiplier == 1.0 and self.softcap == 0.0:
+            return products
+        return ops.cap(products, self.multiplier, self.softcap)

@@ -50,8 +50,8 @@ class MixtureSpec:
 
     `shared_name`: of its module; `shared_gate`: its output is multiplied by the sigmoid of a product with the input.
     `stacked`: checkpoints have one tensor for all experts only; `interleaved`: it is stored transposed, gate and up
-    outputs alternating.  `module`, `router_name`, `names`: the checkpoint's names of the block's part, of the router in
-    it, and of an expert's gate, up and down projections.
+    outputs alternating.  `router_name`, `names`: the checkpoint's names of the router, and of an expert's gate, up and
+    down projections.
     """
 
     experts: int
@@ -64,7 +64,6 @@ class MixtureSpec:
     shared_gate: bool = False
     stacked: bool = False
     interleaved: bool = False
-    module: str = "mlp"
     router_name: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -225,7 +224,7 @@ class Mixture:
     """The feed-forward part of a block: router, experts and, if there is one, the shared block."""
 
     def __init__(self, hidden: int, spec: MixtureSpec, options: LayerOptions) -> None:
-        self.spec, self.module = spec, spec.module
+        self.spec = spec
         self.router = Router(hidden, spec, options)
         self.experts = Experts(hidden, spec, options)
         self.shared = None if spec.shared is None else GatedMLP(hidden, spec.shared, options)

@@ -20,9 +20,11 @@ from tokserve.layers.lora import LoraSlots
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parallel import Split
 from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.layers.places import MatrixPlace, VectorPlace
 from tokserve.layers.quant import Packed, gated
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+FUSED = ("silu", "gelu_tanh")  # activations that the gated product takes
 
 
 class Linear:
@@ -67,10 +69,25 @@ class Linear:
         kept = self.quant.kept_dtype(self.dtype)
         for shard, shape in self._whole.items():
             load_stored = partial(self.load_stored, shard)
-            parameters[f"{shard}.weight"] = Parameter(shape, partial(self.load, shard), kept, load_stored)
+            parameters[f"{shard}.weight"] = Parameter(
+                shape, partial(self.load, shard), kept, load_stored, rounded=self.dtype,
+                places=partial(self.places, shard),
+            )  # fmt: skip
             if self.bias is not None:
-                parameters[f"{shard}.bias"] = Parameter(shape[:1], partial(self.load_bias, shard), self.dtype)
+                places = partial(self.bias_places, shard)
+                load_bias = partial(self.load_bias, shard)
+                parameters[f"{shard}.bias"] = Parameter(shape[:1], load_bias, self.dtype, places=places)
         return parameters
+
+    def places(self, shard: str) -> list[MatrixPlace]:
+        """Of a shard's weight; none if it is quantized, or one rank of several has a part of it."""
+        if self._split is not None or not isinstance(self.packed, ops.PackedWeight):
+            return []
+        return [MatrixPlace(self.packed, self._first_row(shard))]
+
+    def bias_places(self, shard: str) -> list[VectorPlace]:
+        """Of a shard's bias."""
+        return [] if self.bias is None or self._split is not None else [VectorPlace(self._rows(self.bias, shard))]
 
     def load(self, shard: str, tensor: Tensor) -> None:
         """Take a shard's weight, of the checkpoint's shape; the last one packs the layer."""
@@ -155,13 +172,17 @@ class Linear:
         return out
 
     def _rows(self, tensor: Tensor, shard: str) -> Tensor:
-        names = list(self.shards)
-        start = sum(self.shards[name] for name in names[: names.index(shard)])
+        start = self._first_row(shard)
         return tensor[start : start + self.shards[shard]]
+
+    def _first_row(self, shard: str) -> int:
+        names = list(self.shards)
+        return sum(self.shards[name] for name in names[: names.index(shard)])
 
 
 class GatedLinear(Linear):
-    """activation(first half) * second half of x W^T + b, for two shards of equal size: a gate and what it gates."""
+    """activation(first half) * second half of x W^T + b, for a gate and what it gates: two shards of equal
+    size, or one that holds both."""
 
     def __init__(
         self,
@@ -184,10 +205,11 @@ class GatedLinear(Linear):
         self, x: Tensor, *, adapters: Tensor | None = None
     ) -> Tensor:  # [T, inputs] -> [T, outputs / 2] of x's dtype
         """Adapters add to the product before the activation; the bits of rows without one are the same either way."""
-        if adapters is None or self.lora is None:
+        if (adapters is None or self.lora is None) and self.activation in FUSED:
             return self.quant.gated_linear(x, self.packed, self.bias, self.activation)
         both = self.quant.gated_linear(x, self.packed, self.bias, None)
-        self.lora.add(both, x, adapters)
+        if adapters is not None and self.lora is not None:
+            self.lora.add(both, x, adapters)
         return gated(both, self.activation)
 
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(act(gate(x)) * up(x)), with act(gate) * up as one product."""
+"""The feed-forward block: down(act(gate(x)) * up(x)), with act(gate) * up as one product, or down(act(up(x)))."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tokserve import ops
 from tokserve.layers.linear import Activation, GatedLinear, Linear
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter
@@ -13,29 +14,39 @@ from tokserve.layers.parameter import Parameter
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """`inner` is the width between the projections; `bias` holds for all three."""
+    """`inner` is the width between the projections; `bias` holds for all of them.
+
+    `gated`: the first projection has a gate's outputs, then as many that it gates.  `up_names`: the checkpoint's names
+    of the tensors that form it; `down_name`: that of the second.
+    """
 
     inner: int
     activation: Activation
     bias: bool = False
+    gated: bool = True
+    up_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    down_name: str = "down_proj"
 
 
 class GatedMLP:
-    """`hidden` is the width of inputs and outputs.  `module`: the checkpoint's name for it."""
+    """`hidden` is the width of inputs and outputs."""
 
-    module = "mlp"
+    gate_up: Linear
 
     def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
-        shards = {"gate_proj": spec.inner, "up_proj": spec.inner}
-        self.gate_up = GatedLinear(hidden, shards, spec.activation, options, bias=spec.bias, split="column")
-        self.down = Linear(spec.inner, {"down_proj": hidden}, options, bias=spec.bias, split="row")
+        self.activation = spec.activation
+        width = 2 * spec.inner // len(spec.up_names)
+        self.gate_up = GatedLinear(
+            hidden, dict.fromkeys(spec.up_names, width), spec.activation, options, bias=spec.bias, split="column"
+        )
+        self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row")
 
     def linears(self) -> dict[str, Linear]:
         """The projections by name."""
         return {"gate_up": self.gate_up, "down": self.down}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Of `gate_proj`, `up_proj` and `down_proj`."""
+        """Of the projections, under the checkpoint's names."""
         return self.gate_up.parameters() | self.down.parameters()
 
     def __call__(
@@ -43,3 +54,28 @@ class GatedMLP:
     ) -> Tensor:  # [T, hidden] -> [T, hidden]
         """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
         return self.down(self.gate_up(x, adapters=adapters), adapters=adapters)
+
+
+class PlainMLP(GatedMLP):
+    """Without a gate."""
+
+    def __init__(self, hidden: int, spec: MLPSpec, options: LayerOptions) -> None:
+        self.activation = spec.activation
+        (name,) = spec.up_names
+        self.gate_up = Linear(hidden, {name: spec.inner}, options, bias=spec.bias, split="column")
+        self.down = Linear(spec.inner, {spec.down_name: hidden}, options, bias=spec.bias, split="row")
+
+    def linears(self) -> dict[str, Linear]:
+        """The projections by name."""
+        return {"up": self.gate_up, "down": self.down}
+
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None = None, routed: list[Tensor] | None = None
+    ) -> Tensor:  # [T, hidden] -> [T, hidden]
+        """`adapters`: as `Linear` takes them.  `routed` stays as it is: there are no experts."""
+        return self.down(ops.activate(self.gate_up(x, adapters=adapters), self.activation), adapters=adapters)
+
+
+def make_mlp(hidden: int, spec: MLPSpec, options: LayerOptions) -> GatedMLP:
+    """The feed-forward block that the spec describes."""
+    return (GatedMLP if spec.gated else PlainMLP)(hidden, spec, options)

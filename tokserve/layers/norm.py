@@ -1,28 +1,55 @@
-"""Root-mean-square norm, alone or joined with the residual addition before it."""
+"""Norms, alone or joined with the residual addition before them.
+
+All have the same methods, so a decoder does not ask which kind it has; `NoNorm` stands where a family has none.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parameter import Parameter, owned_copy
+from tokserve.layers.places import VectorPlace
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """`offset`: what is added to the stored weight; 1 in families that store the difference from 1."""
+    """`kind`: "rms" divides by the root mean square; "layer" subtracts the mean first, and may add a `bias`.
+
+    `offset`: what is added to the stored weight; 1 in families that store the difference from 1.
+    """
 
     eps: float
     offset: float = 0.0
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
 
 
-class RMSNorm:
+class NoNorm:
+    """What it is given."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """None."""
+        return {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(x * multiplier + residual, the same), [T, size]."""
+        total = ops.add_residual(x, residual, multiplier)
+        return total, total
+
+
+class RMSNorm(NoNorm):
     """x / rms(x) * weight over the last dimension.
 
-    A weight with an offset is kept in float32, because the sum has more digits than a narrower dtype holds.
+    A weight with an offset is kept in float32, because the sum has more digits than a narrower dtype holds, and so is
+    what it was without: it cannot be had from the sum.
     """
 
     weight: Tensor  # [size]
@@ -32,19 +59,58 @@ class RMSNorm:
         self.eps = spec.eps
         self.offset = spec.offset
         self.dtype = torch.float32 if spec.offset else dtype
+        self.loaded: Tensor | None = None  # [size], of a weight with an offset
 
     def parameters(self) -> dict[str, Parameter]:
         """`weight`."""
-        return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset)}
+        return {"weight": Parameter((self.size,), self.load, self.dtype, offset=self.offset, places=self.places)}
+
+    def places(self) -> list[VectorPlace]:
+        """The weight; with an offset, what was loaded before it."""
+        if self.loaded is None:
+            return [VectorPlace(self.weight)]
+        return [VectorPlace(self.loaded), VectorPlace(self.weight, self.offset)]
 
     def load(self, tensor: Tensor) -> None:
         """Take the weight [size]."""
         weight = tensor.float() + self.offset if self.offset else tensor
         self.weight = owned_copy(weight, (self.size,), self.dtype)
+        self.loaded = owned_copy(tensor, (self.size,), self.dtype) if self.offset else None
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, size] -> [T, size]
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), each [T, size]."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(norm of the sum x * multiplier + residual, the sum), each [T, size]."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, multiplier)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean) / deviation * weight + bias over the last dimension; the bias may be missing."""
+
+    def __init__(self, size: int, spec: NormSpec, dtype: torch.dtype) -> None:
+        super().__init__(size, spec, dtype)
+        self.bias = torch.zeros(size, dtype=self.dtype, device=ops.torch_device) if spec.bias else None
+
+    def parameters(self) -> dict[str, Parameter]:
+        """`weight` and, if there is one, `bias`."""
+        parameters = super().parameters()
+        if self.bias is not None:
+            parameters["bias"] = Parameter((self.size,), self.load_bias, self.dtype)
+        return parameters
+
+    def load_bias(self, tensor: Tensor) -> None:
+        """Take the bias [size]."""
+        self.bias = owned_copy(tensor, (self.size,), self.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, size] -> [T, size]
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(norm of the sum x * multiplier + residual, the sum), each [T, size]."""
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps, multiplier)
+
+
+def make_norm(size: int, spec: NormSpec, dtype: torch.dtype) -> RMSNorm:
+    """The norm that the spec describes, of rows of `size`."""
+    return LayerNorm(size, spec, dtype) if spec.kind == "layer" else RMSNorm(size, spec, dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokserve import ops
+from tokserve.layers.places import Place
 
 T = TypeVar("T")
 
@@ -52,6 +53,9 @@ class Parameter:
 
     `shape` is the checkpoint's: a rank of several loads its part of the tensor.
     `load_stored` takes a weight as it is stored; None: `load` is given what it means.
+    `rounded`: the dtype to which `load` rounds a tensor before anything else, if it is not `dtype`.
+    `places`: where the elements are once they are loaded; the first can be read, and each has to be written.  Empty:
+    they are not kept as `rounded`.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +63,13 @@ class Parameter:
     dtype: torch.dtype
     load_stored: Callable[[StoredWeight], None] | None = None
     offset: float = 0.0
+    rounded: torch.dtype | None = None
+    places: Callable[[], Sequence[Place]] = tuple
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """A tensor may be rounded to it before it is loaded: the result has the same bits."""
+        return self.rounded or self.dtype
 
     def take(self, weight: Tensor | StoredWeight) -> None:
         """Load it, however it is stored."""

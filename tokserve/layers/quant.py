@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.layers.parameter import StoredWeight
+from tokserve.layers.quantized import Int4, Wna16
 
-Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8
+Packed = ops.PackedWeight | ops.PackedInt8 | ops.PackedFloat8 | ops.PackedWna16
 
 
 class QuantMethod(Protocol):
@@ -216,8 +217,12 @@ def gated(both: Tensor, activation: str | None) -> Tensor:
     """activation(first half) * second half of a gated product [T, 2 * inner]; None: the product itself."""
     if activation is None:
         return both
-    return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
+    if activation == "silu":
+        return ops.silu_mul(both)
+    return ops.gelu_mul(both) if activation == "gelu_tanh" else ops.activate(both, activation, True)
 
 
-UNQUANTIZED, FLOAT8 = Unquantized(), Float8()
-METHODS: dict[str, QuantMethod] = {"int8": Int8(), "fp8": FLOAT8, "none": UNQUANTIZED}
+UNQUANTIZED, FLOAT8, WNA16 = Unquantized(), Float8(), Wna16()
+METHODS: dict[str, QuantMethod] = {
+    "int8": Int8(), "int4": Int4(), "fp8": FLOAT8, "none": UNQUANTIZED, "wna16": WNA16,
+}  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ROWS = 4096  # computed at a time, to bound the memory for float64
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,9 @@ class RopeSpec:
     `original`: positions the model was trained on before its context was extended; `factor`: by how much.
     The low and high frequency factors are of llama3; the rest below are of yarn, where `attention_factor`
     None means the paper's value, or the ratio of `mscale` to `mscale_all_dim` if both are given.
+    `short` and `long` are longrope's: what each frequency is divided by, where at most `original` positions are served
+    and where more are.  `interleaved`: neighbours are a pair, not the elements of two halves.  Kind "none" turns
+    nothing.
     """
 
     dim: int
@@ -41,6 +44,12 @@ class RopeSpec:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    interleaved: bool = False
+
+
+NO_ROPE = RopeSpec(2, 1.0, "none")
 
 
 def rope_table(spec: RopeSpec, positions: int) -> Tensor:  # [positions, dim] float32
@@ -52,18 +61,22 @@ def rope_table(spec: RopeSpec, positions: int) -> Tensor:  # [positions, dim] fl
     the base of length p + 1 (`original` at least): equal to transformers for sequences up to `original`,
     and, past it, to its token by token generation with a cache.  So one table, made once for the served
     length, gives a token the same rotation in any chunk, any request and for any served length.
+
+    Longrope: transformers takes the long factors for every token of a sequence once it is longer than `original`, and
+    forgets its cache then.  Here all tokens have the long factors if more than `original` positions are served, else
+    the short ones, so that a token's bits follow from its prefix alone.
     """
     scale = _attention_factor(spec)
     table = torch.empty(positions, spec.dim)
     for start in range(0, positions, ROWS):
         rows = table[start : start + ROWS]
         steps = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None]  # [rows, 1]
-        angles = (steps * _frequencies(spec, steps)).double()
+        angles = (steps * _frequencies(spec, steps, positions)).double()
         torch.cat((angles.cos().float() * scale, angles.sin().float() * scale), dim=-1, out=rows)
     return table
 
 
-def _frequencies(spec: RopeSpec, steps: Tensor) -> Tensor:  # [dim / 2], or [rows, dim / 2]
+def _frequencies(spec: RopeSpec, steps: Tensor, positions: int) -> Tensor:  # [dim / 2], or [rows, dim / 2]
     plain = 1.0 / _periods(spec)
     match spec.kind:
         case "default":
@@ -76,6 +89,10 @@ def _frequencies(spec: RopeSpec, steps: Tensor) -> Tensor:  # [dim / 2], or [row
             return _llama3(spec, plain)
         case "yarn":
             return _yarn(spec, plain)
+        case "longrope":
+            return 1.0 / (torch.tensor(spec.long if positions > spec.original else spec.short) * _periods(spec))
+        case "none":
+            return torch.zeros_like(plain)
 
 
 def _periods(spec: RopeSpec) -> Tensor:  # [dim / 2], positions per radian
@@ -122,10 +139,12 @@ def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:  # [dim / 2]
 
 
 def _attention_factor(spec: RopeSpec) -> float:
-    if spec.kind != "yarn":
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original)) if spec.factor > 1 else 1.0
     if spec.mscale and spec.mscale_all_dim:
         return _yarn_scale(spec.factor, spec.mscale) / _yarn_scale(spec.factor, spec.mscale_all_dim)
     return _yarn_scale(spec.factor, 1.0)

@@ -67,6 +67,15 @@ class ConfigReader:
             raise self.refuse(name, f"must be a list of strings, found {value!r}")
         return value
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of so many positive numbers, which must be there."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.refuse(name, f"must be a list of {count} numbers")
+        if not all(isinstance(one, int | float) and not isinstance(one, bool) and one > 0 for one in value):
+            raise self.refuse(name, "must hold positive numbers only")
+        return tuple(float(one) for one in value)
+
     def inner(self, name: str) -> ConfigReader:
         """An object; empty if absent."""
         value = self.values.get(name)

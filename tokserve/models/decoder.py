@@ -15,8 +15,8 @@ from tokserve.layers.batch import ForwardBatch
 from tokserve.layers.embedding import Embedding, Head
 from tokserve.layers.experts import Mixture, MixtureSpec, StackedParameter
 from tokserve.layers.linear import Linear
-from tokserve.layers.mlp import GatedMLP, MLPSpec
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.mlp import GatedMLP, MLPSpec, make_mlp
+from tokserve.layers.norm import NoNorm, make_norm
 from tokserve.layers.options import LayerOptions
 from tokserve.layers.parameter import Parameter, under
 from tokserve.layers.rope import rope_table
@@ -26,38 +26,36 @@ from tokserve.models.spec import BlockSpec, DecoderSpec
 
 def feed_forward(hidden: int, spec: MLPSpec | MixtureSpec, options: LayerOptions) -> GatedMLP | Mixture:
     """The feed-forward part of a block."""
-    return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else GatedMLP(hidden, spec, options)
+    return Mixture(hidden, spec, options) if isinstance(spec, MixtureSpec) else make_mlp(hidden, spec, options)
 
 
 class DecoderBlock:
-    """One layer: norm, attention, norm, feed-forward; with post-norms, a norm after attention and feed-forward too."""
+    """One layer: attention and feed-forward, one after the other or side by side, and norms before or after them."""
 
     def __init__(self, hidden: int, spec: BlockSpec, options: LayerOptions) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(hidden, spec.norm, options.dtype)
+        def norm(name: str) -> NoNorm:
+            return make_norm(hidden, spec.norm, options.dtype) if name else NoNorm()
 
-        self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention_post_norm = norm() if spec.post_norms else None
-        self.mlp_post_norm = norm() if spec.post_norms else None
+        self.norm_names, self.mlp_name = spec.norms, spec.mlp_name
+        self.parallel, self.residual_multiplier = spec.parallel, spec.residual_multiplier
+        self.attention_norm, self.mlp_norm = norm(spec.norms.before_attention), norm(spec.norms.before_mlp)
+        self.attention_post_norm, self.mlp_post_norm = norm(spec.norms.after_attention), norm(spec.norms.after_mlp)
         self.attention = Attention(hidden, spec.attention, options)
         self.mlp = feed_forward(hidden, spec.mlp, options)
 
     def linears(self) -> dict[str, Linear]:
         """The projections, each after the Hugging Face name of the module that it is in."""
-        return under("self_attn", self.attention.linears()) | under(self.mlp.module, self.mlp.linears())
+        return under("self_attn", self.attention.linears()) | under(self.mlp_name, self.mlp.linears())
 
     def parameters(self) -> dict[str, Parameter]:
         """Under the names of Hugging Face checkpoints."""
-        norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            norms = {
-                "input_layernorm": self.attention_norm,
-                "post_attention_layernorm": self.attention_post_norm,
-                "pre_feedforward_layernorm": self.mlp_norm,
-                "post_feedforward_layernorm": self.mlp_post_norm,
-            }
-        parameters = under("self_attn", self.attention.parameters()) | under(self.mlp.module, self.mlp.parameters())
-        for name, norm in norms.items():
+        names = self.norm_names
+        norms = (
+            (names.before_attention, self.attention_norm), (names.after_attention, self.attention_post_norm),
+            (names.before_mlp, self.mlp_norm), (names.after_mlp, self.mlp_post_norm),
+        )  # fmt: skip
+        parameters = under("self_attn", self.attention.parameters()) | under(self.mlp_name, self.mlp.parameters())
+        for name, norm in norms:
             parameters |= under(name, norm.parameters())
         return parameters
 
@@ -71,7 +69,11 @@ class Decoder:
     """`options`: of the blocks; `head`: of the output head; `tables`: a rope table for each of the spec's ropes.
 
     `float8_cache`: the KV cache has a narrow dtype, so scales that come with weights are used.
+    `exact`: all that is computed is batch invariant if the ops are.  `implementation`: as the option model_impl.
     """
+
+    exact = True
+    implementation = "tokserve"
 
     def __init__(
         self,
@@ -86,21 +88,22 @@ class Decoder:
         self.options = options
         self.float8_cache = float8_cache
         self.dtype = options.dtype
-        self.head = Head(spec.vocab, spec.hidden, head)
+        self.head = Head(spec.vocab, spec.hidden, head, multiplier=spec.logits_multiplier, softcap=spec.logits_softcap)
         self.embedding = Embedding(
             spec.vocab,
             spec.hidden,
             self.dtype,
             multiplier=spec.embedding_multiplier,
             head=self.head if spec.tied else None,
+            keeps_stored=options.quant.name in ("wna16", "int4"),
         )
         self.blocks = [DecoderBlock(spec.hidden, block, options) for block in spec.blocks]
-        self.norm = RMSNorm(spec.hidden, spec.norm, self.dtype)
+        self.norm = make_norm(spec.hidden, spec.norm, self.dtype)
         self.rope_tables = tables
         self._layers = self._chain()
         self.provenance = Provenance()
 
-    def _chain(self) -> list[tuple[DecoderBlock, RMSNorm, Tensor]]:
+    def _chain(self) -> list[tuple[DecoderBlock, NoNorm, Tensor]]:
         """Each block with the norm that follows it and its rope table."""
         following = [*(block.attention_norm for block in self.blocks[1:]), self.norm]
         tables = [self.rope_tables[self.spec.ropes.index(block.attention.rope)] for block in self.spec.blocks]
@@ -144,7 +147,7 @@ class Decoder:
         stacked: dict[str, StackedParameter] = {}
         for number, block in enumerate(self.blocks):
             if isinstance(block.mlp, Mixture):
-                prefix = f"model.layers.{number}.{block.mlp.module}."
+                prefix = f"model.layers.{number}.{block.mlp_name}."
                 for name, one in block.mlp.stacked_parameters().items():
                     covers = tuple(prefix + covered for covered in one.covers)
                     stacked[prefix + name] = StackedParameter(one.parameter, covers)
@@ -180,16 +183,17 @@ class Decoder:
         x = self.blocks[0].attention_norm(residual)
         for layer, (block, following, table) in enumerate(self._layers):
             logits_rows = needed if layer == last else None
-            x = block.attention(x, batch, layer, table, logits_rows)
+            mixed = block.attention(x, batch, layer, table, logits_rows)
             if logits_rows is not None:
                 residual = residual.index_select(0, logits_rows.tokens)
-            if block.attention_post_norm is not None:
-                x = block.attention_post_norm(x)
-            x, residual = block.mlp_norm.add(x, residual)
+                x = x.index_select(0, logits_rows.tokens) if block.parallel else x
+            mixed = block.attention_post_norm(mixed)
+            if block.parallel:
+                residual = ops.add_residual(mixed, residual, block.residual_multiplier)
+            else:
+                x, residual = block.mlp_norm.add(mixed, residual, block.residual_multiplier)
             x = block.mlp(x, batch.adapters if logits_rows is None else logits_rows.adapters, batch.routed)
-            if block.mlp_post_norm is not None:
-                x = block.mlp_post_norm(x)
-            x, residual = following.add(x, residual)
+            x, residual = following.add(block.mlp_post_norm(x), residual, block.residual_multiplier)
         if batch.logits_rows is None or needed is not None:
             return x
         return x.index_select(0, batch.logits_rows.tokens)

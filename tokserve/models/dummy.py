@@ -91,9 +91,95 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("GemmaForCausalLM", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 8.0,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    "phi3": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.9,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 160,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.9,
+        },
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", {"tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}),
+    "glm": ("GlmForCausalLM", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4ForCausalLM", {"attention_bias": True, "partial_rotary_factor": 0.5}),
+    "ministral": (
+        "MinistralForCausalLM",
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "cohere": ("CohereForCausalLM", {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 1.1}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 1.1,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "sliding_window": 24,
+        },
+    ),
+    "seed_oss": ("SeedOssForCausalLM", {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {"tie_word_embeddings": True, "use_bias": True}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {"attention_bias": True}),
 }
 
-GAINS = {"lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "o_proj": 0.6, "down_proj": 1.6}
+GAINS = {
+    "lm_head": 2.0, "q_proj": 1.5, "k_proj": 1.5, "qkv_proj": 1.3, "o_proj": 0.6,
+    "down_proj": 1.6, "output_linear": 1.6, "c_proj": 1.6,
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:

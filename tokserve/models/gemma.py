@@ -1,76 +1,121 @@
-"""The text models of Gemma 3.
+"""The text models of Gemma 1, 2 and 3.
 
-Their norms store the difference from 1, and there are norms after attention and MLP too.  Most layers have a window and
-a rope of their own.  Embeddings are multiplied by the root of their width.
+Their norms store the difference from 1; Gemma 2 and 3 have norms after attention and MLP too.  Most layers of Gemma 3
+have a window and a rope of their own.  Embeddings are multiplied by the root of their width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tokserve.layers.norm import NormSpec
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
-from tokserve.models.rope_config import rope_by_type, rope_spec
+from tokserve.models.rope_config import rope, rope_by_type, rope_spec
 from tokserve.models.spec import (
+    AROUND,
+    BEFORE,
+    BlockNorms,
     BlockSpec,
     DecoderSpec,
     attention,
     decoder,
+    every_but,
     head_size,
     mlp,
     window_size,
     windowed,
-    windows_by_type,
 )
 
 THETA, LOCAL_THETA = 1e6, 1e4  # of full attention and of windows, where the config gives none
 MAX_POSITION = 131072
 
 
-def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
-    """Gemma 3 without its vision tower."""
+def gemma(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 1."""
     fields = ConfigReader(hf)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if fields.values.get(name):
-            raise fields.refuse(name, "is not supported")
-    dim, bias = head_size(fields, 256), fields.flag("attention_bias")
+    dim = head_size(fields, 256)
+    table = rope(fields, dim, fields.integer("max_position_embeddings", 8192))
+    layers = fields.integer("num_hidden_layers")
+    return _gemma(
+        fields, (table,) * layers, (0,) * layers, scale=dim**-0.5, kv_heads=16, norms=BEFORE, activation="hidden_act",
+        max_position=8192,
+    )  # fmt: skip
+
+
+def gemma2(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 2: soft-capped scores and logits, windows in every other layer."""
+    fields = ConfigReader(hf)
+    table = rope(fields, head_size(fields, 256), fields.integer("max_position_embeddings", 8192))
+    windows = every_but(fields, window_size(fields, 4096), 2)
+    return _gemma(fields, (table,) * len(windows), windows, max_position=8192, caps=(50.0, 30.0))
+
+
+def gemma3(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 3 without its vision tower: norms of query and key heads, windows in five layers of six."""
+    fields = ConfigReader(hf)
+    windows = every_but(fields, window_size(fields, 4096), fields.integer("sliding_window_pattern", 6))
+    full, local = _ropes(fields, head_size(fields, 256))
+    ropes = tuple(local if window else full for window in windows)
+    return _gemma(fields, ropes, windows, max_position=MAX_POSITION, qk_norm=True)
+
+
+def _gemma(
+    fields: ConfigReader,
+    ropes: tuple[RopeSpec, ...],
+    windows: tuple[int, ...],
+    *,
+    max_position: int,
+    scale: float | None = None,
+    kv_heads: int = 4,
+    norms: BlockNorms = AROUND,
+    activation: str = "hidden_activation",
+    caps: tuple[float, float] = (0.0, 0.0),
+    qk_norm: bool = False,
+) -> DecoderSpec:
+    """`caps`: of scores and logits, where the config does not say."""
+    if fields.values.get("use_bidirectional_attention"):
+        raise fields.refuse("use_bidirectional_attention", "is not supported")
+    score_cap, logit_cap = (
+        _cap(fields, name, absent)
+        for name, absent in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
+    )
+    bias = fields.flag("attention_bias")
     norm = NormSpec(fields.number("rms_norm_eps", 1e-6), offset=1.0)
-    full, local = _ropes(fields, dim)
-    feed_forward = mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
-
-    def block(window: int) -> BlockSpec:
-        attend = attention(
-            fields,
-            dim=dim,
-            rope=local if window else full,
-            kv_heads=4,
-            scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-            qk_norm=norm,
-            qkv_bias=bias,
-            out_bias=bias,
-        )
-        return BlockSpec(windowed(attend, window), feed_forward, norm, post_norms=True)
-
+    feed_forward = mlp(fields, activation, "gelu_pytorch_tanh")
+    attend = attention(
+        fields,
+        dim=head_size(fields, 256),
+        rope=ropes[0],
+        kv_heads=kv_heads,
+        scale=fields.number("query_pre_attn_scalar", 256) ** -0.5 if scale is None else scale,
+        qk_norm=norm if qk_norm else None,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    attend = replace(attend, softcap=score_cap)
     return decoder(
         fields,
-        tuple(block(window) for window in _windows(fields)),
-        max_position=MAX_POSITION,
+        tuple(
+            BlockSpec(windowed(replace(attend, rope=table), window), feed_forward, norm, norms)
+            for table, window in zip(ropes, windows, strict=True)
+        ),
+        max_position=max_position,
         renames=HEADLESS,
         tied=True,
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+        logits_softcap=logit_cap,
     )
 
 
-def _windows(fields: ConfigReader) -> tuple[int, ...]:
-    """By `layer_types`, or else in all layers but every sixth (`sliding_window_pattern`)."""
-    window = window_size(fields, 4096)
-    if fields.present("layer_types"):
-        return windows_by_type(fields, window)
-    every = fields.integer("sliding_window_pattern", 6)
-    return tuple(window if (layer + 1) % every else 0 for layer in range(fields.integer("num_hidden_layers")))
+def _cap(fields: ConfigReader, name: str, absent: float) -> float:
+    """0: none, which is what null means."""
+    if name in fields.values and not fields.present(name):
+        return 0.0
+    return fields.number(name, absent) if absent or fields.present(name) else 0.0
 
 
 def _ropes(fields: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tokserve.layers.norm import NormSpec
+from tokserve.layers.rope import NO_ROPE
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.spec import DecoderSpec, dense, no_windows, window_everywhere, windows_by_layer
+from tokserve.models.rope_config import rope
+from tokserve.models.spec import (
+    DecoderSpec,
+    dense,
+    head_size,
+    no_windows,
+    window_everywhere,
+    window_size,
+    windows_by_layer,
+    windows_by_type,
+)
 
 # Checkpoints saved from the model without its head lack the prefix.
 HEADLESS = (("embed_tokens.", "model.embed_tokens."), ("layers.", "model.layers."), ("norm.", "model.norm."))
@@ -54,5 +66,106 @@ def qwen3(hf: Mapping[str, Any]) -> DecoderSpec:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm=True,
+        renames=HEADLESS,
+    )
+
+
+def ministral(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Ministral: windows on the layers that `layer_types` names, else on all."""
+    fields = ConfigReader(hf)
+    types = fields.present("layer_types")
+    windows = windows_by_type(fields, window_size(fields, 4096)) if types else window_everywhere(fields, absent=4096)
+    return dense(fields, windows=windows, max_position=131072, kv_heads=8, renames=HEADLESS)
+
+
+def smollm3(hf: Mapping[str, Any]) -> DecoderSpec:
+    """SmolLM 3: layers without rope, by `no_rope_layers` (where 0 means none) or else every fourth."""
+    fields = ConfigReader(hf)
+    layers, bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias")
+    every = fields.integer("no_rope_layer_interval", 4)
+    turned = fields.values.get("no_rope_layers")
+    turned = [(layer + 1) % every != 0 for layer in range(layers)] if turned is None else turned
+    if not isinstance(turned, list) or len(turned) < layers or not all(one in (0, 1) for one in turned):
+        raise fields.refuse("no_rope_layers", f"must be a list of 0 and 1 for {layers} layers")
+    window = window_size(fields, 0, minimum=0) if fields.flag("use_sliding_window") else 0
+    if fields.present("layer_types"):
+        windows = windows_by_type(fields, window)
+    else:
+        windows = tuple(0 if turned[layer] else window for layer in range(layers))
+    dim, positions = head_size(fields), fields.integer("max_position_embeddings", 32768)
+    table = rope(fields, dim, positions, theta=2e6)
+    return dense(
+        fields,
+        windows=windows,
+        max_position=32768,
+        kv_heads=4,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        ropes=tuple(table if turned[layer] else NO_ROPE for layer in range(layers)),
+        tied=True,
+        renames=HEADLESS,
+    )
+
+
+def seed_oss(hf: Mapping[str, Any]) -> DecoderSpec:
+    """Seed-OSS: biases, one attribute for each kind."""
+    fields = ConfigReader(hf)
+    return dense(
+        fields,
+        windows=no_windows(fields),
+        max_position=524288,
+        kv_heads=8,
+        head_dim=128,
+        qkv_bias=fields.flag("attention_bias", True),
+        out_bias=fields.flag("attention_out_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        renames=HEADLESS,
+    )
+
+
+def ernie4_5(hf: Mapping[str, Any]) -> DecoderSpec:
+    """ERNIE 4.5 without experts: neighbours rotate as pairs."""
+    fields = ConfigReader(hf)
+    bias, layers = fields.flag("use_bias"), fields.integer("num_hidden_layers")
+    dim, positions = head_size(fields, 128), fields.integer("max_position_embeddings", 131072)
+    return dense(
+        fields,
+        windows=no_windows(fields),
+        max_position=131072,
+        kv_heads=2,
+        head_dim=128,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        norm=NormSpec(fields.number("rms_norm_eps", 1e-5)),
+        ropes=(rope(fields, dim, positions, theta=5e5, interleaved=True),) * layers,
+        tied=True,
+        renames=HEADLESS,
+    )
+
+
+def hunyuan(hf: Mapping[str, Any]) -> DecoderSpec:
+    """HunYuan without experts: norms of query and key heads after the rotation."""
+    fields = ConfigReader(hf)
+    bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
+    dim, positions = head_size(fields), fields.integer("max_position_embeddings", 2048)
+    given = fields.inner("rope_scaling") if fields.inner("rope_scaling").values else fields.inner("rope_parameters")
+    if given.values.get("alpha") and given.text("rope_type", given.text("type", "default")) == "dynamic":
+        plain = ConfigReader({key: value for key, value in hf.items() if not key.startswith("rope_")})
+        theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
+        table = rope(plain, dim, positions, theta=theta * given.number("alpha") ** (dim / (dim - 2)))
+    else:
+        table = rope(fields, dim, positions)
+    return dense(
+        fields,
+        windows=no_windows(fields),
+        max_position=2048,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        norm=NormSpec(fields.number("rms_norm_eps", 1e-5)),
+        ropes=(table,) * layers,
+        in_attention={"norm_last": True, "norm_names": ("query_layernorm", "key_layernorm")},
         renames=HEADLESS,
     )

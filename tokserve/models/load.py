@@ -15,7 +15,8 @@ import torch
 
 from tokserve.errors import StartError
 from tokserve.layers.options import LayerOptions
-from tokserve.layers.quant import METHODS, UNQUANTIZED
+from tokserve.layers.quant import METHODS, UNQUANTIZED, WNA16, QuantMethod
+from tokserve.layers.quantized import GROUP, Int4
 from tokserve.models import dummy, kv_scales, weights
 from tokserve.models.decoder import Decoder, rope_tables
 from tokserve.models.formats.pick import quantization_of
@@ -38,52 +39,59 @@ def load(
     seed: int,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    group_size: int = GROUP,
     quantize_lm_head: bool = False,
     has_float8: bool = False,
+    has_wna16: bool = True,
     float8_cache: bool = False,
 ) -> Decoder:
     """Build the model of `hf` (config.json, overrides applied) and load its weights.  Raises StartError.
 
     `head_dtype`: "auto" is the model's.  `load_format` "dummy" draws weights from `seed` and reads no file.
     `max_model_len`: positions to serve, by default the config's own limit.  `quantization`: the method that quantizes
-    the projections as they are loaded, with `quantize_lm_head` the head too.  With None, where the device
-    `has_float8` products, projections that are stored so stay so, with their own scales; "none": they become `dtype`
-    there too.
+    the projections as they are loaded, with `quantize_lm_head` the head too ("int4": with a scale per `group_size`
+    inputs).  With None, projections that are stored as float8 where the device `has_float8` products, or in 4 or 8 bits
+    where it `has_wna16` ones, stay so, with their own scales; "none": they become `dtype` there too.
     `float8_cache`: keys and values will be kept as float8, by the scales that come with the weights.
     """
     spec = decoder_spec(hf)
     options: dict[str, Any] = {
         "dtype": dtype, "head_dtype": head_dtype, "max_model_len": max_model_len, "quantization": quantization,
-        "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
+        "group_size": group_size, "quantize_lm_head": quantize_lm_head, "float8_cache": float8_cache,
     }  # fmt: skip
     if load_format == "dummy":
-        decoder = build(spec, **options)
-        parameters = decoder.parameters_by_name()
-        weights.load_into(parameters, dummy.tensors(parameters, seed))
-        decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
-        return decoder
+        return _with_dummy_weights(build(spec, **options), seed)
     catalogue = weights.catalogue(directory)
     stamp = weights.stamp(catalogue)
     entries = weights.with_model_names(catalogue, spec.renames)
     scales = {name: entries.pop(name) for name in kv_scales.names(len(spec.blocks)) if name in entries}
     entries = weights.by_weight(entries, spec.format)
-    native = spec.format.native_method(entries)
-    if native is not None and quantization in ((native, None) if has_float8 else (native,)):
-        options["quantization"] = native
-    else:
-        native = None
-    if any(entry.parts for entry in entries.values()):
+    stored = spec.format.native_method(entries)
+    has_products = {"fp8": has_float8, "wna16": has_wna16}
+    keeps = stored is not None and (quantization == stored or (quantization is None and has_products[stored]))
+    if keeps:
+        options["quantization"] = stored
+    if any(entry.is_stored for entry in entries.values()):
         becomes = METHODS[quantization].name or dtype if quantization else dtype
-        result = f"stay {spec.format.name}, with their scales," if native else f"become {becomes}"
+        result = f"stay {spec.format.name}, with their scales," if keeps else f"become {becomes}"
         logger.info("the checkpoint's %s weights %s as they are loaded", spec.format.name, result)
     if spec.tied and HEAD in entries:
         spec, entries = _resolve_tie(spec, entries)
     decoder = build(spec, **options)
-    parameters = weights.layout(entries, decoder.parameters_by_name(), decoder.stacked_parameters())
+    by_name = decoder.parameters_by_name()
+    entries = weights.without_zero_biases(entries, by_name)
+    parameters = weights.layout(entries, by_name, decoder.stacked_parameters())
     weights.check(entries, parameters, str(directory))
     weights.load_into(parameters, weights.stream(entries))
     decoder.provenance.add_files(catalogue, stamp)
     _scale_cache(decoder, scales, quantization_of(hf))
+    return decoder
+
+
+def _with_dummy_weights(decoder: Decoder, seed: int) -> Decoder:
+    parameters = decoder.parameters_by_name()
+    weights.load_into(parameters, dummy.tensors(parameters, seed))
+    decoder.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
     return decoder
 
 
@@ -107,18 +115,32 @@ def build(
     dtype: str,
     head_dtype: str,
     quantization: str | None = None,
+    group_size: int = GROUP,
     quantize_lm_head: bool = False,
     max_model_len: int | None = None,
     float8_cache: bool = False,
 ) -> Decoder:
     """A decoder without weights; arguments as `load`'s."""
-    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    quant = _method(quantization, group_size)
     model_type = _dtype(dtype)
     head_type = model_type if head_dtype == "auto" else _dtype(head_dtype)
-    head_quant = quant if quantize_lm_head else UNQUANTIZED
+    head_quant = _head_method(quant, quantize=quantize_lm_head)
     options, head = LayerOptions(model_type, quant), LayerOptions(head_type, head_quant)
     tables = rope_tables(spec, max_model_len or spec.max_position)
     return Decoder(spec, options, head, tables, float8_cache=float8_cache)
+
+
+def _method(quantization: str | None, group_size: int) -> QuantMethod:
+    if quantization == "int4":
+        return Int4(group_size)
+    return UNQUANTIZED if quantization is None else METHODS[quantization]
+
+
+def _head_method(quant: QuantMethod, *, quantize: bool) -> QuantMethod:
+    """To quantize it, the projections' method, or int8 where these stay what they are; else it stays what it is."""
+    if quantize:
+        return METHODS["int8"] if quant.name in (None, WNA16.name) else quant
+    return WNA16 if quant.name in ("int4", WNA16.name) else UNQUANTIZED
 
 
 def _dtype(name: str) -> torch.dtype:

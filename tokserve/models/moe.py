@@ -10,7 +10,6 @@ from tokserve.layers.experts import MixtureSpec, RouterSpec
 from tokserve.layers.mlp import MLPSpec
 from tokserve.models.config_reader import ConfigReader
 from tokserve.models.llama import HEADLESS
-from tokserve.models.rope_config import rope
 from tokserve.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
@@ -23,10 +22,13 @@ from tokserve.models.spec import (
 MIXTRAL_NAMES = ((".mlp.", ".block_sparse_moe."),)  # transformers 5 calls the module so, checkpoints do not
 
 
-def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool]) -> DecoderSpec:
-    """The spec with the mixture in the layers marked True."""
-    blocks = zip(spec.blocks, layers, strict=True)
-    return replace(spec, blocks=tuple(replace(b, mlp=mixture) if sparse else b for b, sparse in blocks))
+def with_mixture(spec: DecoderSpec, mixture: MixtureSpec, layers: Sequence[bool], mlp_name: str = "mlp") -> DecoderSpec:
+    """The spec with the mixture in the layers marked True.  `mlp_name`: of its module in a checkpoint."""
+    blocks = (
+        replace(block, mlp=mixture, mlp_name=mlp_name) if sparse else block
+        for block, sparse in zip(spec.blocks, layers, strict=True)
+    )
+    return replace(spec, blocks=tuple(blocks))
 
 
 def mixture(
@@ -115,21 +117,19 @@ def mixtral(hf: Mapping[str, Any]) -> DecoderSpec:
     spec = dense(fields, windows=(window,) * layers, max_position=131072, kv_heads=8, renames=HEADLESS + MIXTRAL_NAMES)
     experts = mixture(
         fields, RouterSpec(fields.integer("num_experts_per_tok", 2)), count=("num_local_experts", 8),
-        inner=("intermediate_size", 14336), module="block_sparse_moe", names=("w1", "w3", "w2"),
+        inner=("intermediate_size", 14336), names=("w1", "w3", "w2"),
     )  # fmt: skip
-    return with_mixture(spec, experts, [True] * layers)
+    return with_mixture(spec, experts, [True] * layers, "block_sparse_moe")
 
 
 def glm4_moe(hf: Mapping[str, Any]) -> DecoderSpec:
     """GLM-4.5: sigmoid scores with a correction bias, a shared expert, dense layers first, half of a head rotated."""
-    fields, rotated = _without_partial({"rms_norm_eps": 1e-5} | dict(hf), 0.5)
+    fields = ConfigReader({"rms_norm_eps": 1e-5} | dict(hf))
     bias, layers = fields.flag("attention_bias"), fields.integer("num_hidden_layers")
     spec = dense(
         fields, windows=no_windows(fields), max_position=131072, kv_heads=8, qkv_bias=bias,
-        qk_norm=fields.flag("use_qk_norm"), renames=HEADLESS,
+        qk_norm=fields.flag("use_qk_norm"), rotary=0.5, renames=HEADLESS,
     )  # fmt: skip
-    turned = rope(fields, int(spec.blocks[0].attention.dim * rotated), spec.max_position)
-    spec = replace(spec, blocks=tuple(replace(b, attention=replace(b.attention, rope=turned)) for b in spec.blocks))
     router = RouterSpec(
         fields.integer("num_experts_per_tok", 8),
         sigmoid=True,
@@ -156,13 +156,3 @@ def _alternating_windows(fields: ConfigReader) -> tuple[int, ...]:
         return windows_by_type(fields, window)
     last = fields.integer("max_window_layers", 28, minimum=0)
     return tuple(0 if layer % 2 or layer >= last else window for layer in range(fields.integer("num_hidden_layers")))
-
-
-def _without_partial(hf: dict[str, Any], absent: float) -> tuple[ConfigReader, float]:
-    """The attributes without `partial_rotary_factor`, and its value."""
-    nested = {name: dict(hf[name]) for name in ("rope_parameters", "rope_scaling") if isinstance(hf.get(name), Mapping)}
-    values = [part.pop("partial_rotary_factor", None) for part in (*nested.values(), dict(hf))]
-    given = ConfigReader({"partial_rotary_factor": next((value for value in values if value is not None), absent)})
-    return ConfigReader({k: v for k, v in (hf | nested).items() if k != "partial_rotary_factor"}), given.number(
-        "partial_rotary_factor"
-    )

@@ -72,7 +72,7 @@ def _of_files(catalogue: Mapping[str, Entry], stamp: str) -> dict[str, str]:
     try:
         if weights.stamp(catalogue) != stamp:
             raise Conflict("the files that the weights were read from have changed since")
-        return {name: checksum(weights.read(entry)) for name, entry in catalogue.items()}
+        return {name: checksum(weights.source(entry)) for name, entry in catalogue.items()}
     except (OSError, SafetensorError, StartError) as error:
         raise Conflict(f"the files that the weights were read from cannot be read again: {error}") from None
 

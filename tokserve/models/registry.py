@@ -14,17 +14,39 @@ from tokserve.models.config_reader import ConfigReader
 from tokserve.models.spec import DecoderSpec
 
 ARCHITECTURES = {
+    "Cohere2ForCausalLM": "tokserve.models.cohere:cohere2",
+    "CohereForCausalLM": "tokserve.models.cohere:cohere",
+    "Ernie4_5ForCausalLM": "tokserve.models.llama:ernie4_5",
+    "Gemma2ForCausalLM": "tokserve.models.gemma:gemma2",
     "Gemma3ForCausalLM": "tokserve.models.gemma:gemma3",
+    "GemmaForCausalLM": "tokserve.models.gemma:gemma",
+    "Glm4ForCausalLM": "tokserve.models.glm:glm4",
     "Glm4MoeForCausalLM": "tokserve.models.moe:glm4_moe",
+    "GlmForCausalLM": "tokserve.models.glm:glm",
     "GptOssForCausalLM": "tokserve.models.gpt_oss:gpt_oss",
+    "GraniteForCausalLM": "tokserve.models.granite:granite",
+    "GraniteMoeHybridForCausalLM": "tokserve.models.granite:granite_hybrid",
+    "HunYuanDenseV1ForCausalLM": "tokserve.models.llama:hunyuan",
     "LlamaForCausalLM": "tokserve.models.llama:llama",
+    "MinistralForCausalLM": "tokserve.models.llama:ministral",
     "MistralForCausalLM": "tokserve.models.llama:mistral",
     "MixtralForCausalLM": "tokserve.models.moe:mixtral",
+    "Olmo2ForCausalLM": "tokserve.models.olmo:olmo2",
+    "Olmo3ForCausalLM": "tokserve.models.olmo:olmo3",
+    "Phi3ForCausalLM": "tokserve.models.phi:phi3",
     "Qwen2ForCausalLM": "tokserve.models.llama:qwen2",
     "Qwen2MoeForCausalLM": "tokserve.models.moe:qwen2_moe",
     "Qwen3ForCausalLM": "tokserve.models.llama:qwen3",
     "Qwen3MoeForCausalLM": "tokserve.models.moe:qwen3_moe",
+    "SeedOssForCausalLM": "tokserve.models.llama:seed_oss",
+    "SmolLM3ForCausalLM": "tokserve.models.llama:smollm3",
+    "Starcoder2ForCausalLM": "tokserve.models.starcoder:starcoder2",
 }
+
+
+def is_known(hf: Mapping[str, Any]) -> bool:
+    """Whether a function of the table reads this config.json."""
+    return not ARCHITECTURES.keys().isdisjoint(ConfigReader(hf).texts("architectures"))
 
 
 def decoder_spec(hf: Mapping[str, Any]) -> DecoderSpec:

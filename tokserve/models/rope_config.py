@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tokserve.layers.rope import RopeSpec
 from tokserve.models.config_reader import ConfigReader
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")  # su: Phi 3's older longrope
 
 
-def rope(fields: ConfigReader, dim: int, max_position: int) -> RopeSpec:
-    """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside."""
+def rope(
+    fields: ConfigReader,
+    dim: int,
+    max_position: int,
+    *,
+    theta: float = 10000.0,
+    rotary: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """From `rope_scaling` with a `rope_theta` beside it, or `rope_parameters` with all inside.
+
+    `theta`, and `rotary`, the part of a head of `dim` that is rotated: where the config does not say.
+    `rotary` None: it must be all.
+    """
     given = fields.inner("rope_scaling")
     if not given.values:
         given = fields.inner("rope_parameters")
     nested = [name for name, value in given.values.items() if isinstance(value, Mapping)]
     if nested:
         raise given.refuse(nested[0], "(rope parameters by layer type) is not supported by this architecture")
-    theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
-    return rope_spec(fields, given, dim, max_position, theta)
+    theta = given.number("rope_theta", fields.number("rope_theta", theta))
+    spec = rope_spec(fields, given, dim, max_position, theta, rotary=rotary)
+    return replace(spec, interleaved=True) if interleaved else spec
 
 
 def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, theta: float) -> RopeSpec:
@@ -28,10 +42,19 @@ def rope_by_type(fields: ConfigReader, kind: str, dim: int, max_position: int, t
     return rope_spec(fields, given, dim, max_position, given.number("rope_theta", theta))
 
 
-def rope_spec(fields: ConfigReader, given: ConfigReader, dim: int, max_position: int, theta: float) -> RopeSpec:
-    """The rope that the object `given` describes, with this theta."""
-    if given.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+def rope_spec(
+    fields: ConfigReader, given: ConfigReader, dim: int, max_position: int, theta: float, *, rotary: float | None = None
+) -> RopeSpec:
+    """The rope that the object `given` describes, with this theta.
+
+    `rotary`: the part of a head that is rotated where the config does not say; None: this family rotates whole heads.
+    """
+    part = given.number("partial_rotary_factor", fields.number("partial_rotary_factor", rotary or 1.0))
+    if rotary is None and part != 1.0:
         raise given.refuse("partial_rotary_factor", "is not 1; this architecture rotates whole heads")
+    if not 2 <= int(dim * part) <= dim or int(dim * part) % 2:
+        raise given.refuse("partial_rotary_factor", f"must rotate an even part of a head of {dim}, found {part}")
+    dim = int(dim * part)
     kind = given.text("rope_type", given.text("type", "default"))
     if kind not in ROPE_KINDS:
         raise given.refuse("rope_type", f"{kind!r} is not supported; supported are: {', '.join(ROPE_KINDS)}")
@@ -47,6 +70,8 @@ def rope_spec(fields: ConfigReader, given: ConfigReader, dim: int, max_position:
     original = fields.integer(before, given.integer(before, max_position))
     if kind == "llama3":
         return _llama3(given, dim, theta, original)
+    if kind in ("longrope", "su"):
+        return _longrope(given, dim, theta, original, max_position)
     return _yarn(given, dim, theta, original, max_position)
 
 
@@ -56,6 +81,15 @@ def _llama3(given: ConfigReader, dim: int, theta: float, original: int) -> RopeS
         raise given.refuse("high_freq_factor", f"must be above low_freq_factor {low}, found {high}")
     return RopeSpec(
         dim, theta, "llama3", given.number("factor"), original, low_freq_factor=low, high_freq_factor=high
+    )  # fmt: skip
+
+
+def _longrope(given: ConfigReader, dim: int, theta: float, original: int, max_position: int) -> RopeSpec:
+    return RopeSpec(
+        dim, theta, "longrope", given.number("factor", max_position / original), original,
+        attention_factor=given.number("attention_factor") if given.present("attention_factor") else None,
+        short=given.numbers("short_factor", dim // 2),
+        long=given.numbers("long_factor", dim // 2),
     )  # fmt: skip
 
 

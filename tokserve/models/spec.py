@@ -7,7 +7,9 @@ arithmetic in a way not built here is refused, because ignoring it would give ot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokserve.layers.attention import AttentionSpec
 from tokserve.layers.experts import MixtureSpec
@@ -23,27 +25,56 @@ from tokserve.models.rope_config import rope
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu": "gelu", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 Renames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class BlockNorms:
+    """Where a block has norms: their names in a checkpoint, "" for none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+BEFORE = BlockNorms()
+AROUND = BlockNorms(  # Gemma's
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+AFTER = BlockNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")  # OLMo's
+SINGLE = BlockNorms(before_mlp="")  # of parallel blocks
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """One layer.  `norm` is before attention and before the MLP, with `post_norms` after each of them too."""
+    """One layer.  `norm` is at the places that `norms` says.
+
+    `parallel`: the MLP is given what attention is given, and both are added to the residual stream.
+    `residual_multiplier`: of what is added to it.  `mlp_name`: of the MLP's module in a checkpoint.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec | MixtureSpec
     norm: NormSpec
-    post_norms: bool = False
+    norms: BlockNorms = BEFORE
+    parallel: bool = False
+    residual_multiplier: float = 1.0
+    mlp_name: str = "mlp"
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Embedding, blocks, final norm and head.  `tied`: the head's weight is the embedding's.
 
-    `embedding_multiplier`: of the embeddings, in the model's dtype.  `renames`: (prefix in the checkpoint, prefix
-    here), applied to names that start with the first; a pair whose first begins with a dot is replaced anywhere in the
-    name.  `format`: how the checkpoint stores weights.
+    `embedding_multiplier`: of the embeddings, in the model's dtype.  `logits_multiplier`: of the logits, and
+    `logits_softcap` > 0: a logit x becomes softcap * tanh(x / softcap) after that.
+    `renames`: (prefix in the checkpoint, prefix here), applied to names that start with the first; a pair whose first
+    begins with a dot is replaced anywhere in the name.  `format`: how the checkpoint stores weights.
     """
 
     vocab: int
@@ -55,6 +86,8 @@ class DecoderSpec:
     renames: Renames
     embedding_multiplier: float = 1.0
     format: CheckpointFormat = DENSE
+    logits_multiplier: float = 1.0
+    logits_softcap: float = 0.0
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -75,6 +108,8 @@ def decoder(
     renames: Renames,
     tied: bool = False,
     embedding_multiplier: float = 1.0,
+    logits_multiplier: float = 1.0,
+    logits_softcap: float = 0.0,
 ) -> DecoderSpec:
     """The spec of these blocks.  `max_position`, `tied`: what the family assumes where the attribute is absent."""
     refuse_unsupported(fields)
@@ -87,6 +122,8 @@ def decoder(
         tied=fields.flag("tie_word_embeddings", tied),
         renames=renames,
         embedding_multiplier=embedding_multiplier,
+        logits_multiplier=logits_multiplier,
+        logits_softcap=logits_softcap,
         format=pick.checkpoint_format(fields.values),
     )
 
@@ -103,25 +140,41 @@ def dense(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     renames: Renames = (),
+    rotary: float | None = None,
+    interleaved: bool = False,
+    norm: NormSpec | None = None,
+    ropes: tuple[RopeSpec, ...] = (),
+    in_attention: Mapping[str, Any] | None = None,
+    in_mlp: Mapping[str, Any] | None = None,
+    in_block: Mapping[str, Any] | None = None,
+    **in_decoder: Any,
 ) -> DecoderSpec:
-    """The spec of a family whose blocks differ in their windows alone (0: full attention).
+    """The spec of a family whose blocks differ in their windows (0: full attention) and ropes alone.
 
-    `kv_heads`, `head_dim`: as `attention` takes them; `max_position`: as `decoder` does.
+    `kv_heads`, `head_dim`: as `attention` takes them; `max_position`: as `decoder` does.  `rotary`: the part of a head
+    that is rotated, where the config does not say, None: all of it; `interleaved`: as in a `RopeSpec`.  `ropes`:
+    one per layer, else the config's for all.  `norm`: else RMS norms with the config's `rms_norm_eps`.
+    `in_...`: more fields of these specs.
     """
-    norm = NormSpec(fields.number("rms_norm_eps", 1e-6))
-    dim = head_size(fields, head_dim)
+    norm = norm or NormSpec(fields.number("rms_norm_eps", 1e-6))
+    dim, positions = head_size(fields, head_dim), fields.integer("max_position_embeddings", max_position)
+    ropes = ropes or (rope(fields, dim, positions, rotary=rotary, interleaved=interleaved),) * len(windows)
     attend = attention(
         fields,
         dim=dim,
-        rope=rope(fields, dim, fields.integer("max_position_embeddings", max_position)),
+        rope=ropes[0],
         kv_heads=kv_heads,
         qk_norm=norm if qk_norm else None,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
     )
-    feed_forward = mlp(fields, "hidden_act", "silu", bias=mlp_bias)
-    blocks = tuple(BlockSpec(windowed(attend, window), feed_forward, norm) for window in windows)
-    return decoder(fields, blocks, max_position=max_position, renames=renames)
+    attend = replace(attend, **in_attention or {})
+    feed_forward = replace(mlp(fields, "hidden_act", "silu", bias=mlp_bias), **in_mlp or {})
+    blocks = tuple(
+        BlockSpec(windowed(replace(attend, rope=table), window), feed_forward, norm, **in_block or {})
+        for window, table in zip(windows, ropes, strict=True)
+    )
+    return decoder(fields, blocks, max_position=max_position, renames=renames, **in_decoder)
 
 
 def head_size(fields: ConfigReader, absent: int | None = None) -> int:
@@ -217,7 +270,14 @@ def windows_by_type(fields: ConfigReader, window: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def window_size(fields: ConfigReader, absent: int) -> int:
+def window_size(fields: ConfigReader, absent: int, *, minimum: int = 1) -> int:
     """`sliding_window`; 0 for null."""
     null = "sliding_window" in fields.values and not fields.present("sliding_window")
-    return 0 if null else fields.integer("sliding_window", absent)
+    return 0 if null else fields.integer("sliding_window", absent, minimum=minimum)
+
+
+def every_but(fields: ConfigReader, window: int, interval: int) -> tuple[int, ...]:
+    """By `layer_types`, or else in all layers but those whose number, from 1, is a multiple of `interval`."""
+    if fields.present("layer_types"):
+        return windows_by_type(fields, window)
+    return tuple(window if (layer + 1) % interval else 0 for layer in range(fields.integer("num_hidden_layers")))

@@ -111,13 +111,18 @@ class Staging:
             self._not_finite.append(name)
 
     def _collect(self, part: Part, tensor: Tensor) -> None:
-        """Keep a copy of a weight's part; the last one completes the weight."""
+        """Keep a copy of a weight's part; the last one that it may have completes the weight."""
         parts = self._parts.setdefault(part.weight, {})
         parts[part.role] = tensor.clone()
-        if parts.keys() == self._format.needs:
-            del self._parts[part.weight]
-            self._received.add(part.weight)
-            self._take(part.weight, self._format.assemble(parts))
+        if parts.keys() == self._format.needs | self._format.optional:
+            self._assemble(part.weight)
+
+    def _assemble(self, weight: str) -> None:
+        parts = self._parts.pop(weight)
+        if not all(self._format.fits(role, part, self._format.shape(parts)) for role, part in parts.items()):
+            raise RequestError(f"the parts of {weight} do not fit each other")
+        self._received.add(weight)
+        self._take(weight, self._format.assemble(parts))
 
     def _take(self, target: str, weight: Tensor | StoredWeight) -> None:
         if target in self._cache_scale_names:
@@ -132,6 +137,8 @@ class Staging:
 
     def finish(self) -> Decoder:
         """The decoder with all its weights."""
+        for weight in [name for name, parts in self._parts.items() if parts.keys() >= self._format.needs]:
+            self._assemble(weight)
         stacked = (self._covers[name] for name in self._covers if name in self._received)
         received = self._received.union(*stacked) | ({EMBEDDING} if self._shared else set())
         kinds = [

@@ -19,11 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokserve import checkpoint
+from tokserve import checkpoint, gguf_config
 from tokserve.errors import StartError
 from tokserve.layers.experts import StackedParameter
 from tokserve.layers.parameter import Parameter, StoredWeight
+from tokserve.models import gguf_weights
 from tokserve.models.formats.base import DENSE, FLOATS, CheckpointFormat, group
+from tokserve.models.gguf_weights import GgufSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +39,8 @@ class Entry:
     """A tensor in a file; `key`: its name there; `dtype`: the file's name for it, if it is none of `FLOATS`.
 
     `parts`: by role, the tensors that form a weight in `format`; shape and dtype are then the weight's, file and key
-    those of one part.  `offset`: of its first byte in the file, if that is known.
+    those of one part.  `gguf`: where it lies, if that is a GGUF file.  `offset`: of its first byte in another file, if
+    that is known.
     """
 
     file: Path
@@ -47,6 +50,12 @@ class Entry:
     parts: Mapping[str, Entry] = field(default_factory=dict)
     format: CheckpointFormat = DENSE
     offset: int | None = None
+    gguf: GgufSource | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """In a form that is not a tensor of floats."""
+        return bool(self.parts) or (self.gguf is not None and not self.gguf.is_plain)
 
 
 def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len) -> dict[str, Entry]:
@@ -54,6 +63,8 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
 
     `may_read` is called with the names of files before any of them is opened, and raises if one must not be.
     """
+    if shards := gguf_config.source(directory):
+        return _in_gguf(shards)
     may_read((SINGLE, INDEX))
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
@@ -75,6 +86,13 @@ def catalogue(directory: Path, may_read: Callable[[Sequence[str]], object] = len
     if lost:
         raise StartError(f"{INDEX} names {len(lost)} tensors that are not in their file: {_listed(lost)}")
     return entries
+
+
+def _in_gguf(files: Sequence[Path]) -> dict[str, Entry]:
+    return {
+        name: Entry(source.tensor.file, source.tensor.name, source.tensor.shape, torch.float32, gguf=source)
+        for name, source in gguf_weights.sources(files).items()
+    }
 
 
 def pickled(directory: Path) -> str:
@@ -154,6 +172,18 @@ def by_weight(entries: Mapping[str, Entry], checkpoint_format: CheckpointFormat)
     return weights
 
 
+def without_zero_biases(entries: Mapping[str, Entry], parameters: Mapping[str, Parameter]) -> dict[str, Entry]:
+    """Without biases of quantized layers that the model does not have and that are zero: AutoGPTQ adds them."""
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if name in parameters
+        or not name.endswith(".bias")
+        or not entries.get(name.removesuffix("bias") + "weight", entry).parts
+        or bool(read(entry).any())
+    }
+
+
 def equal(one: Entry, other: Entry) -> bool:
     """Whether two stored tensors are the same."""
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(read(one), read(other))
@@ -171,6 +201,8 @@ def stored(entry: Entry) -> Tensor | StoredWeight:
     The file is mapped for it alone, so that no more of it than that tensor is counted as our memory.  A small one is
     read: to map the file, and to touch its pages one by one, takes longer.
     """
+    if entry.gguf is not None:
+        return entry.gguf.read()
     if entry.parts:
         return entry.format.assemble({role: read(part) for role, part in entry.parts.items()})
     if entry.offset is not None and isinstance(entry.dtype, torch.dtype):
@@ -183,6 +215,13 @@ def stored(entry: Entry) -> Tensor | StoredWeight:
     with safe_open(entry.file, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(entry.key)
     return tensor
+
+
+def source(entry: Entry) -> Tensor:
+    """A stored tensor as it is in its file: of a GGUF file's blocks, the bytes [N, bytes of a row]."""
+    if entry.gguf is not None and not entry.gguf.is_plain:
+        return entry.gguf.raw()
+    return read(entry)
 
 
 def stream(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Tensor | StoredWeight]]:

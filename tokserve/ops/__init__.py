@@ -13,20 +13,23 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tokserve.ops import attention, dense, elementwise, float8, lora, mixture, quant, sampling, step
+from tokserve.ops import attention, dense, elementwise, float8, lora, mixture, quant, sampling, step, wna16
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.float8 import STEP as FLOAT8_STEP
 from tokserve.ops.float8 import PackedFloat8
 from tokserve.ops.quant import PackedInt8
 from tokserve.ops.registry import FAST, OPS, choose, set_threads
+from tokserve.ops.wna16 import PackedWna16, QuantizedRows
 
 __all__ = [
-    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "add_lora", "add_rms_norm", "bind", "edit_rows",
-    "embedding", "experts", "experts_int8", "filter_logits", "gated_linear", "gated_linear_int8", "gelu_mul", "linear",
-    "linear_float8", "linear_int8", "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_linear",
-    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "paged_attention", "penalize", "prepare_step",
-    "quantize_rows",
-    "rms_norm", "rope", "route", "sample", "sample_fused", "silu_mul", "store_kv",
+    "FLOAT8_STEP", "PackedFloat8", "PackedInt8", "PackedWeight", "PackedWna16", "QuantizedRows", "activate",
+    "add_layer_norm", "add_lora", "add_residual", "add_rms_norm", "bind", "cap", "edit_rows", "embedding",
+    "embedding_wna16", "experts", "experts_int8", "filter_logits", "gated_linear", "gated_linear_int8",
+    "gated_linear_wna16", "gelu_mul", "layer_norm", "linear", "linear_float8", "linear_int8", "linear_wna16",
+    "logprobs", "norm_rope_store", "pack_gated", "pack_gated_int8", "pack_gated_wna16", "pack_linear",
+    "pack_linear_float8", "pack_linear_int8", "pack_scaled_float8", "pack_wna16", "paged_attention", "penalize",
+    "prepare_step", "quantize_rows", "rms_norm", "rope", "route", "sample", "sample_fused", "sampling_mask",
+    "silu_mul", "store_kv",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,11 @@ torch_device = torch.device("cpu")  # of the tensors that the bound ops take
 
 rms_norm = elementwise.rms_norm.reference
 add_rms_norm = elementwise.add_rms_norm.reference
+layer_norm = elementwise.layer_norm.reference
+add_layer_norm = elementwise.add_layer_norm.reference
+add_residual = elementwise.add_residual.reference
+cap = elementwise.cap.reference
+activate = elementwise.activate.reference
 rope = elementwise.rope.reference
 silu_mul = elementwise.silu_mul.reference
 gelu_mul = elementwise.gelu_mul.reference
@@ -52,6 +60,11 @@ gated_linear_int8 = quant.gated_linear_int8.reference
 pack_linear_float8 = float8.pack_linear_float8.reference
 pack_scaled_float8 = float8.pack_scaled_float8.reference
 linear_float8 = float8.linear_float8.reference
+pack_wna16 = wna16.pack_wna16.reference
+linear_wna16 = wna16.linear_wna16.reference
+pack_gated_wna16 = wna16.pack_gated_wna16.reference
+gated_linear_wna16 = wna16.gated_linear_wna16.reference
+embedding_wna16 = wna16.embedding_wna16.reference
 route = mixture.route.reference
 experts = mixture.experts.reference
 experts_int8 = mixture.experts_int8.reference
@@ -65,6 +78,7 @@ prepare_step = step.prepare_step.reference
 filter_logits = sampling.filter_logits.reference
 penalize = sampling.penalize.reference
 logprobs = sampling.logprobs.reference
+sampling_mask = sampling.sampling_mask.reference
 
 
 def bind(

@@ -69,20 +69,34 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    interleaved: bool = False,
+    norm_last: bool = False,
 ) -> Tensor:
     """From a projection qkv [T,(Hq+2Hk)*D] to queries [T,Hq,D], with its keys and values written into the caches.
 
-    q and k heads are normed by `rms_norm` with their probs [D] (both None: no norm), then rotated by `rope`; k and v
-    are stored by `store_kv`.  Bit for bit the result of these three ops in sequence, roundings included.
+    q and k heads are normed by `rms_norm` with their weights (both None: no norm), then rotated by `rope`; `norm_last`:
+    rotated, then normed.  Weights of [D] norm each head, weights of [Hq*D] and [Hk*D] all heads of a token together.
+    k and v are stored by `store_kv`.  Bit for bit the result of these three ops in sequence, roundings included.
     """
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.shape[1] // dim
     parts = torch.split(qkv.view(-1, heads, dim), [heads - 2 * kv_heads, kv_heads, kv_heads], 1)
     q, k, v = (part.contiguous() for part in parts)  # [T,Hq,D], [T,Hk,D] twice
-    if q_weight is not None and k_weight is not None:
-        q = elementwise.rms_norm.reference(q.view(-1, dim), q_weight, eps).view(q.shape)
-        k = elementwise.rms_norm.reference(k.view(-1, dim), k_weight, eps).view(k.shape)
-    q, k = elementwise.rope.reference(q, k, table, positions)
+
+    def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if q_weight is None or k_weight is None:
+            return q, k
+        norm = elementwise.rms_norm.reference
+        return (
+            norm(q.reshape(-1, len(q_weight)), q_weight, eps).view(q.shape),
+            norm(k.reshape(-1, len(k_weight)), k_weight, eps).view(k.shape),
+        )
+
+    if not norm_last:
+        q, k = normed(q, k)
+    q, k = elementwise.rope.reference(q, k, table, positions, interleaved)
+    if norm_last:
+        q, k = normed(q, k)
     store_kv.reference(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
@@ -98,6 +112,7 @@ def paged_attention(
     scale: float,
     window: int,
     v_scale: float = 1.0,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q K^T) V * v_scale for q [T,Hq,D] over the paged caches [B,Hk,P,D]: [T,Hq,D].
@@ -105,15 +120,17 @@ def paged_attention(
     Row r owns q[query_start[r]:query_start[r+1]], its last positions of seq_lens[r].  Its keys are in pages
     block_tables[r] ([R,max_blocks] int32), those of its own positions included.  Causal; `window` > 0 leaves each
     query its last `window` keys.  For a float8 cache, `scale` includes the keys' scale; `v_scale` is 1 for
-    others.  `sinks` [Hq] float32: a score beside those of the keys, whose value is zero.  Online softmax over splits:
-    Milakov and Gimelshein, arXiv 1805.02867.
+    others.  `softcap` > 0: a score s becomes softcap * tanh(s / softcap).  `sinks` [Hq] float32: a score beside those
+    of the keys, uncapped, whose value is zero.
+    Online softmax over splits: Milakov and Gimelshein, arXiv 1805.02867.
     """
     out = torch.empty_like(q)
     for pieces in _batches(_pieces(query_start.tolist(), seq_lens.tolist())):
         batch = _batch(pieces, window)
         tables = block_tables[[piece.row for piece in pieces]]
         caches = (_Pages(k_cache, tables), _Pages(v_cache, tables))
-        out[batch.tokens] = (_attend(q[batch.tokens].float() * scale, batch, *caches, sinks) * v_scale).to(q.dtype)
+        mixed = _attend(q[batch.tokens].float() * scale, batch, *caches, softcap, sinks)
+        out[batch.tokens] = (mixed * v_scale).to(q.dtype)
     return out
 
 
@@ -203,7 +220,7 @@ class _Pages:
         return self.units.index_select(0, unit.flatten()).view(self.heads, -1, SPLIT, self.dim).float()
 
 
-def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, sinks: Tensor | None) -> Tensor:
+def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, softcap: float, sinks: Tensor | None) -> Tensor:
     """Attention of scaled float32 queries q [n,Hq,D]: [n,Hq,D] float32."""
     count, heads, dim = q.shape
     kv_heads, group = keys.heads, heads // keys.heads
@@ -219,6 +236,8 @@ def _attend(q: Tensor, batch: _Batch, keys: _Pages, values: _Pages, sinks: Tenso
         if batch.window:
             visible &= position > batch.positions[:, None] - batch.window
         scores = _products(tiled, keys.split(split).transpose(-1, -2), batch)  # [Hk,n,G,SPLIT]
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill_(~visible[:, None], float("-inf"))
         value = values.split(split)
         if (split + 1) * SPLIT > batch.first_end:

@@ -9,6 +9,7 @@ twice the memory of a 16-bit checkpoint, since the reference returns float32 sum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +25,52 @@ TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 8e-3), torch.fl
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [rows, columns] in the layout of the `linear` that it was packed for."""
+    """A weight [rows, columns] in the layout of the `linear` that it was packed for.
+
+    Rows lie in panels of `panel`; a panel holds its rows' elements side by side, `depth` of each row at a time.  Of a
+    gated weight (`gated`), the first half of a panel are rows of the gate, the second half those that they gate.
+    """
 
     rows: int  # N, outputs
     columns: int  # K, inputs
     dtype: torch.dtype  # of the weight before packing
     packed: Tensor
+    panel: int = 1
+    depth: int = 1
+    gated: bool = False
+
+    def lanes(self, rows: Any) -> Any:
+        """The number, panel by panel, of the place of each row (integers in a numpy array or a tensor)."""
+        if not self.gated:
+            return rows
+        half, gates = self.panel // 2, self.rows // 2
+        is_up = rows >= gates
+        within = rows - is_up * gates
+        return within // half * self.panel + within % half + is_up * half
+
+    def positions(self, rows: Any, columns: Any) -> Any:
+        """Where in `packed`, flat, the elements (row, column) are: integers in numpy arrays or tensors."""
+        lanes = self.lanes(rows)
+        height = -(-self.columns // self.depth) * self.depth
+        lane = lanes % self.panel
+        start = (lanes - lane) * height + lane * self.depth
+        if self.depth == 1:
+            return start + columns * self.panel
+        return start + columns // self.depth * (self.panel * self.depth) + columns % self.depth
+
+    def unpacked(self, first: int, last: int) -> Tensor:
+        """Rows first .. last - 1 as they were before packing: [last - first, columns]."""
+        lanes = self.lanes(torch.arange(first, last, device=self.packed.device))
+        low, high = int(lanes.min()), int(lanes.max()) + 1
+        begin, end = low // self.panel, -(-high // self.panel)
+        steps = -(-self.columns // self.depth)
+        size = steps * self.panel * self.depth
+        panels = self.packed.view(-1)[begin * size : end * size].view(end - begin, steps, self.panel, self.depth)
+        start = begin * self.panel
+        if end - begin == 1:
+            panels, start = panels[:, :, low - start : high - start], low
+        block = panels.transpose(1, 2).reshape(-1, steps * self.depth)[:, : self.columns]
+        return block.index_select(0, lanes - start).to(self.dtype)
 
 
 @op(tolerance=TOLERANCE, follows="linear")
@@ -38,7 +79,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
     rows, columns = weight.shape
     packed = torch.zeros(_aligned(columns), _aligned(rows))
     packed[:columns, :rows] = weight.t()
-    return PackedWeight(rows, columns, weight.dtype, packed)
+    return PackedWeight(rows, columns, weight.dtype, packed, panel=packed.shape[1])
 
 
 def _aligned(size: int) -> int:
@@ -67,12 +108,13 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torc
 
 
 @op(tolerance={dtype: (0.0, 0.0) for dtype in TOLERANCE}, follows="linear")
-def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    """Rows ids [T] int64 of a packed weight, as they were before packing: [T,K].
+def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Tensor:
+    """Rows ids [T] int64 of a packed weight, as they were before packing, times the multiplier: [T,K].
 
     An embedding tied to the output head thus shares its memory.
     """
-    return packed.packed[: packed.columns].index_select(1, ids).t().to(packed.dtype).contiguous()
+    rows = packed.packed[: packed.columns].index_select(1, ids).t()
+    return (rows * multiplier).to(packed.dtype).contiguous()
 
 
 @op(tolerance=TOLERANCE, follows="gated_linear")

@@ -1,4 +1,4 @@
-"""References of norms, rotary embedding and gated activations: one row in, one row out.
+"""References of norms, residual additions, rotary embedding and activations: one row in, one row out.
 
 Arithmetic is float32 with one rounding at the end, and uses only torch functions whose bits do not depend on an
 element's position (+ - * /, exp, tanh, rsqrt, a sum over one row); torch's silu, gelu and sigmoid depend on it.
@@ -17,6 +17,10 @@ from tokserve.ops.serial import one_thread
 TOLERANCE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (1e-6, 8e-3), torch.float16: (1e-6, 1e-3)}
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
+ERFC = (  # of the exponent of erfc(z) / t for z >= 0, in powers of t = 2 / (2 + z); the relative error is 1.2e-7
+    -1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806, 0.27886807, -1.13520398, 1.48851587, -0.82215223,
+    0.17087277,
+)  # fmt: skip
 
 
 @op(tolerance=TOLERANCE)
@@ -33,27 +37,70 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @op(tolerance=TOLERANCE)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm of the sum, the sum x + residual rounded to their dtype), each [T,H]."""
-    total = (x.float() + residual.float()).to(x.dtype)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm of the sum, the sum x * multiplier + residual rounded to their dtype), each [T,H]."""
+    total = add_residual.reference(x, residual, multiplier)
     return _normed(total.float(), weight, eps).to(x.dtype), total
 
 
 @op(tolerance=TOLERANCE)
-def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias for each row of x [T,H]."""
+    return _centered(x.float(), weight, bias, eps).to(x.dtype)
+
+
+def _centered(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    with one_thread():
+        x = x - x.sum(-1, keepdim=True) / x.shape[-1]
+    normed = _normed(x, weight, eps)
+    return normed if bias is None else normed + bias.float()
+
+
+@op(tolerance=TOLERANCE)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm of the sum, the sum x * multiplier + residual rounded to their dtype), each [T,H]."""
+    total = add_residual.reference(x, residual, multiplier)
+    return _centered(total.float(), weight, bias, eps).to(x.dtype), total
+
+
+@op(tolerance=TOLERANCE)
+def add_residual(x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+    """x * multiplier + residual, both [T,H], in float32, rounded to their dtype once."""
+    return (x.float() * multiplier + residual.float()).to(x.dtype)
+
+
+@op(tolerance={torch.float32: (4e-6, 2e-6), torch.bfloat16: (1e-6, 8e-3), torch.float16: (4e-6, 1e-3)})
+def cap(x: Tensor, multiplier: float, limit: float) -> Tensor:
+    """limit * tanh(x * multiplier / limit) for x [T,H]; limit 0: x * multiplier."""
+    scaled = x.float() * multiplier
+    return (scaled if limit == 0.0 else torch.tanh(scaled / limit) * limit).to(x.dtype)
+
+
+@op(tolerance=TOLERANCE)
+def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate the first rot_dim elements of each head of q [T,Hq,D] and k [T,Hk,D] by its token's angles.
 
-    table [max_pos, rot_dim] holds cos | sin; element i pairs with i + rot_dim/2.
+    table [max_pos, rot_dim] holds cos | sin; element i pairs with i + rot_dim/2; `interleaved`: 2i pairs with 2i + 1.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T,1,rot/2] each
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return rotated if 2 * half == x.shape[-1] else torch.cat([rotated, x[..., 2 * half :]], -1)
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Heads x [T,H,D] turned by angles [T,1,rot/2], in x's dtype."""
+    rot = 2 * cos.shape[-1]
+    turning = x[..., :rot].float()
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, -1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = (torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)).to(x.dtype)
+    return turned if rot == x.shape[-1] else torch.cat([turned, x[..., rot:]], -1)
 
 
 @op(tolerance=TOLERANCE)
@@ -69,6 +116,42 @@ def gelu_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, -1)  # [T,I] each
     inner = (gate + gate * gate * gate * GELU_CUBIC) * GELU_SCALE
     return (gate * 0.5 * (1.0 + torch.tanh(inner)) * up).to(x.dtype)
+
+
+@op(tolerance=TOLERANCE | {torch.float16: (2e-6, 1e-3)})
+def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
+    """The activation of x [T,I]; `gated`: of the first half of x [T,2I], times the second.
+
+    `activation`: "silu", "gelu_tanh", "gelu" (with the error function), "relu", or "relu2", its square.
+    """
+    if not gated:
+        return _active(x.float(), activation).to(x.dtype)
+    gate, up = x.float().chunk(2, -1)
+    return (_active(gate, activation) * up).to(x.dtype)
+
+
+def _active(x: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return x / (1.0 + torch.exp(-x))
+    if activation == "gelu_tanh":
+        return x * 0.5 * (1.0 + torch.tanh((x + x * x * x * GELU_CUBIC) * GELU_SCALE))
+    if activation == "gelu":
+        return _gelu(x)
+    if activation not in ("relu", "relu2"):
+        raise ValueError(f"activate: unknown activation {activation!r}")
+    positive = torch.where(x < 0.0, 0.0, x)
+    return positive * positive if activation == "relu2" else positive
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """x times the normal distribution function, by W. H. Press et al., Numerical Recipes, section 6.2 (erfcc)."""
+    size = x.abs() * math.sqrt(0.5)
+    t = 1.0 / (1.0 + 0.5 * size)
+    exponent = torch.full_like(x, ERFC[-1])
+    for coefficient in reversed(ERFC[:-1]):
+        exponent = exponent * t + coefficient
+    tail = 0.5 * t * torch.exp(exponent - size * size)
+    return x * torch.where(x < 0.0, tail, 1.0 - tail)
 
 
 def gated(both: Tensor, activation: str | None) -> Tensor:

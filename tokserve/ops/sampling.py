@@ -18,6 +18,7 @@ PHILOX_BLOCKS = 1 << 15  # generated at a time: their integers stay in the cache
 LOW = 0xFFFFFFFF
 NEG_INF = float("-inf")
 EXACT = {torch.float32: (0.0, 0.0)}
+WHOLE_VOCABULARY, MASK_TOO_LONG = -1, -2  # in place of a number of kept ids; as in `params`
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -221,3 +222,33 @@ def sample_fused(
         floats, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
         return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
     return ids, finite, *logprobs.reference(logits, ids, k, None, temperature if scaled else None)
+
+
+@op(tolerance={torch.float32: (4e-6, 4e-7)})
+def sampling_mask(
+    logits: Tensor, processed: Tensor, token_ids: Tensor, greedy: Tensor, temperature: Tensor, limit: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What each of token_ids [R] int64 was drawn from: the ids of `processed` [R,V] that are not -inf, or, of greedy
+    rows ([R] bool), the token alone.
+
+    Returns their number int32 [R] (WHOLE_VOCABULARY if these are all whose `logits` [R,V] are not -inf, MASK_TOO_LONG
+    if more than `limit`); their ids int32, ascending, all rows one after the other, of negative numbers none; the
+    logarithm of the mass that they have in the softmax of logits / temperature [R] (0: 1), float32 [R], 0 if whole;
+    and the log softmax of `processed` over them at the token, float32 [R], the bits of `logprobs`.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    kept = processed > NEG_INF
+    kept = torch.where(greedy[:, None], torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None], kept)
+    count = kept.sum(-1)
+    whole, too_long = count == (logits > NEG_INF).sum(-1), count > limit
+    ids = (kept & ~(whole | too_long)[:, None]).nonzero()[:, 1].int()
+    scaled = logits / temperature.where(temperature != 0.0, 1.0)[:, None]
+    part = scaled.masked_fill(~kept, NEG_INF)
+    top, part_top = scaled.amax(-1, keepdim=True), part.amax(-1, keepdim=True)
+    mass, part_mass = _row_sum(torch.exp(scaled - top)), _row_sum(torch.exp(part - part_top))
+    kept_logprobs = (part_top - top)[:, 0] + (torch.log(part_mass) - torch.log(mass))
+    work = processed.masked_fill(~kept, NEG_INF)
+    shifted = work - work.amax(-1, keepdim=True)
+    values = shifted[rows, token_ids] - torch.log(_row_sum(torch.exp(shifted)))
+    numbers = torch.where(whole, WHOLE_VOCABULARY, torch.where(too_long, MASK_TOO_LONG, count)).int()
+    return numbers, ids, torch.where(whole, 0.0, kept_logprobs.clamp(max=0.0)), values

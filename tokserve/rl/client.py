@@ -8,44 +8,49 @@ docs/token-api.md, and none of the server's code.
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tokserve.errors import RequestError, TransferFailed
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
+from tokserve.rl.deltas import dtype_name, file_pieces
 from tokserve.rl.digests import checksums
+from tokserve.rl.push import PushResult, Weights, named_tensors
+from tokserve.rl.pusher import TENSORS, Pusher, ServerError, body_of, transaction
 
 MSGPACK = "application/msgpack"
 INT32 = np.iinfo(np.int32)
-PIECE = 1 << 20  # bytes of a weight body sent at a time
+TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 WAIT = 0.1  # seconds between two attempts to reach a server
-SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-class ServerError(Exception):
-    """An error response.  `status` is HTTP's, `kind` and `field` are the error's type and param."""
+def sticky_seeds(prompts: Iterable[Sequence[int]], seed: int = 0) -> list[int]:
+    """A seed for each prompt that depends on nothing but the prompt and `seed`.
 
-    def __init__(self, status: int, message: str, kind: str = "", field: str | None = None) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status, self.message, self.kind, self.field = status, message, kind, field
+    With the same seed in the next epoch a rollout meets the same noise, so where the policy has changed little the
+    server drafts it from the last one.  Each is still an exact sample of the policy, but those of one prompt are
+    correlated over epochs.
+    """
+    key = seed.to_bytes(8, "little", signed=True)
+    packed = (np.asarray(prompt, "<i4").tobytes() for prompt in prompts)
+    return [
+        int.from_bytes(hashlib.blake2b(ids, digest_size=8, key=key).digest(), "little") % (1 << 62) for ids in packed
+    ]
 
 
 @dataclass(slots=True)
@@ -53,6 +58,10 @@ class Rollout:
     """One choice of one prompt.  `logprobs` are those of `token_ids`, in the requested mode.
 
     `weight_versions`: (version, start, end): which version of the weights made which of `token_ids`.
+
+    With `return_sampling_mask`, else None, by token: `sampling_mask`, the ascending ids that it was drawn from, None
+    for the whole vocabulary and where there were too many (`mask_truncated`); `sampling_logprobs`, its logprob among
+    them; `kept_logprob`, the logprob of all of them in the model's distribution at the temperature.
     """
 
     prompt_index: int
@@ -62,6 +71,10 @@ class Rollout:
     logprobs: NDArray[np.float32]
     finish_reason: str
     weight_versions: list[tuple[str, int, int]]
+    sampling_mask: list[NDArray[np.int32] | None] | None = None
+    mask_truncated: NDArray[np.bool_] | None = None
+    sampling_logprobs: NDArray[np.float32] | None = None
+    kept_logprob: NDArray[np.float32] | None = None
 
 
 class TokserveClient:
@@ -75,6 +88,7 @@ class TokserveClient:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits)
         self._group: TransferGroup | None = None
+        self._pusher = Pusher(self)
 
     async def __aenter__(self) -> TokserveClient:
         return self
@@ -106,19 +120,21 @@ class TokserveClient:
         seeds: Sequence[int] | None = None,
         cache_salt: str | None = None,
         group_id: str | None = None,
+        draft_group: str | None = None,
         model: str | None = None,
         **sampling: Any,
     ) -> list[Rollout]:
         """`n` rollouts for each prompt (token ids), by prompt and index; `sampling`: the route's sampling_params.
 
         `model`: the name of an adapter; default: the model itself.  Logprobs are always returned.  Without `seeds` (one
-        per prompt; choice i adds i) the server draws them.  If one prompt fails, the others are aborted.
+        per prompt; choice i adds i) the server draws them.  `draft_group`: earlier rollouts of this group are drafts,
+        as those of the same prompt are without it.  If one prompt fails, the others are aborted.
         """
         if seeds is not None and len(seeds) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
         checked = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
         tasks = []
-        options = {"cache_salt": cache_salt, "group_id": group_id, "model": model}
+        options = {"cache_salt": cache_salt, "group_id": group_id, "draft_group": draft_group, "model": model}
         for number, ids in enumerate(checked):
             params = {"logprobs": 0, **sampling, "n": n} | ({} if seeds is None else {"seed": seeds[number]})
             tasks.append(asyncio.ensure_future(self._generate(number, ids, params, options)))
@@ -148,10 +164,10 @@ class TokserveClient:
 
     async def pause(self, mode: str = "abort", clear_cache: bool = False) -> None:
         """Stop generating; returns when generation has stopped."""
-        await self._control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
+        await self.control("/pause", {"mode": mode, "clear_cache": clear_cache}, again=True)
 
     async def resume(self) -> None:
-        await self._control("/resume", again=True)
+        await self.control("/resume", again=True)
 
     @asynccontextmanager
     async def paused(self, mode: str = "keep") -> AsyncIterator[None]:
@@ -164,18 +180,18 @@ class TokserveClient:
 
     async def abort(self, group_id: str) -> int:
         """Abort the requests of a group; returns how many there were."""
-        return int((await self._control("/abort_requests", {"group_id": group_id}))["aborted"])
+        return int((await self.control("/abort_requests", {"group_id": group_id}))["aborted"])
 
     # --- weights ---
 
     async def load_lora_adapter(self, name: str, path: str) -> int:
         """Load a PEFT directory of the server's machine, replacing an adapter of this name; returns its generation."""
-        done = await self._control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        done = await self.control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         return int(done["generation"])
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Unload an adapter; returns when its last request has ended."""
-        await self._control("/v1/unload_lora_adapter", {"lora_name": name})
+        await self.control("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def join(
         self,
@@ -195,35 +211,59 @@ class TokserveClient:
                    "world_size": world_size}  # fmt: skip
         meeting = _in_thread(lambda: TransferGroup(backend, address, port, 0, world_size, timeout))
         self._group, _ = await asyncio.gather(
-            meeting, self._control("/init_weight_transfer_engine", {"init_info": options})
+            meeting, self.control("/init_weight_transfer_engine", {"init_info": options})
         )
 
-    async def update_weights(self, tensors: NamedTensors, version: str | None = None) -> dict[str, Any]:
+    async def update_weights(self, tensors: Weights, version: str | None = None) -> dict[str, Any]:
         """Replace all weights, over the group if there is one, else over HTTP: {"weight_version", "epoch"}.
 
         Names are those of the checkpoint, as `model.named_parameters()` of a transformers model gives them.  If it
         fails, the server keeps its old weights.
         """
-        named = [(name, tensor.detach()) for name, tensor in tensors]
-        closed = False
-        try:
-            try:
-                await self._control("/start_weight_update")
-            except (ServerError, httpx.ConnectError):
-                closed = True  # not opened by this call; after any other error, it may have been
-                raise
+        named = named_tensors(tensors)
+        async with transaction(self):
             if self._group is None:
-                headers = {"Content-Type": "application/octet-stream"}
-                await self._send("POST", "/update_weights", content=_safetensors(named), headers=headers)
+                await self.send_body("/update_weights", body_of(file_pieces(named)), TENSORS)
             else:
-                await self._broadcast(self._group, named)
-            committed: dict[str, Any] = await self._control("/finish_weight_update", {"weight_version": version})
-            closed = True
-        finally:
-            if not closed:
-                with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
-                    await self._control("/abort_weight_update")
+                announced = {
+                    "names": list(named), "dtype_names": [dtype_name(tensor.dtype) for tensor in named.values()],
+                    "shapes": [list(tensor.shape) for tensor in named.values()], "packed": True,
+                }  # fmt: skip
+                await self.broadcast(announced, list(named.values()), packed=True)
+            committed: dict[str, Any] = await self.control("/finish_weight_update", {"weight_version": version})
         return committed
+
+    async def push(
+        self,
+        weights: Weights,
+        version: str | None = None,
+        *,
+        delta: bool = False,
+        directory: str | Path | None = None,
+        anchor_every: int = 10,
+    ) -> PushResult:
+        """Replace all weights by those of a module (a `PolicyModel`, say), a state_dict, or pairs of (name, tensor).
+
+        Each is rounded here as the server rounds it, so that no more bytes go than the server keeps.  `delta`: send
+        only the elements that changed since the last push with it, which must still be what serves; else, and the
+        first time, everything is pushed, and the result says why.  For that a rounded copy of all weights is kept.
+        `directory`: write files there, which this server and others (`load_weights`) read, a delta a version and all
+        weights with every `anchor_every`-th.  If it fails, the server keeps its old weights.
+        """
+        return await self._pusher.push(weights, version, delta=delta, directory=directory, anchor_every=anchor_every)
+
+    async def load_weights(self, directory: str | Path, version: str | None = None) -> dict[str, Any]:
+        """Have the server read a checkpoint directory, or the files of a version (default: the newest) that `push`
+        wrote: {"weight_version", "epoch"}."""
+        body = {"weight_dir": str(directory), "weight_version": version}
+        loaded: dict[str, Any] = await self.control("/update_weights", body)
+        return loaded
+
+    async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
+        """GET /weight_info.  `checksum`: have the checksum of all weights computed; `tensors`: list them."""
+        flags = [name for name, value in (("checksum", checksum), ("tensors", tensors)) if value]
+        reply: dict[str, Any] = await self.get("/weight_info?" + "&".join(f"{name}=true" for name in flags))
+        return reply
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksums of the tensors that the server's weights were loaded from, by name, as `checksums` computes them.
@@ -231,7 +271,7 @@ class TokserveClient:
         Raises ServerError (409) if they are not available.
         """
         request = {"action": "checksum", "names": "checkpoint"}
-        digests: dict[str, str] = (await self._control("/weight_checker", request))["checkpoint"]
+        digests: dict[str, str] = (await self.control("/weight_checker", request))["checkpoint"]
         return digests
 
     async def compare_weights(self, tensors: NamedTensors) -> list[str]:
@@ -241,19 +281,23 @@ class TokserveClient:
         """
         baseline = await asyncio.to_thread(checksums, [(name, tensor.detach()) for name, tensor in tensors])
         request = {"action": "compare", "names": "checkpoint", "baseline": baseline}
-        mismatches: list[str] = (await self._control("/weight_checker", request))["mismatches"]
+        mismatches: list[str] = (await self.control("/weight_checker", request))["mismatches"]
         return mismatches
 
-    async def _broadcast(self, group: TransferGroup, named: Sequence[tuple[str, Tensor]]) -> None:
-        names = [name for name, _ in named]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in named]
-        shapes = [list(tensor.shape) for _, tensor in named]
-        announced = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True}
-        tensors = [tensor for _, tensor in named]
-        sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=True))
+    @property
+    def has_group(self) -> bool:
+        """Whether `join` has formed a process group."""
+        return self._group is not None
+
+    async def broadcast(self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool) -> None:
+        """Announce tensors to the server and send them over the group."""
+        group = self._group
+        if group is None:
+            raise TransferFailed("there is no process group: join one first")
+        sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
         received = False
         try:
-            await self._control("/update_weights", {"update_info": announced})
+            await self.control("/update_weights", {"update_info": announced})
             received = True
         finally:
             if not received:  # the server does not receive any more: interrupt the sending thread
@@ -263,7 +307,16 @@ class TokserveClient:
                 sending.exception()  # retrieved, or asyncio logs it
         await sending
 
-    async def _control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
+    async def get(self, path: str) -> Any:
+        """The reply of a GET, as JSON."""
+        return (await self._send("GET", path, again=True)).json()
+
+    async def send_body(self, path: str, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        """POST a body that is made while it is sent."""
+        await self._send("POST", path, content=content, headers=headers)
+
+    async def control(self, path: str, body: dict[str, Any] | None = None, *, again: bool = False) -> Any:
+        """The reply of a POST, as JSON."""
         return (await self._send("POST", path, again=again, json=body or {})).json()
 
     async def _send(self, method: str, path: str, *, again: bool = False, **kwargs: Any) -> httpx.Response:
@@ -307,7 +360,7 @@ async def _in_thread(form: Callable[[], TransferGroup]) -> TransferGroup:
 def _error(answer: httpx.Response) -> ServerError:
     try:
         error = answer.json()["error"]
-        return ServerError(answer.status_code, error["message"], error["type"], error["param"])
+        return ServerError(answer.status_code, error["message"], error["type"], error["param"], error.get("code"))
     except (ValueError, KeyError, TypeError):
         return ServerError(answer.status_code, answer.text[:500])
 
@@ -326,26 +379,17 @@ def _rollout(number: int, prompt: NDArray[np.int32], choice: dict[str, Any]) -> 
     logprobs = choice["logprobs"]
     values = b"" if logprobs is None else logprobs["token_logprobs"]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-    return Rollout(
+    rollout = Rollout(
         number, choice["index"], prompt, np.frombuffer(choice["token_ids"], "<i4"), np.frombuffer(values, "<f4"),
         choice["finish_reason"], spans,
     )  # fmt: skip
-
-
-async def _safetensors(named: Sequence[tuple[str, Tensor]]) -> AsyncIterator[bytes]:
-    """A safetensors file of these tensors, made while it is sent, without a copy of the weights."""
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in named:
-        if tensor.dtype not in SAFETENSORS:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    packed = json.dumps(header, separators=(",", ":")).encode()
-    packed += b" " * (-len(packed) % 8)
-    yield len(packed).to_bytes(8, "little") + packed
-    for _, tensor in named:
-        flat = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        for first in range(0, len(flat), PIECE):
-            yield flat[first : first + PIECE].tobytes()
+    if "sampling_mask" in choice:
+        counts = np.frombuffer(choice["sampling_mask"]["counts"], "<i4")
+        parts = np.split(np.frombuffer(choice["sampling_mask"]["ids"], "<i4"), np.maximum(counts, 0).cumsum())
+        rollout.sampling_mask = [
+            None if count < 0 else ids for count, ids in zip(counts.tolist(), parts[:-1], strict=True)
+        ]
+        rollout.mask_truncated = counts == TRUNCATED
+        rollout.sampling_logprobs = np.frombuffer(choice["sampling_logprobs"], "<f4")
+        rollout.kept_logprob = np.frombuffer(choice["kept_logprob"], "<f4")
+    return rollout

@@ -11,7 +11,9 @@ import torch
 from tokserve.config import WeightsConfig
 from tokserve.errors import NotFound, RequestError
 from tokserve.models.checksums import checksums
+from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
+from tokserve.rl.deltas import dtype_name
 from tokserve.runner import extension, kvcache
 from tokserve.runner.lora import LoraTables
 from tokserve.runner.weight_sync import WeightSync
@@ -52,13 +54,17 @@ class Admin:
             "init_weight_transfer": self._sync.init,
             "shutdown_weight_transfer": self._sync.shutdown,
             "begin_update": self._sync.begin,
+            "begin_delta": lambda **args: self._sync.begin_delta(self._runner.model, **args),
+            "plan_chain": self._plan_chain,
             "receive_update": self._sync.receive,
             "feed_update": self._sync.feed,
             "finish_update": self._sync.finish,
             "is_same_update": lambda: self._sync.is_same(self._runner.model),
             "abort_update": self._sync.abort,
             "forget_weights": self._sync.forget,
-            "checksums": lambda: checksums(self._runner.model),
+            "checksums": lambda: self._sync.sums.consistent(lambda: checksums(self._runner.model)),
+            "weights_checksum": lambda: self._sync.checksum(self._runner.model),
+            "weight_coordinates": self._coordinates,
             "checkpoint_checksums": self._checkpoint_checksums,
             "read_adapter": lambda **args: self._adapters.read(**args),
         }
@@ -83,8 +89,22 @@ class Admin:
 
     def _checkpoint_checksums(self) -> dict[str, Any]:
         model = self._runner.model
-        digests, aliases = model.provenance.checksums(model.spec.renames, tied=model.spec.tied)
+        digests, aliases = self._sync.sums.consistent(
+            lambda: model.provenance.checksums(model.spec.renames, tied=model.spec.tied)
+        )
         return {"checkpoint": digests, "tied": aliases}
+
+    def _coordinates(self) -> dict[str, Any]:
+        """The tensors in which deltas count elements, plainly, and why there can be none."""
+        coordinates = Coordinates(self._runner.model)
+        tensors = {name: [dtype_name(dtype), list(shape)] for name, (dtype, shape) in coordinates.described.items()}
+        return {
+            "tensors": tensors, "tied": coordinates.tied, "renames": [list(pair) for pair in coordinates.renames],
+            "delta_refusal": coordinates.refusal() if self._has_weights else "there are no weights now",
+        }  # fmt: skip
+
+    def _plan_chain(self, **args: Any) -> dict[str, Any] | None:
+        return self._sync.plan_chain(self._runner.model if self._has_weights else None, **args)
 
     def _blank(self) -> Decoder:
         """A model like the one that serves, with its adapters, without weights."""
@@ -95,7 +115,10 @@ class Admin:
 
     def _commit(self) -> None:
         runner = self._runner
-        scales, runner.model = runner.model.kv_scales(), self._sync.take(runner.model)
+        before, scales = runner.model, runner.model.kv_scales()
+        runner.model = self._sync.take(before)
+        if runner.model is before:  # its weights were changed where they are: what was captured reads the new ones
+            return
         kvcache.rescale(self._backend.kv, scales, runner.model.kv_scales())
         self._has_weights = True
         self._capture()
@@ -126,10 +149,12 @@ class Admin:
         try:
             return extension.call(self._extension, method, args, kwargs)
         finally:
+            self._sync.sums.forget()
             self._backend.on_foreign_code(self._runner.model)
 
     def _apply_model(self, function: str) -> Any:
         try:
             return extension.plain(extension.named(function)(self._runner.model))
         finally:
+            self._sync.sums.forget()
             self._backend.on_foreign_code(self._runner.model)

@@ -27,6 +27,7 @@ WARM_UPS: tuple[dict[str, Any], ...] = (  # sampling parameters; all but the fir
     },
     {"temperature": 0.0},
     {"temperature": 0.5},
+    {"temperature": 0.5, "top_p": 0.9, "return_sampling_mask": True},
     *(
         {"temperature": 0.5, "logprobs": k, "logprobs_mode": mode} | filtered
         for k, mode, filtered in product((0, 5, 20), ("raw", "temperature"), ({}, {"top_k": 5}))

@@ -36,7 +36,10 @@ class Runner:
         self.model = model  # with the weights that serve
         self.backend = backend
         self._slots = backend.slots
-        self._sampler = Sampler(backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device)
+        self._sampler = Sampler(
+            backend.slots, model.spec.vocab, config.model.logprobs_mode, backend.device,
+            max_mask=config.model.max_sampling_mask,
+        )  # fmt: skip
         self._features = FeatureTable(model.spec.hidden, model.dtype, backend.device.torch_device)
         self._pooler = Pooler(model.spec.hidden)
         self._no_autograd = torch.inference_mode()

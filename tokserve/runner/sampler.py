@@ -18,8 +18,18 @@ from torch import Tensor
 
 from tokserve import ops
 from tokserve.device import Device, Fetched
-from tokserve.params import LOGPROBS_MODES, LogprobsMode, SamplingParams
-from tokserve.plan import NO_LEGAL_TOKEN, NOT_FINITE, OK, GrammarBitmask, Int32, LogprobRows, NewRow, UInt8
+from tokserve.params import LOGPROBS_MODES, WHOLE_VOCABULARY, LogprobsMode, SamplingParams
+from tokserve.plan import (
+    NO_LEGAL_TOKEN,
+    NOT_FINITE,
+    OK,
+    GrammarBitmask,
+    Int32,
+    LogprobRows,
+    NewRow,
+    SamplingMaskRows,
+    UInt8,
+)
 from tokserve.runner.logits import LogitRows
 from tokserve.runner.pipeline import Pipeline
 from tokserve.runner.slots import Int64, SamplingColumns, Slots
@@ -35,6 +45,7 @@ class SampledTokens:
     token_ids: Int32  # [n]
     status: UInt8 | None  # [n], unless OK the row's id means nothing; None: all are OK
     logprobs: LogprobRows | None
+    masks: SamplingMaskRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ class PendingSample:
 
     token_ids: Tensor  # [n] int64, on the device
     fetched: Fetched  # ids; and unless `known`: finite [n], and the columns of `LogprobRows` if there are any
-    known: tuple[UInt8 | None, LogprobRows | None] | None = None
+    known: tuple[UInt8 | None, LogprobRows | None, SamplingMaskRows | None] | None = None
 
     def result(self) -> SampledTokens:
         """Wait for them."""
@@ -58,9 +69,14 @@ class PendingSample:
 
 
 class Sampler:
-    """The processors, and the logprobs that each slot's request wants."""
+    """The processors, and the logprobs and sampling masks that each slot's request wants.
 
-    def __init__(self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device) -> None:
+    `max_mask`: most ids of a mask.
+    """
+
+    def __init__(
+        self, slots: Slots, vocab_size: int, mode: LogprobsMode, device: Device, *, max_mask: int = 1024
+    ) -> None:
         max_num_seqs = len(slots.seeds)
         self._slots = slots
         self._device = device
@@ -74,6 +90,9 @@ class Sampler:
         self._prompt_k: Int64 = np.full(max_num_seqs, _NONE, np.int64)
         self._prompt_start: Int64 = np.zeros(max_num_seqs, np.int64)
         self._with_prompt_k: set[int] = set()  # slots
+        self._max_mask = min(max_mask, vocab_size)
+        self._has_mask: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self._with_mask: set[int] = set()  # slots
 
     def assign(self, row: NewRow) -> None:
         """A request takes a slot, after `Slots.assign`."""
@@ -93,6 +112,9 @@ class Sampler:
             self._prompt_k[slot] = self._top(params.prompt_logprobs)
             self._prompt_start[slot] = params.prompt_logprobs_start
             self._with_prompt_k.add(slot)
+        if params.return_sampling_mask:
+            self._has_mask[slot] = True
+            self._with_mask.add(slot)
 
     def release(self, slot: int) -> None:
         """The slot is free."""
@@ -100,6 +122,8 @@ class Sampler:
         self._form[slot] = self._prompt_k[slot] = _NONE
         self._with_form.discard(slot)
         self._with_prompt_k.discard(slot)
+        self._has_mask[slot] = False
+        self._with_mask.discard(slot)
 
     def _top(self, k: int) -> int:
         return self._vocab_size if k < 0 else min(k, self._vocab_size)
@@ -115,7 +139,8 @@ class Sampler:
         a grammar."""
         self._pipeline.set_bitmask(bitmask)
         form, needs = self._shared_form(rows), self._pipeline.needs(rows)
-        if form is not None and needs in (0, self._pipeline.temperature_bit):
+        has_masks = bool(self._with_mask) and bool(self._has_mask[rows.slots].any())
+        if form is not None and not has_masks and needs in (0, self._pipeline.temperature_bit):
             mode = LOGPROBS_MODES[form % _KINDS]
             if not (needs and form != _NONE and mode == "processed"):  # its ranks are those of what was divided
                 return self._sample_fused(logits, columns, form, scaling=needs != 0)
@@ -131,7 +156,28 @@ class Sampler:
             status = np.where(finite, np.uint8(OK) if status is None else status, np.uint8(NOT_FINITE))
         token_ids = ops.sample(processed, columns.seeds, columns.lengths, columns.greedy)  # [n] int64
         logprobs = self._sampled_logprobs(logits, processed, rows, token_ids) if self._with_form else None
-        return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs))
+        masks = self._sampling_masks(logits, processed, rows, columns, token_ids) if has_masks else None
+        return PendingSample(token_ids, self._device.fetch([token_ids]), (status, logprobs, masks))
+
+    def _sampling_masks(
+        self, logits: Tensor, processed: Tensor, rows: LogitRows, columns: SamplingColumns, token_ids: Tensor
+    ) -> SamplingMaskRows:
+        """What the tokens were drawn from; rows that have no use for it count as the whole vocabulary."""
+        index = np.flatnonzero(self._has_mask[rows.slots])
+        inputs = (logits, processed, token_ids, columns.greedy, columns.temperature)
+        if len(index) < len(rows.slots):
+            on_device = self._tensor(index)
+            inputs = tuple(column.index_select(0, on_device) for column in inputs)  # type: ignore[assignment]
+        counts, ids, kept, values = (x.cpu().numpy() for x in ops.sampling_mask(*inputs, self._max_mask))
+        masks = SamplingMaskRows(counts, ids, values, kept)
+        if len(index) == len(rows.slots):
+            return masks
+        count = len(rows.slots)
+        all_rows = SamplingMaskRows(
+            np.full(count, WHOLE_VOCABULARY, np.int32), ids, np.zeros(count, np.float32), np.zeros(count, np.float32)
+        )
+        all_rows.counts[index], all_rows.logprobs[index], all_rows.kept_logprobs[index] = counts, values, kept
+        return all_rows
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device.torch_device)

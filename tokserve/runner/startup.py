@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from tokserve.device import Accelerator, Device
 from tokserve.errors import StartError
 from tokserve.models import load as models
 from tokserve.models.decoder import Decoder
+from tokserve.models.registry import is_known
 from tokserve.ops.arithmetic import CpuKernels, choose_kernels
 from tokserve.params import SamplingParams
 from tokserve.plan import DeviceFacts, NewRow, StepPlan
@@ -47,7 +50,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     kernels = cpu_kernels(bound, runtime, config.model.dtype)
     if bound["linear"] != "torch":
         device.set_threads(1)  # the compiled ops have their own threads; torch's would fight them for the cores
-    model = _model(config, has_float8=target.has_float8)
+    model = _model(config, target)
     lora = LoraTables(config.lora, model, config.weights.allowed_weight_dirs) if config.lora.enable_lora else None
     if lora is not None:
         lora.attach(model)
@@ -57,8 +60,9 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     with torch.inference_mode():
         for adapter in (-1,) if lora is None else (-1, 0):
             _warm_up(runner, adapter)
-        exact = backend.is_batch_invariant(model)
-        backend.capture(model)
+        exact = model.exact and backend.is_batch_invariant(model)
+        if model.exact:
+            backend.capture(model)
     device.give_back_memory()  # loading and warming up leave holes; what a card holds, steps take again
     facts = {
         "ops": bound,
@@ -69,6 +73,7 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
         "quantization": model.quantization,
         "exact": exact,
         "routed_bytes": 0 if backend.routed is None else backend.routed.position_bytes,
+        "model_impl": model.implementation,
         "load_seconds": round(loaded - began, 3),
         "warm_up_seconds": round(time.perf_counter() - loaded, 3),
         **runner.call("memory", {}),
@@ -76,15 +81,20 @@ def _load(config: Config) -> tuple[Runner, DeviceFacts]:
     return runner, DeviceFacts(backend.layout, model.spec.vocab, "0", facts, {"embeddings": 4 * model.spec.hidden})
 
 
-def _model(config: Config, *, has_float8: bool) -> Decoder:
+def _model(config: Config, target: Device | Accelerator) -> Decoder:
     options = config.model
     directory = checkpoint.locate(options.model, weights=options.load_format != "dummy")
+    hf = checkpoint.hf_config(directory) | (options.hf_overrides or {})
+    common: dict[str, Any] = {
+        "dtype": options.dtype, "head_dtype": options.head_dtype, "load_format": options.load_format,
+        "seed": options.seed, "quantization": options.quantization, "quantize_lm_head": options.quantize_lm_head,
+        "float8_cache": config.cache.kv_cache_dtype != "auto",
+    }  # fmt: skip
+    if options.model_impl == "transformers" or (options.model_impl == "auto" and not is_known(hf)):
+        return import_module("tokserve.hf.load").load(directory, hf, **common)  # type: ignore[no-any-return]
     return models.load(
-        directory, checkpoint.hf_config(directory) | (options.hf_overrides or {}), dtype=options.dtype,
-        head_dtype=options.head_dtype, load_format=options.load_format, seed=options.seed,
-        max_model_len=options.max_model_len, quantization=options.quantization,
-        quantize_lm_head=options.quantize_lm_head, has_float8=has_float8,
-        float8_cache=config.cache.kv_cache_dtype != "auto",
+        directory, hf, max_model_len=options.max_model_len, group_size=options.quantization_group_size,
+        has_float8=target.has_float8, has_wna16=not isinstance(target, Accelerator), **common,
     )  # fmt: skip
 
 

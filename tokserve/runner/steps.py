@@ -81,18 +81,27 @@ class PendingResult:
     def _finish(self) -> StepResult:
         plan = self.plan
         sampled = NO_TOKENS if self._sample is None else self._sample.result()
-        token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        token_ids, logprobs, masks = sampled.token_ids, sampled.logprobs, sampled.masks
         if self._withheld is None and sampled.status is None and len(plan.draft_token_ids) == 0:
             counts, status = plan.num_logits, np.zeros(len(plan.slots), np.uint8)
         else:
             counts, status, self.kept = verify(plan, sampled, self._withheld)
             token_ids = token_ids[self.kept]
             logprobs = None if logprobs is None else take(logprobs, self.kept)
+            masks = None if masks is None else masks.take(self.kept)
         for row, vector in self._pooled.items():
             if not np.isfinite(vector).all():
                 status[row] = NOT_FINITE
         return StepResult(
-            plan.step, counts, token_ids, status, logprobs, self._prompt_logprobs, self._pooled, self._routed_experts
+            plan.step,
+            counts,
+            token_ids,
+            status,
+            logprobs,
+            self._prompt_logprobs,
+            self._pooled,
+            self._routed_experts,
+            masks,
         )
 
 

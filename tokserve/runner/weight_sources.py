@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     """`update_info` of the backends that send tensors: parallel lists, in the order of sending.
 
     `segment`, `offsets`: name of a POSIX shared memory segment and the tensors' places in it, in bytes.
+    `num_updates_list`: of a delta over a process group, how many elements of each tensor change.
     """
 
     names: list[str]
@@ -41,8 +42,21 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     is_checkpoint_format: bool = True
     segment: str | None = None
     offsets: list[int] | None = None
+    num_updates_list: list[int] | None = None
 
-    def declared(self) -> list[Declared]:
+    def counts(self) -> list[int]:
+        """Of a delta, the number of changed elements of each tensor.  Raises RequestError."""
+        counts = self.num_updates_list
+        if counts is None or len(counts) != len(self.names) or any(count < 0 for count in counts):
+            raise RequestError(
+                "a delta over a process group needs num_updates_list, with a count for every name",
+                field="update_info.num_updates_list",
+            )
+        if self.packed:
+            raise RequestError("a delta is not packed", field="update_info.packed")
+        return counts
+
+    def declared(self, dtypes: Mapping[str, torch.dtype] = DTYPES) -> list[Declared]:
         """The tensors; raises RequestError for lists that do not belong together and unknown dtypes."""
         for name in ("dtype_names", "shapes"):
             if len(getattr(self, name)) != len(self.names):
@@ -52,14 +66,14 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
                 "only checkpoint format is supported: the names and shapes of a Hugging Face checkpoint",
                 field="update_info.is_checkpoint_format",
             )
-        unknown = sorted({name for name in self.dtype_names if name.removeprefix("torch.") not in DTYPES})
+        unknown = sorted({name for name in self.dtype_names if name.removeprefix("torch.") not in dtypes})
         if unknown:
             raise RequestError(
-                f"unsupported dtype {unknown[0]!r}; there are: {', '.join(DTYPES)}", field="update_info.dtype_names"
+                f"unsupported dtype {unknown[0]!r}; there are: {', '.join(dtypes)}", field="update_info.dtype_names"
             )
         if any(size < 0 for shape in self.shapes for size in shape):
             raise RequestError("a shape has a negative size", field="update_info.shapes")
-        types = [DTYPES[name.removeprefix("torch.")] for name in self.dtype_names]
+        types = [dtypes[name.removeprefix("torch.")] for name in self.dtype_names]
         return [(n, d, tuple(s)) for n, d, s in zip(self.names, types, self.shapes, strict=True)]
 
 
@@ -145,16 +159,21 @@ class HeaderEntry(msgspec.Struct):
 class SafetensorsStream:
     """A safetensors file that comes in pieces; holds one tensor at a time.
 
-    `announce` is called once with all names, shapes and dtypes, `put` with each tensor when it is complete.
+    `begin` is called once with the file's metadata, then `announce` with all names, shapes and dtypes, and `put` with
+    each tensor when it is complete.  `dtypes`: those that it may have, by their names in such files.
     """
 
     def __init__(
         self,
         announce: Callable[[list[tuple[str, tuple[int, ...], torch.dtype | str]]], None],
         put: Callable[[str, Tensor], None],
+        begin: Callable[[dict[str, str]], None] = lambda metadata: None,
+        dtypes: Mapping[str, torch.dtype] = formats.DTYPES,
     ) -> None:
         self._announce = announce
         self._put = put
+        self._begin = begin
+        self._dtypes = dtypes
         self._head = bytearray()  # until the header is complete
         self._header_size: int | None = None
         self._entries: list[Declared] = []  # in the order of the file
@@ -195,7 +214,9 @@ class SafetensorsStream:
         missing = self._header_size - len(self._head)
         self._head += rest[:missing]
         if len(self._head) == self._header_size:
-            self._entries = _entries(bytes(self._head))
+            metadata, described = _header(bytes(self._head))
+            self._begin(metadata)
+            self._entries = _entries(described, self._dtypes)
             self._announce([(name, shape, dtype) for name, dtype, shape in self._entries])
             self._entries.reverse()
         return rest[missing:]
@@ -215,21 +236,25 @@ class SafetensorsStream:
         return True
 
 
-def _entries(header: bytes) -> list[Declared]:
-    """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
+def _header(header: bytes) -> tuple[dict[str, str], dict[str, HeaderEntry]]:
+    """A header's metadata and entries."""
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        described = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        return metadata, {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("this is not a safetensors file: its header cannot be read") from None
+
+
+def _entries(described: Mapping[str, HeaderEntry], dtypes: Mapping[str, torch.dtype]) -> list[Declared]:
+    """The tensors of a header in the order of their bytes, which must follow each other without gaps."""
     rows = [(*entry.data_offsets, name, entry.dtype, entry.shape) for name, entry in described.items()]
     entries: list[Declared] = []
     position = 0
     for begin, end, name, dtype, shape in sorted(rows):
-        if dtype not in formats.DTYPES:
+        if dtype not in dtypes:
             raise RequestError(f"{name} is of the unsupported dtype {dtype}")
-        declared = (name, formats.DTYPES[dtype], shape)
+        declared = (name, dtypes[dtype], shape)
         if any(size < 0 for size in shape) or begin != position or end - begin != num_bytes(declared):
             raise RequestError(f"the header contradicts itself at {name}")
         entries.append(declared)

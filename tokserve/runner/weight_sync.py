@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +21,19 @@ from tokserve.device import Device
 from tokserve.errors import Conflict, RequestError, StartError
 from tokserve.models import weights
 from tokserve.models.checksums import checksums
+from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
+from tokserve.models.delta_staging import DeltaStaging, check_base
 from tokserve.models.formats.pick import checkpoint_format
 from tokserve.models.staging import Staging
 from tokserve.rl import broadcast
 from tokserve.rl.broadcast import TransferGroup
+from tokserve.rl.delta_directory import chain, described, files_of, is_chain
+from tokserve.rl.deltas import FORMAT
+from tokserve.rl.sums import Sums
+from tokserve.runner import delta_sources
 from tokserve.runner import weight_sources as sources
+from tokserve.runner.served_sums import ServedSums
 
 SPARE = 1.1  # free memory over the size of the weights that staging beside them needs
 
@@ -61,8 +69,9 @@ class WeightSync:
         self._blank = blank
         self._num_bytes = num_bytes
         self._device = device
-        self._staging: Staging | None = None
-        self._complete: Decoder | None = None
+        self._staging: Staging | DeltaStaging | None = None
+        self._complete: Decoder | DeltaStaging | None = None
+        self.sums = ServedSums()
         self._old: Decoder | None = None  # replaced, not yet given back
         self._group: TransferGroup | None = None
         self._meeting = threading.Event()  # set: the trainer is not waited for
@@ -130,8 +139,64 @@ class WeightSync:
         )
         return not have_weights or where == "beside" or (where == "auto" and room)
 
+    def begin_delta(self, model: Decoder, version: str, base_version: str, base_checksum: str) -> None:
+        """Prepare for the changes of weights of that version and checksum; `version`: that of `model`, which serves.
+
+        Raises Conflict, which names both, if they are not the same, or if no changes can be made.
+        """
+        coordinates = Coordinates(model)
+        if why := coordinates.refusal():
+            raise Conflict(why, field="base_version", code="delta_unsupported")
+        check_base(base_version, base_checksum, version, self._checksum(coordinates, self.sums.known(model)))
+        sums = self.sums.of(model, coordinates)
+        check_base(base_version, base_checksum, version, coordinates.checksum(sums))
+        is_finite = self._config.check_weights == "finite"
+        self._staging = DeltaStaging(model, coordinates, version, sums, check_finite=is_finite)
+
+    def checksum(self, model: Decoder) -> str:
+        """Of the weights that serve.  Raises Conflict if they are quantized."""
+        coordinates = Coordinates(model)
+        if why := coordinates.refusal():
+            raise Conflict(why, code="delta_unsupported")
+        return coordinates.checksum(self.sums.of(model, coordinates))
+
+    @staticmethod
+    def _checksum(coordinates: Coordinates, sums: Sums | None) -> str | None:
+        return None if sums is None else coordinates.checksum(sums)
+
+    def plan_chain(
+        self, model: Decoder | None, weight_dir: str, version: str | None, served_version: str
+    ) -> dict[str, Any] | None:
+        """Which files of a directory lead to a version: {"files", "version", "checksum", "base": the checksum that a
+        chain of deltas begins with, else None}.  None: the directory is an ordinary checkpoint.  `model`: what
+        serves, if anything does.
+        """
+        directory, may_read = self._allowed(weight_dir)
+        if not is_chain(directory):
+            return None
+        files = files_of(directory, may_read)
+        have = None
+        is_named = any(served_version in (file.identity[0], *(file.base or ())[:1]) for file in files)
+        if model is not None and is_named and Coordinates(model).refusal() is None:
+            have = served_version, self.checksum(model)
+        way = chain(files, version, have)
+        names = [file.path.name for file in way]
+        if have is not None and (not way or way[0].base is not None):
+            version, checksum = way[-1].identity if way else have
+            return {"files": names, "version": version, "checksum": checksum, "base": have[1]}
+        version, checksum = way[-1].identity
+        return {"files": names, "version": version, "checksum": checksum, "base": None}
+
+    def _allowed(self, weight_dir: str) -> tuple[Path, Callable[[Sequence[str]], None]]:
+        """The directory, and what refuses its links to elsewhere."""
+        allowed = self._config.allowed_weight_dirs
+        directory = sources.allowed_directory(weight_dir, allowed, "weight_dir")
+        return directory, lambda names: sources.check_files(directory, names, allowed, "weight_dir")
+
     def abort(self) -> None:
         """Drop what is staged."""
+        if isinstance(self._staging, DeltaStaging):
+            self._staging.close()
         self._staging = self._complete = self._stream = None
         self._device.give_back_memory()
 
@@ -142,10 +207,14 @@ class WeightSync:
         staging = self._opened()
         try:
             stamp = None
-            if "weight_dir" in source or "path" in source:
-                stamp = self._read_directory(staging, source)
-            else:
+            if "files" in source:
+                stamp = self._read_chain(staging, **source)
+            elif "weight_dir" not in source and "path" not in source:
                 self._take_announced(staging, source)
+            elif isinstance(staging, DeltaStaging):
+                raise RequestError("a directory of deltas is an update by itself: send weight_dir with no update open")
+            else:
+                stamp = self._read_directory(staging, source)
             whole = True
         finally:
             if not whole:
@@ -174,19 +243,41 @@ class WeightSync:
             raise RequestError(str(error).replace(str(directory), name), field=field) from None
         return stamp
 
-    def _take_announced(self, staging: Staging, source: dict[str, Any]) -> None:
-        announced = sources.announcement(self._packing | source)
+    def _read_chain(self, staging: Staging | DeltaStaging, weight_dir: str, files: list[str]) -> str | None:
+        """The files of `plan_chain`; their stamp is the checksum of the result."""
+        directory, may_read = self._allowed(weight_dir)
+        may_read(files)
+        try:
+            way = [described(directory / name) for name in files]
+            if isinstance(staging, DeltaStaging):
+                delta_sources.from_files(staging, way)
+            else:
+                delta_sources.full_from_files(staging, way)
+        except OSError as error:
+            raise RequestError(f"{weight_dir} cannot be read: {error.strerror}", field="weight_dir") from None
+        return way[-1].identity[1] if way else None
+
+    def _take_announced(self, staging: Staging | DeltaStaging, source: dict[str, Any]) -> None:
+        is_delta = isinstance(staging, DeltaStaging)
+        announced = sources.announcement(source if is_delta else self._packing | source)
+        if isinstance(staging, DeltaStaging):
+            if announced.segment is not None:
+                return delta_sources.from_shared_memory(staging, announced)
+            return delta_sources.from_group(staging, announced, self._joined())
         declared = announced.declared()
         staging.announce((name, shape, dtype) for name, dtype, shape in declared)
         if announced.segment is not None:
             tensors = sources.shared_memory(announced, declared)
-        elif self._group is not None:
-            size = announced.packed_buffer_size_bytes
-            tensors = broadcast.receive(self._group, declared, packed=announced.packed, buffer_bytes=size)
         else:
-            raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
+            size = announced.packed_buffer_size_bytes
+            tensors = broadcast.receive(self._joined(), declared, packed=announced.packed, buffer_bytes=size)
         for name, tensor in tensors:
             staging.push(name, tensor)
+
+    def _joined(self) -> TransferGroup:
+        if self._group is None:
+            raise Conflict("there is no transfer engine: call init_weight_transfer_engine first")
+        return self._group
 
     def feed(self, stream: str, chunk: bytes, last: bool, broken: bool) -> None:
         """Stage a piece of a safetensors file."""
@@ -196,7 +287,7 @@ class WeightSync:
             raise Conflict("the tensors of another request are still coming")
         try:
             if self._stream is None:
-                self._stream = stream, sources.SafetensorsStream(staging.announce, staging.push)
+                self._stream = stream, _file_stream(staging)
             if broken:
                 raise RequestError("the sender left before the body's end")
             self._stream[1].feed(chunk)
@@ -208,25 +299,42 @@ class WeightSync:
             if not whole:
                 self.abort()
 
-    def finish(self) -> None:
-        """Make sure that every weight is there."""
+    def finish(self, checksum: str | None = None) -> dict[str, Any] | None:
+        """Make sure that every weight is there.
+
+        Of a delta: {"version": as its file says, "checksum"}; `checksum`: what its result must have.
+        """
         staging = self._opened()
         self._staging = None
         if self._stream is not None:
             self.abort()
             raise Conflict("tensors are still coming")
+        if isinstance(staging, DeltaStaging):
+            staging.finish(checksum)
+            self._complete = staging
+            version = None if staging.label is None else staging.label.version
+            return {"version": version, "checksum": staging.checksum}
         self._complete = staging.finish()
+        return None
 
     def is_same(self, current: Decoder) -> bool:
         """Whether the complete set has the bits of the one that serves."""
+        if isinstance(self._complete, DeltaStaging):
+            return self._complete.checksum == self._complete.base_checksum
         return self._complete is not None and checksums(self._complete) == checksums(current)
 
     def take(self, old: Decoder) -> Decoder:
-        """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step."""
-        self._old = old
+        """The complete set, once, for the old one, which `forget` gives back: that takes longer than a step.
+
+        A delta changes the old one where it is.
+        """
         complete, self._complete = self._complete, None
         if complete is None:
             raise RuntimeError("no complete set of weights is staged")
+        if isinstance(complete, DeltaStaging):
+            with self.sums.changing(old, complete.sums):
+                return complete.apply()
+        self._old = old
         return complete
 
     def forget(self) -> None:
@@ -234,7 +342,21 @@ class WeightSync:
         self._old = None
         self._device.give_back_memory()
 
-    def _opened(self) -> Staging:
+    def _opened(self) -> Staging | DeltaStaging:
         if self._staging is None:
             raise Conflict("no weight update is open")
         return self._staging
+
+
+def _file_stream(staging: Staging | DeltaStaging) -> sources.SafetensorsStream:
+    """A reader of safetensors bodies."""
+    if isinstance(staging, DeltaStaging):
+        return sources.SafetensorsStream(staging.announce, staging.push, staging.begin_file, delta_sources.FILE_DTYPES)
+    return sources.SafetensorsStream(staging.announce, staging.push, _refuse_delta)
+
+
+def _refuse_delta(metadata: dict[str, str]) -> None:
+    if metadata.get("format") == FORMAT:
+        raise RequestError(
+            "the body is a delta: start the update with its base_version and base_checksum", field="base_version"
+        )

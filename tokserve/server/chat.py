@@ -18,11 +18,13 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import logprobs, schemas, sse, structured, tools
+from tokserve.server import logprobs, sampling_masks, schemas, sse, structured, tools
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
+from tokserve.server.prediction import with_prediction
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts
+from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.schemas import ChatBody, TokenizeBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.tools import OutputParser, ParsedDelta, ResponseFormat, ToolCall, ToolPlan
@@ -42,7 +44,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct):
+class ChatChoice(MaskFields):
     """A choice of a whole answer.  Here and in the answer, ids and scores that were not requested are null."""
 
     index: int
@@ -80,7 +82,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChunkChoice(msgspec.Struct):
+class ChunkChoice(MaskFields):
     """A choice of a chunk."""
 
     index: int
@@ -159,7 +161,8 @@ async def call_of(
         return plan, sampling_params(serving, body, plan)
 
     plan, params = await off_loop(request, size, plan_and_params)
-    generate = serving.request_of(request, body, params)
+    bare = serving.request_of(request, body, params)
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     if with_tokens:
         if body.tokens is None:
             raise RequestError("tokens is required", field="tokens")
@@ -280,6 +283,7 @@ class ChatRenderer:
         self._usage, self._continuous = schemas.usage_options(body)
         self._begun: set[int] = set()
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
         self._scores_due = params.prompt_logprobs is not None
 
     def reply(self, completions: list[ChoiceOutput], parts: DeferredParts | None = None) -> ChatReply:
@@ -296,6 +300,9 @@ class ChatRenderer:
             )
             for c in completions
         ]  # fmt: skip
+        if self._has_masks:
+            for choice, completion in zip(choices, completions, strict=True):
+                sampling_masks.add(choice, completion, "lists", parts)
         generation = self._generation
         reply = ChatReply(self._id, self._created, self._model, choices, generation.usage(), prompt_logprobs=scores)
         reply.system_fingerprint = generation.fingerprint
@@ -334,10 +341,14 @@ class ChatRenderer:
         if delta.index not in self._begun:
             events += self._role(delta)
         news = Delta(content=delta.text or "") if self._reader is None else _delta(self._reader.read(delta))
-        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and (self._ids or delta.logprobs)):
+        by_token = self._ids or self._has_masks or delta.logprobs
+        if news.content or news.reasoning or news.tool_calls or (delta.token_ids and by_token):
             choice = ChunkChoice(delta.index, news, self._logprobs(delta))
             if self._ids:
                 choice.token_ids = delta.token_ids
+            if self._has_masks:
+                sampling_masks.add(choice, delta, "lists")
+                choice.sampling_mask_truncated = UNSET  # comes with the end
             events += self._event(choice)
         if delta.finish_reason is not None:
             detail = StopDetail(delta.stop_detail, delta.message)
@@ -346,6 +357,8 @@ class ChatRenderer:
             if self._ids:
                 choice.weight_versions = versions(delta)
             choice.routed_experts = routed_experts(delta)
+            if self._has_masks:
+                choice.sampling_mask_truncated = delta.sampling_mask_truncated
             chunk = self._chunk(choice)
             chunk.system_fingerprint = self._generation.fingerprint
             events += sse.event(encode_json(chunk))

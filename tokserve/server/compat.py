@@ -46,7 +46,6 @@ OPENAI: FieldTable = {
     "metadata": _ignored({}, note=_TAG),
     "modalities": _refused(["text"]),
     "moderation": _refused(note="nothing is moderated"),
-    "prediction": _ignored(note="it would make the same answer faster"),
     "prompt_cache_key": _ignored(note=_CACHE),
     "prompt_cache_options": _ignored({}, note=_CACHE),
     "prompt_cache_retention": _ignored("in_memory", note=_CACHE),
@@ -101,6 +100,7 @@ RESPONSES: FieldTable = TEXT | {
     "prompt": _refused(note="nothing is stored, send instructions"),
     "prompt_logprobs": _refused(False),
     "reasoning_effort": _refused(note="use reasoning.effort"),
+    "return_sampling_mask": _refused(False, note="its items have no place for it, use chat or the token route"),
     "response_format": _refused({"type": "text"}, note="use text.format"),
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),
@@ -128,6 +128,8 @@ VLLM_METRICS = frozenset({
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 })  # fmt: skip
 
 

@@ -21,12 +21,14 @@ from tokserve.client.inputs import GenerateRequest
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import SamplingParams
-from tokserve.server import logprobs, schemas, sse, structured
+from tokserve.server import logprobs, sampling_masks, schemas, sse, structured
 from tokserve.server.body import encode_json, wants_msgpack
 from tokserve.server.generation import ReplyContext, Usage
 from tokserve.server.logprobs import TextLogprobs
+from tokserve.server.prediction import with_prediction
 from tokserve.server.replies import StopDetail, WeightVersion, last_version, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts, single_part
+from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.schemas import CompletionBody
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
@@ -37,7 +39,7 @@ MAX_PROMPTS = 4096
 MAX_CHOICES = 1 << 14  # of all prompts together: each is a request in the engine
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(MaskFields):
     """A choice, or a delta of one.  In a whole answer, ids and scores that were not requested are null."""
 
     index: int
@@ -97,7 +99,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     body, ignored, size = await schemas.read(serving, request, CompletionBody)
     schemas.check_stream(body, replies and wants_msgpack(request))
     params = await off_loop(request, size, lambda: sampling_params(serving, body))
-    generate = serving.request_of(request, body, params, score_each=True)
+    bare = serving.request_of(request, body, params, score_each=True)
     prompts = await off_loop(request, size, lambda: parse_prompts(body.prompt))
     if len(prompts) * params.n > MAX_CHOICES:
         asks = f"{len(prompts)} prompts with n {params.n}"
@@ -105,6 +107,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
     listed = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     special = body.add_special_tokens is not False
     ids = await off_loop(request, size, lambda: tokenized(serving, prompts, special, listed))
+    generate = await off_loop(request, size, lambda: with_prediction(serving, body, bare))
     others = {"extra_args": "vllm_xargs", "max_tokens": schemas.output_limit(body)[1]}
     if body.structured_outputs is None:
         others["structured_outputs"] = "response_format"
@@ -118,6 +121,7 @@ def drop_output(c: ChoiceOutput) -> ChoiceOutput:
     return msgspec.structs.replace(
         c, token_ids=[], text="", logprobs=None, finish_reason="length" if ended else c.finish_reason,
         stop_reason=None, stop_detail="max_tokens" if ended else c.stop_detail, weight_versions=[],
+        sampling_masks=None, sampling_mask_truncated=0,
     )  # fmt: skip
 
 
@@ -213,6 +217,7 @@ class CompletionRenderer:
         self._start = params.prompt_logprobs_start
         self._top = params.logprobs
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
         self._num_prompt_logprobs = schemas.count(body.prompt_logprobs)
         self._usage, self._continuous = schemas.usage_options(body)
         self._places: dict[int, logprobs.TextOffset] = {}  # by choice that has begun: how far its text has come
@@ -241,6 +246,8 @@ class CompletionRenderer:
         if self._has_logprobs:
             made = partial(self._logprobs, c, begins)
             choice.logprobs = made() if parts is None else parts.defer(single_part(made))
+        if self._has_masks:
+            sampling_masks.add(choice, c, "lists", parts)
         if self._ids:
             choice.token_ids = c.token_ids
         if c.finish_reason is not None:

@@ -54,11 +54,27 @@ class WakeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResetBody(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's options, ignored: running requests keep their KV pages, and there is no other cache."""
+    """vLLM's options.  `reset_external`: drop the earlier outputs that are kept as drafts as well.  The others are
+    ignored: running requests keep their KV pages."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
     reset_connector: bool = False
+
+
+class AddCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Outputs, as ids, that are drafts for requests of a group with the same model and cache salt."""
+
+    draft_group: str
+    token_ids: list[list[int]]
+    model: str | None = None
+    cache_salt: str = ""
+
+
+class RemoveCorpusBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which group."""
+
+    draft_group: str
 
 
 class InitBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,9 +84,11 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StartBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Whether tensors have the names of the checkpoint."""
+    """Whether tensors have the names of the checkpoint; of a delta, the version and the checksum of what it changes."""
 
     is_checkpoint_format: bool = True
+    base_version: str | None = None
+    base_checksum: str | None = None
 
 
 class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,9 +104,10 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The version of the new weights."""
+    """The version of the new weights; of a delta, the checksum that its result must have."""
 
     weight_version: str | None = None
+    checksum: str | None = None
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,6 +122,13 @@ class CheckerBody(msgspec.Struct, forbid_unknown_fields=True):
     action: str
     baseline: dict[str, str] | None = None
     names: str | None = None
+
+
+class WeightQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """What a trainer wants to know beside version and epoch."""
+
+    checksum: bool = False
+    tensors: bool = False
 
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -213,8 +239,32 @@ async def release_kv_cache_memory(serving: Serving, request: Request) -> Respons
 
 async def reset_prefix_cache(serving: Serving, request: Request) -> Response:
     """POST /reset_prefix_cache"""
-    await read(serving, request, ResetBody)
-    return body.reply(request, {"success": await serving.llm.reset_prefix_cache()})
+    params = await read(serving, request, ResetBody)
+    success = await serving.llm.reset_prefix_cache(reset_external=params.reset_external)
+    return body.reply(request, {"success": success})
+
+
+# --- drafts ---
+
+
+async def add_draft_corpus(serving: Serving, request: Request) -> Response:
+    """POST /add_draft_corpus"""
+    params = await read(serving, request, AddCorpusBody)
+    for index, ids in enumerate(params.token_ids):
+        if ids and not (min(ids) >= 0 and max(ids) < serving.llm.ready.vocab_size):
+            field = f"token_ids[{index}]"
+            raise RequestError(f"{field} has an id that is not in the vocabulary", field=field)
+    await serving.find_model(params.model)
+    reply = await serving.llm.add_draft_corpus(
+        params.draft_group, params.token_ids, lora_name=serving.adapter(params.model), cache_salt=params.cache_salt
+    )
+    return body.reply(request, reply)
+
+
+async def remove_draft_corpus(serving: Serving, request: Request) -> Response:
+    """POST /remove_draft_corpus"""
+    params = await read(serving, request, RemoveCorpusBody)
+    return body.reply(request, await serving.llm.remove_draft_corpus(params.draft_group))
 
 
 # --- weights ---
@@ -235,7 +285,7 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
     params = await read(serving, request, StartBody)
-    await serving.llm.start_weight_update(params.is_checkpoint_format)
+    await serving.llm.start_weight_update(params.is_checkpoint_format, params.base_version, params.base_checksum)
     return body.reply(request, {"message": "Weight update started"})
 
 
@@ -298,7 +348,7 @@ async def _pieces(request: Request) -> AsyncIterator[tuple[bytes, bool]]:
 async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
     params = await read(serving, request, FinishBody)
-    return body.reply(request, await serving.llm.finish_weight_update(params.weight_version))
+    return body.reply(request, await serving.llm.finish_weight_update(params.weight_version, params.checksum))
 
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
@@ -331,10 +381,16 @@ async def unload_lora_adapter(serving: Serving, request: Request) -> Response:
 
 
 async def weights(serving: Serving, request: Request) -> Response:
-    """GET /weight_info"""
+    """GET /weight_info: which weights serve; `checksum`: compute their checksum; `tensors`: list their tensors"""
+    params = await read(serving, request, WeightQuery)
+    reply: dict[str, Any] = {}
+    if params.tensors:
+        reply |= await serving.llm.call("weight_coordinates") | {"delta_format": "tokserve-delta-1"}
+    if params.checksum:
+        await serving.llm.call("weights_checksum")
     status = await serving.llm.fresh_status()
-    reply = {"weight_version": status.weight_version, "epoch": status.epoch, "last_failure": status.failure}
-    return body.reply(request, reply)
+    known = {"weight_version": status.weight_version, "epoch": status.epoch, "checksum": status.checksum}
+    return body.reply(request, known | {"last_failure": status.failure} | reply)
 
 
 async def weight_checker(serving: Serving, request: Request) -> Response:

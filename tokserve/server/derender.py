@@ -135,7 +135,7 @@ class ReplyReader:
     def __init__(self, serving: Serving, params: SamplingParams | None, needs_prompt: bool) -> None:
         self._serving = serving
         self._eos = frozenset(serving.llm.ready.eos_token_ids)
-        self.params = params or SamplingParams()
+        self.params = msgspec.structs.replace(params or SamplingParams(), return_sampling_mask=False)
         self._known = params is not None
         self._needs_prompt = needs_prompt or (params is not None and params.prompt_logprobs is not None)
         self._external: ExternalReply | None = None
@@ -276,16 +276,17 @@ async def derender_chat(serving: Serving, request: Request) -> Response:
         plan = _with_prefix("chat_request", lambda: chat.tool_plan(serving, text_body))
         params = _params(serving, lambda: chat.sampling_params(serving, text_body, plan), "chat_request")
 
-    def work() -> chat.ChatReply:
+    def work() -> Response:
         reader = ReplyReader(serving, params, text_body is not None and bool(text_body.return_token_ids))
         ids, count = request_body.prompt_token_ids, request_body.prompt_tokens
         reader.add(request_body.generate_response, "generate_response", ids, count, "")
         external = reader.external
         external.completion_tokens = sum(len(end.token_ids) for end in reader.ends)
         answers = chat.reader_of(serving, plan, external.key, _prompt_of(serving, plan, external.prompts[0], text_body))
-        return chat.ChatRenderer(serving, external, text_body or ChatBody(), reader.params, answers).reply(reader.ends)
+        renderer = chat.ChatRenderer(serving, external, text_body or ChatBody(), reader.params, answers)
+        return body.reply(request, renderer.reply(reader.ends), schemas.ignored_header(ignored))
 
-    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
+    return await off_loop(request, size, work)
 
 
 async def derender_completions(serving: Serving, request: Request) -> Response:
@@ -305,7 +306,7 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
         params = _params(serving, lambda: completions.sampling_params(serving, text_body), "completion_request")
         prompts = _prompts(text_body, len(replies))
 
-    def work() -> completions.CompletionReply:
+    def work() -> Response:
         needs_prompt = text_body is not None and bool(text_body.return_token_ids or text_body.echo)
         reader = ReplyReader(serving, params, needs_prompt)
         for i, reply in enumerate(replies):
@@ -317,11 +318,12 @@ async def derender_completions(serving: Serving, request: Request) -> Response:
             ends = [completions.drop_output(end) for end in ends]
         external.completion_tokens = sum(len(end.token_ids) for end in ends)
         texts = prompts or list(external.prompts)
-        return completions.CompletionRenderer(
+        renderer = completions.CompletionRenderer(
             serving, external, text_body or CompletionBody(), reader.params, texts
-        ).reply(ends)
+        )  # fmt: skip
+        return body.reply(request, renderer.reply(ends), schemas.ignored_header(ignored))
 
-    return body.reply(request, await off_loop(request, size, work), schemas.ignored_header(ignored))
+    return await off_loop(request, size, work)
 
 
 async def _read(serving: Serving, request: Request, kind: type[D]) -> tuple[D, list[str], int]:

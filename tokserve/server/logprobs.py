@@ -159,8 +159,8 @@ def rows(columns: Logprobs) -> Iterator[Row]:
     """The columns token by token, with nothing below `FLOOR`."""
     width = columns.width
     ids = memoryview(columns.top_ids).cast("i").tolist()
-    values = _clamped(columns.top_logprobs)
-    logprobs = _clamped(columns.token_logprobs)
+    values = clamped(columns.top_logprobs)
+    logprobs = clamped(columns.token_logprobs)
     ranks = memoryview(columns.ranks).cast("i").tolist()
     ends = range(width, width * len(logprobs) + width, width) if width else [0] * len(logprobs)
     for logprob, rank, end in zip(logprobs, ranks, ends, strict=True):
@@ -191,13 +191,13 @@ def packed(columns: Logprobs, start: int | UnsetType = UNSET) -> PackedLogprobs:
 
 
 def arrays(columns: Logprobs, start: int | UnsetType = UNSET) -> LogprobArrays:
-    logprobs = _clamped(columns.token_logprobs)
+    logprobs = clamped(columns.token_logprobs)
     ranks: list[int] = memoryview(columns.ranks).cast("i").tolist()
     if not columns.width:
         none: list[Any] = [[]] * len(logprobs)
         return LogprobArrays(logprobs, ranks, none, none, columns.mode, start)
     ids: list[int] = memoryview(columns.top_ids).cast("i").tolist()
-    values = _clamped(columns.top_logprobs)
+    values = clamped(columns.top_logprobs)
     return LogprobArrays(
         logprobs, ranks, _table(ids, columns.width), _table(values, columns.width), columns.mode, start
     )
@@ -208,7 +208,7 @@ def _table(values: list[T], width: int) -> list[list[T]]:
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
-def _clamped(column: bytes) -> list[float]:
+def clamped(column: bytes) -> list[float]:
     """A float32 column as numbers that JSON can represent."""
     values: list[float] = memoryview(column).cast("f").tolist()  # type: ignore[assignment]
     return [max(FLOOR, value) for value in values] if values and min(values) < FLOOR else values

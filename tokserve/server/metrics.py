@@ -41,7 +41,7 @@ SHORTEST_STALL = 0.01
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 STATES = ("running", "pausing", "paused", "updating", "sleeping", "quarantined")
 REASONS = ("stop", "length", "repetition", "abort", "deadline", "error")
-CAUSES = ("abort_user", "abort_disconnect", "abort_pause", "abort_quarantine", "shutdown", "error")
+CAUSES = ("abort_user", "abort_disconnect", "abort_stalled", "abort_pause", "abort_quarantine", "shutdown", "error")
 AGES = ("0", "1", "2", "3", "4+")
 SAMPLED = 16  # the serialization of one stream in so many is timed
 
@@ -102,6 +102,7 @@ class Metrics(Collector):
         self._finished = LabelledCounter(counters, REASONS)
         self._aborts = LabelledCounter(counters, CAUSES)
         self._refusals = LabelledCounter(counters, REFUSALS)
+        self._truncated_masks = counters.allocate(1)
         self._num_streams = 0
         self.ttft = Histogram(counters, "time_to_first_token_seconds", "Arrival to first token.", SHORT)
         text = "Mean time between tokens of a choice, counted once per token."
@@ -158,6 +159,8 @@ class Metrics(Collector):
             self._aborts.add(completion.stop_detail or "abort_user")
         self.prompt_length.observe(prompt_tokens)
         self.output_length.observe(output_tokens)
+        if completion.sampling_mask_truncated:
+            self._truncated_masks.add(0, completion.sampling_mask_truncated)
         queued, first, total = completion.times
         self.latency.observe(total)
         if not output_tokens:
@@ -271,6 +274,14 @@ class Metrics(Collector):
             ("displaced_requests", "Preemptions that made room for another client.", s.displaced),
             ("grammar_refusals", "Grammars refused after a trial.", s.grammar_refusals),
             ("nan_requests", "Requests ended because their logits were not finite.", s.nan_requests),
+            ("spec_decode_num_drafts", "Steps of requests that had drafts.", s.draft_steps),
+            ("spec_decode_num_draft_tokens", "Drafts.", s.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts that were accepted.", sum(s.accepted_by_position)),
+            (
+                "sampling_masks_truncated",
+                "Tokens without a sampling mask, as it would have had too many ids.",
+                self._truncated_masks.total(0),
+            ),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             family.add_metric([self._model, ENGINE], value)
@@ -280,6 +291,13 @@ class Metrics(Collector):
         for age, count in zip(AGES, s.tokens_by_age or [0] * len(AGES), strict=True):
             ages.add_metric([self._model, ENGINE, age], count)
         yield ages
+        text = "Drafts that were accepted, by their position."
+        accepted = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos", text, labels=[*LABELS, "position"]
+        )
+        for position, count in enumerate(s.accepted_by_position):
+            accepted.add_metric([self._model, ENGINE, str(position)], count)
+        yield accepted
 
     def _labelled(self, name: str, text: str, label: str, tally: LabelledCounter) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])

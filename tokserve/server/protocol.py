@@ -1,15 +1,17 @@
-"""HTTP/1.1 on a connection: uvicorn's protocol, with six differences.
+"""HTTP/1.1 on a connection: uvicorn's protocol, with seven differences.
 
 Upgrades are declined and versions other than 1.0 and 1.1 refused; refusals have the form of other errors; a request's
 head is limited in size and in time; HTTP/1.0 (nginx's default towards upstreams) gets no chunked response; the pieces
-of a body are gathered before the application is woken, and many tiny chunks are refused.  Java's HTTP client offers h2c
-with every plain request, and the parser would take such a request's body for the other protocol.  RFC 9110 (7.8) lets a
-server ignore the offer, so the request is parsed again without it.
+of a body are gathered before the application is woken, and many tiny chunks are refused; a client that does not read
+its reply is disconnected after a time.  Java's HTTP client offers h2c with every plain request, and the parser would
+take such a request's body for the other protocol.  RFC 9110 (7.8) lets a server ignore the offer, so the request is
+parsed again without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +21,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tokserve.errors import RequestError
 from tokserve.server import client_names, errors, sse
+
+logger = logging.getLogger(__name__)
 
 OFFER = (b"upgrade", b"http2-settings")
 VERSIONS = ("1.0", "1.1")
@@ -42,10 +46,15 @@ class VersionNotSupported(RequestError):
 
 
 class Protocol(HttpToolsProtocol):
-    """For `uvicorn.Config(http=Protocol, ws="none")`."""
+    """For `uvicorn.Config(http=Protocol, ws="none")`.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `stall_timeout`: seconds that a connection may be full before it is closed, 0 for any time.
+    """
+
+    def __init__(self, *args: Any, stall_timeout: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._stall_timeout = stall_timeout
+        self._stall_timer: asyncio.TimerHandle | None = None  # while the connection is full
         self._head: int | None = 0  # bytes so far of an unfinished head, or of trailers; None in a body
         self._refusal: RequestError | None = None  # why the parser was stopped
         self._pieces: list[bytes] = []  # of the body, not yet passed to the application
@@ -58,7 +67,33 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    def pause_writing(self) -> None:
+        """The connection is full: the client does not read as fast as the server writes, or not at all."""
+        super().pause_writing()
+        if self._stall_timeout and self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(self._stall_timeout, self._disconnect_stalled)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _disconnect_stalled(self) -> None:
+        self._stall_timer = None
+        logger.warning(
+            "a client did not read its reply for %g s (stream_stall_timeout): the connection from %s is closed",
+            self._stall_timeout, self.client and self.client[0],
+        )  # fmt: skip
+        if self.cycle is not None:
+            self.cycle.scope[sse.STALLED] = True  # type: ignore[literal-required]
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_stall_timer()
         self._give()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -86,6 +121,7 @@ class Protocol(HttpToolsProtocol):
         self._chunks = self._chunked = 0
         if self.parser.get_http_version() not in VERSIONS:
             self._refuse(VersionNotSupported("this server speaks HTTP/1.1", code="http_version"))
+        self._check_framing()
         if not self.parser.should_upgrade():
             self._unset_keepalive_if_required()  # only for a whole head: a client could send one byte by byte
             super().on_headers_complete()
@@ -95,6 +131,18 @@ class Protocol(HttpToolsProtocol):
             self.scope[client_names.PEER] = self.client and self.client[0]  # type: ignore[literal-required]
             self.scope[sse.WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
             self.headers = []  # what comes from here on are trailers, which are not part of the request's headers
+
+    def _check_framing(self) -> None:
+        """Refuse what a proxy in front may read in another way (RFC 9112, 3.2 and 6.1)."""
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                what = "the only transfer-encoding that this server knows is chunked"
+                self._refuse(RequestError(what, code="invalid_http"))
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(RequestError("a request has one Host header", code="invalid_http"))
 
     def on_chunk_header(self) -> None:
         """Count chunks, which cost time of the event loop, and the bytes of trailers, which follow the last header."""

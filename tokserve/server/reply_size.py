@@ -9,17 +9,21 @@ from tokserve.params import SamplingParams
 
 OBJECT_BYTES = 96  # JSON of a token with its logprob, or of an alternative, as an object
 COLUMN_BYTES = 24  # the same in columns
+MASK_ID_BYTES = 4  # of an id in a sampling mask; its JSON is made while it is sent
 TOKEN_BYTES = 16  # JSON of an id and its text
 
 
 def reply_bytes(
     lengths: Sequence[int], params: SamplingParams, context: int, vocab_size: int, *,
-    stream: bool, score_each: bool, entry_bytes: int, routed_bytes: int = 0,
+    stream: bool, score_each: bool, entry_bytes: int, max_mask: int = 0, routed_bytes: int = 0,
 ) -> int:  # fmt: skip
     """An upper estimate in bytes.  `lengths`: of the prompts, in tokens; `entry_bytes`: of a logprob in the reply's
-    format; `routed_bytes`: of the routed experts of a position.  Of a stream only the prompts' logprobs and the routed
-    experts count, which are sent at once."""
+    format; `max_mask`: most ids of a sampling mask, 0 if there are none; `routed_bytes`: of the routed experts of a
+    position.  Of a stream only the prompts' logprobs and the routed experts count, which are sent at once."""
     repeats = params.n if score_each else 1
+    per_token = TOKEN_BYTES + _output_entries(params, vocab_size) * entry_bytes
+    if max_mask:
+        per_token += 2 * COLUMN_BYTES + _mask_ids(params, min(max_mask, vocab_size)) * MASK_ID_BYTES
     total = 0
     for length in lengths:
         if params.prompt_logprobs is not None:
@@ -30,8 +34,14 @@ def reply_bytes(
             total += params.n * max(0, positions) * routed_bytes * 4 // 3  # in base64
         if not stream:
             tokens = min(params.max_tokens or context, max(0, context - length))
-            total += params.n * tokens * (TOKEN_BYTES + _output_entries(params, vocab_size) * entry_bytes)
+            total += params.n * tokens * per_token
     return total
+
+
+def _mask_ids(params: SamplingParams, limit: int) -> int:
+    if params.temperature == 0.0:
+        return 1
+    return min(limit, params.top_k) if params.top_k > 0 else limit
 
 
 def _output_entries(params: SamplingParams, vocab_size: int) -> int:
@@ -49,9 +59,10 @@ def check(size: int, limit: int, params: SamplingParams) -> None:
     """Raise `RequestError` for a reply of more than `most` bytes."""
     if size <= limit:
         return
-    at_fault = [name for name in ("prompt_logprobs", "logprobs") if getattr(params, name) is not None]
+    names = ("return_sampling_mask", "prompt_logprobs", "logprobs")
+    at_fault = [name for name in names if getattr(params, name) not in (None, False)]
     raise RequestError(
         f"the reply may have {size >> 20} MiB, and at most {limit >> 20} are served (--max-reply-bytes): ask for fewer "
-        "choices, tokens or logprobs, for logprobs in columns, or for a stream",
+        "choices, tokens or logprobs, for logprobs in columns, for smaller sampling masks (top_k), or for a stream",
         field=at_fault[-1] if at_fault else "n", code="reply_too_large",
     )  # fmt: skip

@@ -149,7 +149,7 @@ async def read(serving: Serving, request: Request) -> tuple[ResponsesBody, ChatC
 
     def converse() -> ChatBody:
         _add_input(request_body, conversation)
-        as_chat = _as_chat(request_body, conversation)
+        as_chat = _as_chat(request_body, conversation, serving.config.model.return_sampling_mask)
         tools.check(as_chat.tools, as_chat.tool_choice)
         return as_chat
 
@@ -181,8 +181,8 @@ def _add_input(request_body: ResponsesBody, conversation: InputMessages) -> None
             conversation.add(f"input[{i}]", item)
 
 
-def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBody:
-    """The equivalent chat body.  Its fields have been checked in this body."""
+def _as_chat(request_body: ResponsesBody, conversation: InputMessages, masks_by_default: bool) -> ChatBody:
+    """The equivalent chat body, without sampling masks.  Its fields have been checked in this body."""
     text = request_body.text or schemas.TextOptions()
     included = request_body.include or []
     for i, name in enumerate(included):
@@ -200,6 +200,7 @@ def _as_chat(request_body: ResponsesBody, conversation: InputMessages) -> ChatBo
         **{name: getattr(request_body, name) for name in GeneratingBody.model_fields},
         messages=conversation.messages,
         max_completion_tokens=request_body.max_output_tokens,
+        return_sampling_mask=False if masks_by_default else None,
         logprobs=with_logprobs,
         top_logprobs=request_body.top_logprobs,
         response_format=text_format,

@@ -223,6 +223,12 @@ class Serving:
         """The name that the reply to a request with this `model` carries."""
         return self.adapter(model) or self.name
 
+    def has_masks(self, params: SamplingParams) -> bool:
+        """Whether a request with these parameters returns sampling masks."""
+        if params.return_sampling_mask is None:
+            return self.config.model.return_sampling_mask
+        return params.return_sampling_mask
+
     def request_of(
         self, request: Request, body: Any, params: SamplingParams, *, text: bool = True, score_each: bool = False
     ) -> GenerateRequest:
@@ -248,6 +254,8 @@ class Serving:
         generation = Generation(generate.request_id, params.n, self._observers(request))
         generation.timed = self.metrics.timed
         generation.rename = fields.rename
+        if generate.options.draft_token_ids is not None:
+            generation.prediction_len = len(generate.options.draft_token_ids)
         if generate.text:
             generation.fingerprint = self.fingerprint
         self.metrics.started()
@@ -282,6 +290,7 @@ class Serving:
         size = reply_size.reply_bytes(
             [state.prompt_len for state in states], params, ready.max_model_len, ready.vocab_size,
             stream=generate.options.stream, score_each=generate.score_each, entry_bytes=entry_bytes,
+            max_mask=self.config.model.max_sampling_mask if self.has_masks(params) else 0,
             routed_bytes=ready.facts.get("routed_bytes", 0),
         )  # fmt: skip
         try:

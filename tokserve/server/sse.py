@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokserve.client.outputs import ChoiceOutput
 from tokserve.errors import RequestError, RequestFailed
-from tokserve.server import body, errors, workers
+from tokserve.server import body, errors, sampling_masks, workers
 from tokserve.server.disconnect import CancelOnDisconnect, ClientDisconnected
 from tokserve.server.generation import Generation
 from tokserve.server.reply_parts import DeferredParts, PartedResponse
@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 WRITE = "tokserve.write"  # key of a `Write` in the scope, if the protocol offers one
+STALLED = "tokserve.stalled"  # key in the scope of a request whose client was disconnected because it did not read
 CLIENT_FAULTS = ("forbidden", "grammar_limit")  # stop details of errors caused by the request's parameters
 LARGE = 1 << 15  # bytes of logprobs that take milliseconds to render
+REPEATED = 1 << 20  # bytes of a stream's logprobs that take milliseconds to render if the last events repeat them
 PATIENCE = 0.25  # seconds of a blocked connection after which the request is stalled
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -75,7 +77,8 @@ async def answer(
 
 def _columns_size(completion: ChoiceOutput) -> int:
     both = (completion.logprobs, completion.prompt_logprobs)
-    return sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
+    size = sum(len(columns.token_logprobs) + len(columns.top_logprobs) for columns in both if columns is not None)
+    return size + sampling_masks.num_bytes(completion.sampling_masks)
 
 
 async def collect(generation: Generation, request: Request) -> list[ChoiceOutput]:
@@ -149,7 +152,8 @@ class EventStream(Response):
             async with CancelOnDisconnect(receive):
                 await pump.run(self._opening)
         except ClientDisconnected:
-            pass
+            if scope.get(STALLED):
+                self._generation.cause = "abort_stalled"
         finally:
             pump.stop()
             await self._generation.close()
@@ -172,6 +176,7 @@ class _Pump:
         self._events = generation.timed(renderer.delta)
         self._writer = writer
         self._ends: list[ChoiceOutput] = []
+        self._size = 0  # bytes of all logprobs so far
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
 
     async def run(self, opening: bytes) -> None:
@@ -194,10 +199,12 @@ class _Pump:
         try:
             events, size = b"", 0
             for delta in generation.take():
+                columns = _columns_size(delta)
+                size += columns
+                self._size += columns
                 if delta.finish_reason is not None:
                     self._ends.append(delta)
-                size += _columns_size(delta)
-                if size >= LARGE:
+                if size >= LARGE or (delta.finish_reason is not None and self._size >= REPEATED):
                     self._writer.write_later(events, self._large_events(delta))
                     return
                 events += self._events(delta)
@@ -223,7 +230,10 @@ class _Pump:
             if error := await self._ended:
                 raise error
             failed = request_failure(self._ends)
-            return self._renderer.tail() + self._close(failed and self._generation.rename(failed))
+            last = failed and self._generation.rename(failed)
+            if self._size >= REPEATED:
+                return await workers.run(self._size, lambda: self._renderer.tail() + self._close(last))
+            return self._renderer.tail() + self._close(last)
         except RequestError as error:
             self._generation.cause = "error"
             return self._close(error)

@@ -21,11 +21,12 @@ from starlette.responses import Response
 from tokserve.client.outputs import ChoiceOutput, Logprobs
 from tokserve.errors import RequestError
 from tokserve.params import Count, RepetitionDetection, SamplingParams, StructuredOutputs, check_ranges
-from tokserve.server import compat, declared, errors, logprobs, reply_size, sse, structured
+from tokserve.server import compat, declared, errors, logprobs, reply_size, sampling_masks, sse, structured
 from tokserve.server.body import decode, encode_json, is_msgpack, wants_msgpack
 from tokserve.server.generation import Generation, Usage
 from tokserve.server.replies import StopDetail, WeightVersion, npy, routed_experts, versions
 from tokserve.server.reply_parts import DeferredParts, single_part
+from tokserve.server.sampling_masks import MaskFields
 from tokserve.server.serving import FieldPaths, Serving
 from tokserve.server.workers import off_loop
 
@@ -76,6 +77,7 @@ class _Generate(OptionFields, kw_only=True, forbid_unknown_fields=True, omit_def
     model: str | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
+    return_sampling_mask: bool | None = None  # the same as in sampling_params
     output_mode: Literal["tokens", "text"] | None = "tokens"
     logprobs_format: Format | None = "objects"
     kv_transfer_params: Any = None
@@ -108,7 +110,7 @@ class PackedGenerateBody(_Generate, kw_only=True):
 AnyBody = GenerateBody | PackedGenerateBody
 
 
-class GenerateChoice(msgspec.Struct):
+class GenerateChoice(MaskFields):
     """A choice, or a delta of one."""
 
     index: int
@@ -222,6 +224,18 @@ def _without_ignored(values: dict[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
+def with_mask(params: SamplingParams, given: bool | None) -> SamplingParams:
+    """The parameters with the body's own `return_sampling_mask`."""
+    if given is None or given == params.return_sampling_mask:
+        return params
+    if params.return_sampling_mask is not None:
+        raise RequestError(
+            f"return_sampling_mask is {str(given).lower()} and {SAMPLING}return_sampling_mask is not; send one of them",
+            field="return_sampling_mask",
+        )
+    return msgspec.structs.replace(params, return_sampling_mask=given)
+
+
 def prompt_of(body: AnyBody) -> tuple[list[int] | bytes, FieldPaths]:
     """The prompt, as a list or packed, and the names of its fields for errors."""
     in_base64 = body.token_ids_b64
@@ -247,7 +261,7 @@ async def generate_tokens(serving: Serving, request: Request) -> Response:
     def decode() -> tuple[AnyBody, SamplingParams]:
         serving.bodies.check_values(request, raw, packed)
         body = decode_body(raw, packed)
-        params = decode_params(body.sampling_params, packed)
+        params = with_mask(decode_params(body.sampling_params, packed), body.return_sampling_mask)
         if body.routed_experts_prompt_start:
             params = msgspec.structs.replace(params, routed_experts_prompt_start=body.routed_experts_prompt_start)
         return body, structured.with_default(params, serving.closed_schemas)
@@ -290,16 +304,23 @@ class _Render:
         self._first = True
         self._frames: dict[int, list[bytes]] = {}  # by choice
         self._has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
+        self._has_masks = serving.has_masks(params)
+        self._mask_form: sampling_masks.Form = (
+            "lists" if self._format == "objects" else "packed" if packed or self._format == "base64" else "arrays"
+        )
         self._scores_due = params.prompt_logprobs is not None
 
     def _choice(self, c: ChoiceOutput, deferred: DeferredParts | None = None) -> GenerateChoice:
-        return GenerateChoice(
+        choice = GenerateChoice(
             c.index, self._ids(c.token_ids), c.finish_reason, c.stop_reason,
             self._logprobs(c.logprobs or NO_ROWS, c.token_ids, deferred) if self._has_logprobs else None,
             UNSET if c.finish_reason is None else versions(c),
             UNSET if c.finish_reason is None else StopDetail(c.stop_detail, c.message),
             c.text or "" if self._text else UNSET, self._routed_experts(c),
         )  # fmt: skip
+        if self._has_masks:
+            sampling_masks.add(choice, c, self._mask_form, deferred)
+        return choice
 
     def _routed_experts(self, c: ChoiceOutput) -> str | bytes | UnsetType:
         return npy(c.routed_experts) if self._packed and c.routed_experts is not None else routed_experts(c)
@@ -358,14 +379,23 @@ class _Render:
         made = frame[0] + encode_json(delta.token_ids)
         if self._has_logprobs:
             made += frame[1] + encode_json(self._logprobs(delta.logprobs or NO_ROWS, delta.token_ids))
+        text_at = -5 if self._has_masks else -2
         if self._text:
-            made += frame[-2] + encode_json(delta.text or "")
+            made += frame[text_at] + encode_json(delta.text or "")
+        if self._has_masks:
+            masks, form = delta.sampling_masks or sampling_masks.NO_MASKS, self._mask_form
+            made += frame[-4] + encode_json(sampling_masks.mask_of(masks, form))
+            made += frame[-3] + encode_json(sampling_masks.logprobs_of(masks.logprobs, form))
+            made += frame[-2] + encode_json(sampling_masks.logprobs_of(masks.kept_logprobs, form))
         return made + frame[-1]
 
     def _frame(self, index: int) -> list[bytes]:
-        """The constant parts of an event: around the token ids, the logprobs and the text, if these are wanted."""
+        """The constant parts of an event: around the token ids and, if these are wanted, the logprobs, the text, and
+        the three fields of the sampling masks."""
         logprobs, text = HOLE if self._has_logprobs else None, HOLE if self._text else UNSET
         choice = GenerateChoice(index, HOLE, None, None, logprobs, text=text)
+        if self._has_masks:
+            choice.sampling_mask = choice.sampling_logprobs = choice.kept_logprob = HOLE
         chunk = GenerateChunk(self._id, [choice], None if self._usage else UNSET)
         return sse.event(encode_json(chunk)).split(HOLE)
 

@@ -56,10 +56,16 @@ def rms_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     return grad_x, grad_weight
 
 
-def rope(grad: Tensor, table: Tensor, positions: Tensor) -> Tensor:  # [T, heads, D] -> same
+def rope(
+    grad: Tensor, table: Tensor, positions: Tensor, *, interleaved: bool = False
+) -> Tensor:  # [T, heads, D] -> same
     """The gradient of what `ops.rope` turned: turned back."""
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rot / 2] each
     half = cos.shape[-1]
+    if interleaved:
+        first, second = grad[..., 0 : 2 * half : 2], grad[..., 1 : 2 * half : 2]
+        pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1).flatten(-2)
+        return torch.cat([pairs, grad[..., 2 * half :]], -1)
     first, second = grad[..., :half], grad[..., half : 2 * half]
     parts = [first * cos + second * sin, second * cos - first * sin, grad[..., 2 * half :]]
     return torch.cat(parts, -1)
@@ -91,12 +97,13 @@ def gelu_mul(grad: Tensor, both: Tensor) -> Tensor:  # [T, I], [T, 2 I] -> [T, 2
 
 
 def attention(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int, *, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients float32 of q, k and v in causal attention of one sequence, from that of its result [n, Hq, D].
 
     q [n, Hq, D] are the queries of positions start .. start + n - 1, k and v [m, Hk, D] the keys and values of
     positions 0 .. m - 1 with m = start + n.  `window` > 0: a query sees that many keys at most, itself included.
+    `softcap` > 0: scores s are softcap * tanh(s / softcap).
     """
     count, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -110,7 +117,7 @@ def attention(
             group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
             parts = _head(
                 grad[rows, group].reshape(-1, dim), q[rows, group].reshape(-1, dim), k[keys, head].contiguous(),
-                v[keys, head].contiguous(), bias, scale,
+                v[keys, head].contiguous(), bias, scale, softcap,
             )  # fmt: skip
             grad_q[rows, group] = parts[0].view(rows.stop - rows.start, -1, dim)
             grad_k[keys, head] += parts[1]
@@ -126,13 +133,22 @@ def _bias(begin: int, end: int, first: int, window: int, device: torch.device) -
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def _head(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _head(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [n G, D], k and v [m, D] of one KV head; `bias` [m, n].  Weights lie as [m, n G]."""
     m, n = bias.shape
-    scores = torch.add(bias[:, :, None], times(k, q).view(m, n, -1), alpha=scale)
+    scores, steepness = times(k, q).view(m, n, -1), None
+    if softcap:
+        bent = torch.tanh(scores * (scale / softcap))
+        scores, steepness = bias[:, :, None] + bent * softcap, (1.0 - bent * bent).view(m, -1)
+    else:
+        scores = torch.add(bias[:, :, None], scores, alpha=scale)
     weights = torch.softmax(scores.view(m, -1), 0)
     slopes = times(v, grad)  # of the weights
     slopes.sub_((weights * slopes).sum(0)).mul_(weights)  # now of the scores
+    if steepness is not None:
+        slopes.mul_(steepness)
     rounded = slopes.to(q.dtype)
     grad_q, grad_k = times(rounded.t().contiguous(), k.t()), times(rounded, q.t())
     return grad_q.mul_(scale), grad_k.mul_(scale), times(weights.to(q.dtype), grad.t())

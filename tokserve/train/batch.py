@@ -40,7 +40,16 @@ class PackedBatch:
             positions = self.positions.index_select(0, self._copied)
             _store(layer, again, table, positions, keys, values, self._copied_slots)
         mixed = ops.paged_attention(
-            q, keys, values, self._tables, self._query_start, self._seq_lens, layer.scale, layer.window
+            q,
+            keys,
+            values,
+            self._tables,
+            self._query_start,
+            self._seq_lens,
+            layer.scale,
+            layer.window,
+            1.0,
+            layer.softcap,
         )
         return mixed.view(len(qkv), -1)
 
@@ -54,7 +63,9 @@ class PackedBatch:
             rows = slice(node.token, node.token + node.end - node.start)
             whole = node.start == 0
             keys, values = (x[rows] if whole else x.index_select(0, path) for x in (k, v))
-            parts = backward.attention(grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window)
+            parts = backward.attention(
+                grad[rows], q[rows], keys, values, node.start, layer.scale, layer.window, softcap=layer.softcap
+            )
             grads[0][rows] = parts[0]
             for token, start, end in node.runs():
                 for total, part in zip(grads[1:], parts[1:], strict=True):
@@ -74,4 +85,7 @@ def _store(
     layer: Attention, qkv: Tensor, table: Tensor, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> Tensor:  # [T, (Hq + 2 Hk) D] -> queries [T, Hq, D]
     q_weight, k_weight = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
-    return ops.norm_rope_store(qkv, q_weight, k_weight, layer.norm_eps, table, positions, keys, values, slots)
+    return ops.norm_rope_store(
+        qkv, q_weight, k_weight, layer.norm_eps, table, positions, keys, values, slots, 1.0, 1.0, layer.interleaved,
+        layer.norm_last,
+    )  # fmt: skip

@@ -20,7 +20,6 @@ from tokserve import ops
 from tokserve.layers.attention import Attention
 from tokserve.layers.embedding import Embedding
 from tokserve.layers.linear import GatedLinear, Linear
-from tokserve.layers.norm import RMSNorm
 from tokserve.train import backward
 from tokserve.train.batch import PackedBatch
 from tokserve.train.products import Products
@@ -46,16 +45,6 @@ def embedding(ids: Tensor, layer: Embedding, weight: Tensor) -> Tensor:  # [T] i
     return cast(Tensor, applied(_Embedding, ids, layer, weight))
 
 
-def rms_norm(x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:  # [T, H] -> [T, H]
-    """The norm of x."""
-    return cast(Tensor, applied(_RMSNorm, x, layer, weight))
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual), each [T, H]."""
-    return cast(tuple[Tensor, Tensor], applied(_AddRMSNorm, x, residual, layer, weight))
-
-
 def linear(x: Tensor, layer: Linear, weights: Sequence[Tensor], biases: Sequence[Tensor], products: Products) -> Tensor:
     """x [T, K] W^T + b, [T, N]; of a gated layer the product before its activation.
 
@@ -68,11 +57,6 @@ def low_rank(out: Tensor, x: Tensor, layer: Linear, factors: Sequence[Factors]) 
     """out, made from x by the layer, plus what the adapter in its slot 0 adds to some of its shards; changes out."""
     masters = [master for factor in factors for master in (factor.down, factor.up)]
     return cast(Tensor, applied(_LowRank, out, x, layer, [(f.shard, f.scale) for f in factors], *masters))
-
-
-def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
-    """activation(first half) * second half."""
-    return cast(Tensor, applied(_Gate, both, activation))
 
 
 def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
@@ -94,39 +78,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ids, weight = ctx.saved_tensors
-        return None, None, torch.zeros_like(weight).index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: RMSNorm, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        return layer(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, _ = ctx.saved_tensors
-        grad_x, grad_weight = backward.rms_norm(grad, x, ctx.layer.weight, ctx.layer.eps)
-        return grad_x.to(x.dtype), None, grad_weight
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, layer: RMSNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
-        normed, total = layer.add(x, residual)
-        ctx.save_for_backward(total, weight)
-        ctx.layer = layer
-        return normed, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
-        total, _ = ctx.saved_tensors
-        grad_x, grad_weight = backward.rms_norm(grad, total, ctx.layer.weight, ctx.layer.eps)
-        grad_x = grad_x.add_(grad_total).to(total.dtype)
-        return grad_x, grad_x, None, grad_weight
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        return None, None, total.index_add_(0, ids, grad.float(), alpha=ctx.multiplier)
 
 
 class _Linear(torch.autograd.Function):
@@ -186,20 +139,6 @@ class _LowRank(torch.autograd.Function):
         return grad, grad_x.to(x.dtype), None, None, *grads
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, both: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(both)
-        ctx.activation = activation
-        return ops.silu_mul(both) if activation == "silu" else ops.gelu_mul(both)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (both,) = ctx.saved_tensors
-        return (backward.silu_mul if ctx.activation == "silu" else backward.gelu_mul)(grad, both), None
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
@@ -214,18 +153,32 @@ class _Attention(torch.autograd.Function):
         layer, batch, table = ctx.layer, ctx.batch, ctx.table
         heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.dim
         parts = [part.contiguous() for part in qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)]
-        projected = parts[:2]  # q and k before their norms
+        projected = parts[:2]  # q and k before their norms and the rotation
         layers = [layer.q_norm, layer.k_norm] if norms else []
-        for number, norm in enumerate(layers):
-            parts[number] = norm(parts[number].view(-1, dim)).view(parts[number].shape)
-        q, k = ops.rope(parts[0], parts[1], table, batch.positions)
+
+        def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            if not layers:
+                return q, k
+            both = zip(layers, (q, k), strict=True)
+            return tuple(norm(x.view(-1, norm.size)).view(x.shape) for norm, x in both)
+
+        def norm_gradients(grads: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+            """Replaces the gradients of what the norms give by those of their inputs; returns those of the weights."""
+            of_weights = []
+            for number, norm in enumerate(layers):
+                flat = (grads[number].view(-1, norm.size), inputs[number].view(-1, norm.size))
+                turned, of_weight = backward.rms_norm(*flat, norm.weight, norm.eps)
+                grads[number] = turned.view(grads[number].shape)
+                of_weights.append(of_weight)
+            return of_weights
+
+        q, k = projected if layer.norm_last else normed(*projected)
+        q, k = turned = ops.rope(q, k, table, batch.positions, layer.interleaved)
+        if layer.norm_last:
+            q, k = normed(q, k)
         grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer))
+        of_weights = norm_gradients(grads, turned) if layer.norm_last else []
         for number in (0, 1):
-            grads[number] = backward.rope(grads[number], table, batch.positions)
-        norm_grads = []
-        for number, norm in enumerate(layers):
-            flat = (grads[number].view(-1, dim), projected[number].view(-1, dim))
-            turned, norm_grad = backward.rms_norm(*flat, norm.weight, norm.eps)
-            grads[number] = turned.view(grads[number].shape)
-            norm_grads.append(norm_grad)
-        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, *norm_grads
+            grads[number] = backward.rope(grads[number], table, batch.positions, interleaved=layer.interleaved)
+        of_weights = of_weights if layer.norm_last else norm_gradients(grads, projected)
+        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, *of_weights

@@ -13,30 +13,30 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokserve.errors import StartError
-from tokserve.layers.linear import Linear
+from tokserve.layers.linear import GatedLinear, Linear
 from tokserve.layers.lora import LoraSlots, LowRank
 from tokserve.layers.mlp import GatedMLP
-from tokserve.layers.norm import RMSNorm
+from tokserve.layers.norm import NoNorm
 from tokserve.models.decoder import Decoder, DecoderBlock
 from tokserve.models.provenance import EMBEDDING, HEAD
-from tokserve.train import functions, scores
-from tokserve.train.adapters import TrainedAdapter, down, up
+from tokserve.train import functions, norms, scores, support
+from tokserve.train.activations import activate
+from tokserve.train.adapters import down, up
 from tokserve.train.batch import PackedBatch
 from tokserve.train.byte_budget import ByteBudget
+from tokserve.train.fingerprint import fingerprint
 from tokserve.train.products import Products
 from tokserve.train.scores import Items
 
 Masters = Mapping[str, Tensor]
-NORM = "model.norm.weight"
+NORM = "model.norm"
 
 
 class DecoderModules:
-    """A decoder's layers, and the names of the masters of each."""
+    """A decoder's layers, and the names of the masters of each.  Raises StartError for layers without a gradient."""
 
     def __init__(self, decoder: Decoder, products: Products) -> None:
-        if decoder.spec.mixtures:
-            raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
+        support.check(decoder.spec)
         self.decoder = decoder
         self.vocab = decoder.spec.vocab
         self.num_positions = len(decoder.rope_table)
@@ -46,9 +46,9 @@ class DecoderModules:
         self._targets = decoder.adapter_targets()
         self._groups = self._loaded_together()
         self._products = products
-        self._adapter: TrainedAdapter | None = None
+        self._adapter: dict[str, float] = {}  # by module, what the product of its factors is multiplied by
         self.adapted = False  # whether the adapter counts
-        self._packed: dict[str, tuple[int, int]] = {}  # by name, which values of a master are packed
+        self._packed: dict[str, int] = {}  # by name, the fingerprint of the values that are packed
 
     def _loaded_together(self) -> list[tuple[str, ...]]:
         """Names of masters, those that one layer packs as one weight together."""
@@ -60,12 +60,17 @@ class DecoderModules:
         return joined + [(name,) for name in self._parameters if name in single]
 
     def sync(self, masters: Masters, *, everything: bool = False) -> None:
-        """Round and pack the masters that changed since the last call."""
+        """Round and pack the masters that changed since the last call; what is loaded together is given together."""
         for names in self._groups:
-            if self._changed(names, masters, everything):
+            if names[0] in masters and self._changed(names, masters, everything):
                 for name in names:
                     self._parameters[name].load(masters[name].detach())
         self._sync_adapter(masters, everything)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all masters."""
+        return list(self._parameters)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the projections, by the name of their module."""
@@ -79,16 +84,21 @@ class DecoderModules:
         """Prefixes of names in checkpoints, and what they are here."""
         return self.decoder.spec.renames
 
-    def adapt(self, adapter: TrainedAdapter) -> None:
-        """Give the layers a slot for an adapter."""
-        self._adapter = adapter
+    def adapt(self, scales: Mapping[str, float], rank: int) -> None:
+        """Give the layers a slot for an adapter of rank up to `rank`, in place of any other, and use it.
+
+        `scales`: by module, what the product of its factors is multiplied by.  None: no adapter.
+        """
+        self._adapter, self.adapted = dict(scales), bool(scales)
         for linear in self._linears.values():
-            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, adapter.rank, linear.dtype)
+            linear.lora = LoraSlots(linear.inputs, linear.shards, 1, rank, linear.dtype) if scales else None
+        for name in [name for name in self._packed if name not in self._parameters]:
+            del self._packed[name]
 
     def _sync_adapter(self, masters: Masters, everything: bool) -> None:
-        for module, scale in self._adapter.scales.items() if self._adapter else ():
+        for module, scale in self._adapter.items() if self.adapted else ():
             names = (down(module), up(module))
-            if self._changed(names, masters, everything):
+            if names[0] in masters and self._changed(names, masters, everything):
                 name, shard = self._targets[module]
                 slots = self._linears[name].lora
                 assert slots is not None
@@ -96,15 +106,27 @@ class DecoderModules:
                 slots.place(0, shard, LowRank(factors[0], factors[1], scale))
 
     def _changed(self, names: Sequence[str], masters: Masters, everything: bool) -> bool:
-        stamps = {name: (masters[name]._version, masters[name].data_ptr()) for name in names}
+        stamps = {name: fingerprint(masters[name]) for name in names}
         changed = everything or any(self._packed.get(name) != stamp for name, stamp in stamps.items())
         self._packed |= stamps
         return changed
 
-    def hidden(self, batch: PackedBatch, rows: Tensor, masters: Masters, budget: ByteBudget) -> Tensor:  # [n] -> [n, H]
-        """Hidden states after the final norm of the batch's tokens `rows` int64."""
+    def hidden(
+        self,
+        batch: PackedBatch,
+        rows: Tensor,
+        masters: Masters,
+        budget: ByteBudget,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:  # [n] -> [n, H]
+        """Hidden states after the final norm of the batch's tokens `rows` int64.
+
+        `streams`: a list that the residual stream [T, H] before each block is appended to.
+        """
         x = functions.embedding(batch.input_ids, self.decoder.embedding, masters[EMBEDDING])
         for number in range(len(self.decoder.blocks)):
+            if streams is not None:
+                streams.append(x)
             prefix = f"model.layers.{number}."
             of_block = {
                 name.removeprefix(prefix): master
@@ -112,7 +134,7 @@ class DecoderModules:
                 if name.startswith(prefix) and (name in self._parameters or self.adapted)
             }
             x = self._block(number, x, batch, of_block, budget)
-        return functions.rms_norm(x.index_select(0, rows), self.decoder.norm, masters[NORM])
+        return norms.norm(x.index_select(0, rows), self.decoder.norm, norm_masters(masters, NORM))
 
     def logprobs(
         self, hidden: Tensor, masters: Masters, items: Items, budget: ByteBudget
@@ -131,7 +153,7 @@ class DecoderModules:
 
     def _scales(self, prefix: str) -> dict[str, float]:
         """Of the adapter in a block, by module."""
-        scales = self._adapter.scales if self._adapter and self.adapted else {}
+        scales = self._adapter if self.adapted else {}
         return {name.removeprefix(prefix): scale for name, scale in scales.items() if name.startswith(prefix)}
 
 
@@ -140,8 +162,14 @@ def kept_bytes(block: DecoderBlock) -> int:
     attention, mlp = block.attention, block.mlp
     assert isinstance(mlp, GatedMLP)  # others are refused
     widths = attention.qkv.outputs + attention.out.inputs + mlp.gate_up.outputs + mlp.down.inputs
-    rows = 4 if block.mlp_post_norm is None else 6  # of the residual stream's width
+    rows = 6 if block.norm_names.after_mlp else 4  # of the residual stream's width
     return int((widths + rows * attention.qkv.inputs) * attention.dtype.itemsize)
+
+
+def norm_masters(masters: Masters, name: str) -> list[Tensor]:
+    """Those of a norm: its weight and, if there is one, its bias; none without a name."""
+    names = (f"{name}.weight", f"{name}.bias") if name else ()
+    return [masters[one] for one in names if one in masters]
 
 
 def run_block(
@@ -167,22 +195,27 @@ def run_block(
         ]
         return functions.low_rank(out, x, layer, factors) if factors else out
 
-    def post_norm(x: Tensor, layer: RMSNorm | None, name: str) -> Tensor:
-        return x if layer is None else functions.rms_norm(x, layer, masters[f"{name}.weight"])
+    def norm(x: Tensor, layer: NoNorm, name: str) -> Tensor:
+        return norms.norm(x, layer, norm_masters(masters, name))
 
-    attention, mlp = block.attention, block.mlp
+    attention, mlp, names, multiplier = block.attention, block.mlp, block.norm_names, block.residual_multiplier
     assert isinstance(mlp, GatedMLP)  # others are refused
-    before_mlp = "post_attention_layernorm" if block.mlp_post_norm is None else "pre_feedforward_layernorm"
-    x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
-    norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
-    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, norms)
-    x = post_norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, "post_attention_layernorm")
-    x, residual = functions.add_rms_norm(x, residual, block.mlp_norm, masters[f"{before_mlp}.weight"])
-    if torch.is_grad_enabled() or scales:
-        x = functions.gate(linear(x, mlp.gate_up, "mlp"), mlp.gate_up.activation)
+    x = norm(residual, block.attention_norm, names.before_attention)
+    heads = [master for name in attention.norm_names for master in norm_masters(masters, f"self_attn.{name}")]
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, heads)
+    mixed = norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, names.after_attention)
+    if block.parallel:
+        residual = norms.add_residual(mixed, residual, multiplier)
     else:
+        before_mlp = norm_masters(masters, names.before_mlp)
+        x, residual = norms.add_norm(mixed, residual, block.mlp_norm, before_mlp, multiplier)
+    is_gated = isinstance(mlp.gate_up, GatedLinear)
+    if is_gated and not torch.is_grad_enabled() and not scales:
         x = mlp.gate_up(x)
-    return residual + post_norm(linear(x, mlp.down, "mlp"), block.mlp_post_norm, "post_feedforward_layernorm")
+    else:
+        x = activate(linear(x, mlp.gate_up, block.mlp_name), mlp.activation, gated=is_gated)
+    x = norm(linear(x, mlp.down, block.mlp_name), block.mlp_post_norm, names.after_mlp)
+    return norms.add_residual(x, residual, multiplier)
 
 
 class _Recomputed(torch.autograd.Function):

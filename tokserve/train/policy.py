@@ -20,15 +20,12 @@ from tokserve.models.formats.base import FLOATS
 from tokserve.models.provenance import EMBEDDING, HEAD
 from tokserve.ops.arithmetic import FMA
 from tokserve.params import LOGPROBS_MODES
-from tokserve.train import adapters, tree
+from tokserve.train import adapters, scoring
 from tokserve.train.adapters import TrainedAdapter
-from tokserve.train.batch import PackedBatch
 from tokserve.train.binding import Binding
-from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.modules import DecoderModules
-from tokserve.train.order import in_order
 from tokserve.train.products import Products
-from tokserve.train.requests import ScoringRequest, checked, items_of
+from tokserve.train.requests import Masks, Params, checked
 
 MAX_TOKENS = 4096  # of a batch that goes through the model at once
 ACTIVATION_BYTES = 5 << 28
@@ -154,8 +151,7 @@ class PolicyModel(nn.Module):
         device = self.get_parameter(EMBEDDING).device
         for name, factor in adapter.factors.items():
             _register(self, name, nn.Parameter(factor.to(device)))
-        self._modules_of_decoder.adapt(adapter)
-        self._modules_of_decoder.adapted = True
+        self._modules_of_decoder.adapt(adapter.scales, adapter.rank)
         self._adapter = adapter
 
     def save_adapter(self, directory: str | Path) -> None:
@@ -184,38 +180,31 @@ class PolicyModel(nn.Module):
         starts: Sequence[int],
         temperature: float | Sequence[float] = 1.0,
         logprobs_mode: str = "raw",
-        sampling_masks: Sequence[Sequence[Sequence[int] | None] | None] | None = None,
+        sampling_masks: Sequence[Masks | None] | None = None,
         share_prefixes: bool = True,
+        sampling_params: Params | None = None,
     ) -> list[Tensor]:
         """Logprobs float32 [len(sequence) - start] of each sequence's tokens from its `start` (at least 1) on.
 
         They are the server's to the bit, whatever the other sequences, their order and `share_prefixes`, which
         computes a prefix that several sequences have in common once.  `temperature`: one for all or one a sequence; it
-        counts in the modes "temperature" and "processed".  `sampling_masks`: by sequence and scored token the ids that
-        the token was drawn from, None: the whole vocabulary; for "processed".  Raises ValueError.
+        counts in the modes "temperature" and "processed".  `sampling_masks`, for "processed": by sequence what the
+        token route returns as `sampling_mask`, a list with the ids that each scored token was drawn from (None: the
+        whole vocabulary), or its columns.  `sampling_params`: likewise by sequence what its request had (or None), of
+        which bias and penalties count; its prompt ends at `start`.  Raises ValueError.
         """
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
         modules = self._modules_of_decoder
         requests = checked(
             sequences, starts, temperature, sampling_masks if logprobs_mode == "processed" else None,
+            sampling_params if logprobs_mode == "processed" else None,
             vocab=modules.vocab, positions=modules.num_positions,
         )  # fmt: skip
-        masters = self._synced()
-        inputs = [request.tokens[:-1] for request in requests]
-        budget = ByteBudget(self.activation_bytes)
-        rows: list[Tensor] = [torch.empty(0)] * len(requests)
-        ordered = self.ordered_gradients and torch.is_grad_enabled()
-        groups = tree.chunks(inputs, self.max_tokens, share=share_prefixes)
-        if ordered:  # autograd begins with what came last
-            groups = [[number] for number in reversed(range(len(requests)))]
-        for group in groups:
-            members = [requests[number] for number in group]
-            leaves = in_order(masters) if ordered else masters
-            scored = self._scored(members, leaves, budget, mode=logprobs_mode, share=share_prefixes)
-            for number, row in zip(group, scored, strict=True):
-                rows[number] = row
-        return rows
+        return scoring.rows(
+            modules, self._synced(), requests, mode=logprobs_mode, share=share_prefixes, max_tokens=self.max_tokens,
+            activation_bytes=self.activation_bytes, ordered=self.ordered_gradients,
+        )  # fmt: skip
 
     def _synced(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = dict(self.named_parameters())
@@ -225,18 +214,6 @@ class PolicyModel(nn.Module):
         self._modules_of_decoder.sync(masters, everything=rebound or sharded or self._stale)
         self._stale = False
         return masters
-
-    def _scored(
-        self, requests: list[ScoringRequest], masters: dict[str, Tensor], budget: ByteBudget, *, mode: str, share: bool
-    ) -> Iterator[Tensor]:
-        modules = self._modules_of_decoder
-        packing = tree.pack([request.tokens[:-1] for request in requests], share=share)
-        device = masters[EMBEDDING].device
-        tokens, items, indices = items_of(requests, packing, mode, device)
-        batch = PackedBatch(packing, device)
-        hidden = modules.hidden(batch, tokens, masters, budget)
-        values = modules.logprobs(hidden, masters, items, budget)
-        return (values.index_select(0, index) for index in indices)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and the float32 masters as a Hugging Face checkpoint."""
@@ -263,7 +240,8 @@ def _masters(directory: Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name, float32 values) of the checkpoint's tensors that the decoder has.  Raises StartError."""
     entries = weights.with_model_names(weights.catalogue(directory), decoder.spec.renames)
     for name in decoder.parameters_by_name():
-        entry = entries.get(name) or entries[HEAD]  # of a tied model, which may have either
-        if entry.dtype not in FLOATS.values():
-            raise StartError(f"{name} is {entry.dtype}: a quantized checkpoint cannot be trained")
+        entry = entries.get(name) or (entries.get(HEAD) if name == EMBEDDING else None)  # a tied model may have either
+        if entry is None or entry.is_stored or entry.dtype not in FLOATS.values():
+            what = "stored in parts" if entry is None else entry.gguf.tensor.kind if entry.gguf else entry.dtype
+            raise StartError(f"{name} is {what}: a quantized checkpoint cannot be trained")
         yield name, torch.empty(entry.shape, dtype=torch.float32).copy_(weights.read(entry))

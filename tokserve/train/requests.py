@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokserve.train.adjustments import AdjustedRow, Adjustment, adjustment_of
 from tokserve.train.scores import Items
 from tokserve.train.tree import Int32, Packing
 
 Mask = Sequence[int] | None
+Masks = Sequence[Mask] | Mapping[str, Any]  # a list by token, or columns
+Params = Sequence[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,15 @@ class ScoringRequest:
     start: int
     temperature: float
     masks: list[NDArray[np.int64] | None] | None  # by scored token; None: no token has one
+    adjustment: Adjustment | None = None
 
 
 def checked(
     sequences: Sequence[Sequence[int]],
     starts: Sequence[int],
     temperature: float | Sequence[float],
-    sampling_masks: Sequence[Sequence[Mask] | None] | None,
+    sampling_masks: Sequence[Masks | None] | None,
+    sampling_params: Params | None = None,
     *,
     vocab: int,
     positions: int,
@@ -39,13 +46,21 @@ def checked(
     count = len(sequences)
     temperatures = [temperature] * count if isinstance(temperature, int | float) else list(temperature)
     masks = [None] * count if sampling_masks is None else list(sampling_masks)
-    for name, values in (("starts", starts), ("temperature", temperatures), ("sampling_masks", masks)):
+    params = [None] * count if sampling_params is None else list(sampling_params)
+    named = {"starts": starts, "temperature": temperatures, "sampling_masks": masks, "sampling_params": params}
+    for name, values in named.items():
         if len(values) != count:
             raise ValueError(f"{name} has {len(values)} entries for {count} sequences")
-    return [
+    requests = [
         _request(number, *values, vocab, positions)
         for number, values in enumerate(zip(sequences, starts, temperatures, masks, strict=True))
     ]
+    return [
+        replace(request, adjustment=adjustment_of(
+            number, own, request.temperature, masked=request.masks is not None, vocab=vocab
+        ))
+        for number, (request, own) in enumerate(zip(requests, params, strict=True))
+    ]  # fmt: skip
 
 
 def _request(
@@ -53,7 +68,7 @@ def _request(
     sequence: Sequence[int],
     start: int,
     temperature: float,
-    masks: Sequence[Mask] | None,
+    masks: Masks | None,
     vocab: int,
     positions: int,
 ) -> ScoringRequest:
@@ -68,8 +83,31 @@ def _request(
         raise ValueError(f"starts[{number}] must be between 1 and {len(tokens)}, got {start}")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 or a positive number, got {temperature} for sequences[{number}]")
+    if isinstance(masks, Mapping):
+        masks = _from_columns(number, masks)
     kept = None if masks is None else _masks(number, tokens[start:], masks, vocab)
     return ScoringRequest(tokens.astype(np.int32), int(start), float(temperature), kept)
+
+
+def _from_columns(number: int, columns: Mapping[str, Any]) -> list[Mask]:
+    """By token the ids, of `counts` and `ids` as the token route has them: lists, or int32 as bytes or base64.  A
+    negative count is a row without a mask."""
+    counts, ids = (_int32(columns.get(name), f"sampling_masks[{number}].{name}") for name in ("counts", "ids"))
+    ends = np.maximum(counts, 0).cumsum()
+    if len(ids) != (ends[-1] if len(ends) else 0):
+        raise ValueError(f"sampling_masks[{number}] has {len(ids)} ids, and its counts say otherwise")
+    parts = np.split(ids, ends)[:-1]
+    return [None if count < 0 else part.tolist() for count, part in zip(counts.tolist(), parts, strict=True)]
+
+
+def _int32(value: Any, name: str) -> NDArray[np.int32]:
+    if isinstance(value, str):
+        value = base64.b64decode(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return np.frombuffer(value, "<i4")
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    return np.asarray(value, np.int32)
 
 
 def _masks(
@@ -96,20 +134,23 @@ def items_of(
 
     What several requests score alike (a token after the same prefix, at one temperature, with one mask) is one item.
     """
-    numbers: dict[tuple[int, int, float, bytes | None], int] = {}
+    numbers: dict[tuple[int, int, float, bytes | None, int], int] = {}
     masks: list[NDArray[np.int64] | None] = []
+    adjusted: list[AdjustedRow | None] = []
     members: list[list[int]] = []
-    for request, index in zip(requests, packing.index, strict=True):
-        numbered = []
+    for which, (request, index) in enumerate(zip(requests, packing.index, strict=True)):
+        numbered, adjustment = [], request.adjustment
         for offset, position in enumerate(range(request.start, len(request.tokens))):
             mask = None if request.masks is None else request.masks[offset]
             key = (
                 int(index[position - 1]), int(request.tokens[position]), request.temperature,
-                None if mask is None else mask.tobytes(),
+                None if mask is None else mask.tobytes(), -1 if adjustment is None else which,
             )  # fmt: skip
             if key not in numbers:
                 numbers[key] = len(masks)
                 masks.append(mask)
+                history = request.tokens[:position]
+                adjusted.append(None if adjustment is None else AdjustedRow(adjustment, history, request.start))
             numbered.append(numbers[key])
         members.append(numbered)
     keys = list(numbers)
@@ -123,6 +164,7 @@ def items_of(
         temperatures=torch.tensor([keys[number][2] for number in ascending], dtype=torch.float32, device=device),
         mode=mode,
         masks=[_tensor(masks[number], device) for number in ascending] if any(m is not None for m in masks) else [],
+        adjusted=[adjusted[number] for number in ascending] if any(row is not None for row in adjusted) else [],
     )
     return (
         torch.from_numpy(tokens).to(device), items,

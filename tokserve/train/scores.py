@@ -7,7 +7,7 @@ kept of them for the backward pass; else they are computed again there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from tokserve import ops
 from tokserve.layers.embedding import Head
-from tokserve.train import backward, functions
+from tokserve.train import adjustments, backward, functions
+from tokserve.train.adjustments import AdjustedRow
 from tokserve.train.byte_budget import ByteBudget
 from tokserve.train.products import Products
 
@@ -28,18 +29,20 @@ Masks = list[Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """`masks`: by item the ids [k] int64 kept, None: all; empty: none has a mask."""
+    """`masks`: by item the ids [k] int64 kept, None: all; empty: none has a mask.  `adjusted`: likewise."""
 
     rows: Tensor  # [n] int64: of the hidden states, ascending
     token_ids: Tensor  # [n] int64
     temperatures: Tensor  # [n] float32, as the request has them
     mode: str  # raw, temperature or processed
     masks: Masks
+    adjusted: list[AdjustedRow | None] = field(default_factory=list)
 
     def part(self, piece: slice) -> Items:
         """Some of them."""
         return Items(
-            self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece]
+            self.rows[piece], self.token_ids[piece], self.temperatures[piece], self.mode, self.masks[piece],
+            self.adjusted[piece],
         )  # fmt: skip
 
     def divisors(self) -> Tensor:  # [n] float32
@@ -52,17 +55,26 @@ class Items:
         """Logits before the log softmax, but for a division that `ops.logprobs` makes."""
         if self.mode != "processed":
             return logits
+        shifted = (self.temperatures > 0.0) & (self.temperatures < COLD)
+        if self.adjusted:
+            logits, extreme = adjustments.adjust(logits, self.adjusted)
+            shifted |= extreme
         for row, ids in zip(logits, self.masks, strict=False):
             if ids is not None:
                 kept = row.index_select(0, ids)
                 row.fill_(float("-inf")).index_copy_(0, ids, kept)
-        cold = (self.temperatures > 0.0) & (self.temperatures < COLD)
-        if cold.any():
-            rows = cold.nonzero()[:, 0]
+        if shifted.any():
+            rows = shifted.nonzero()[:, 0]
             part = logits[rows]
-            logits[rows] = part - part.amax(1, keepdim=True)
+            logits[rows] = part - part.amax(1, keepdim=True).clamp(min=-adjustments.MAX_LOGIT)
         divisors = self.divisors()
         return logits if bool((divisors == 1.0).all()) else logits.div_(divisors[:, None])
+
+    def probabilities(self, processed: Tensor) -> Tensor:  # [n, V], overwritten
+        """Of what `processed` returned."""
+        if self.mode == "temperature":
+            processed = processed.div_(self.divisors()[:, None])
+        return torch.softmax(processed, -1)
 
 
 def logprobs(
@@ -88,16 +100,18 @@ class _Logprobs(torch.autograd.Function):
         budget: ByteBudget | None,
         products: Products,
     ) -> Tensor:
-        ctx.head, ctx.items, ctx.products, ctx.kept = head, items, products, []
+        ctx.head, ctx.items, ctx.products, ctx.kept, ctx.slopes = head, items, products, [], []
         out = torch.empty(len(items.rows), device=hidden.device)
         for piece in _pieces(items, len(weight)):
             part = items.part(piece)
-            work = part.processed(head(hidden.index_select(0, part.rows)))
+            logits = head(hidden.index_select(0, part.rows))
+            ctx.slopes += adjustments.slopes(logits, part.adjusted) if part.adjusted else [None] * len(logits)
+            work = part.processed(logits)
             temperature = part.divisors() if part.mode == "temperature" else None
             out[piece] = ops.logprobs(work, part.token_ids, 0, None, temperature)[0]
             if budget is not None:
-                keep = budget.take(work.numel() * head.dtype.itemsize)
-                ctx.kept.append(_probabilities(part, work).to(head.dtype) if keep else None)
+                keep = not head.softcap and budget.take(work.numel() * head.dtype.itemsize)
+                ctx.kept.append(part.probabilities(work).to(head.dtype) if keep else None)
         ctx.save_for_backward(hidden, weight, out)
         return out
 
@@ -113,11 +127,19 @@ class _Logprobs(torch.autograd.Function):
             part = items.part(piece)
             rows = hidden.index_select(0, part.rows)
             slopes, ctx.kept[number] = ctx.kept[number], None  # of -logprob at the logits
+            steepness: Tensor | None = None
             if slopes is None:
-                slopes = _probabilities(part, part.processed(head(rows))).to(head.dtype)
+                logits = head(rows)
+                steepness = 1.0 - (logits / head.softcap).square_() if head.softcap else None
+                slopes = part.probabilities(part.processed(logits)).to(head.dtype)
             slope = torch.expm1(out[piece])  # p - 1 of the token itself, exact where p's dtype would round p to 1
             slopes[torch.arange(len(slopes), device=slopes.device), part.token_ids] = slope.to(head.dtype)
-            factor = (-grad[piece] / part.divisors())[:, None]
+            for row, change in zip(slopes, ctx.slopes[piece], strict=True):
+                if change is not None:  # of repeated ids
+                    row[change[0]] *= change[1].to(head.dtype)
+            if steepness is not None:
+                slopes = steepness.mul_(slopes).to(head.dtype)
+            factor = (-grad[piece] * head.multiplier / part.divisors())[:, None]
             part_grad = ctx.products.linear_input(slopes, [rounded]).float()
             grad_hidden.index_add_(0, part.rows, part_grad.mul_(factor))
             if ctx.needs_input_grad[2]:
@@ -126,7 +148,20 @@ class _Logprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), None, grad_weight, None, None, None
 
 
-def _probabilities(items: Items, work: Tensor) -> Tensor:  # [n, V], overwritten
-    if items.mode == "temperature":
-        work = work.div_(items.divisors()[:, None])
-    return torch.softmax(work, -1)
+class Logits(torch.autograd.Function):
+    """A head's logits [n, V] float32 of hidden states [n, H]; `weight`: its master [V, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, weight: Tensor, products: Products) -> Tensor:
+        ctx.head, ctx.products = head, products
+        ctx.save_for_backward(hidden, weight)
+        return head(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        dtype, needs = ctx.head.dtype, ctx.needs_input_grad
+        rounded = grad.to(dtype)
+        grad_hidden = ctx.products.linear_input(rounded, [weight]).to(hidden.dtype) if needs[0] else None
+        return grad_hidden, None, ctx.products.linear_weight(rounded, hidden.to(dtype)) if needs[2] else None, None

@@ -100,7 +100,8 @@ void run_attend(const Kernels& kernels, Results& results, const Shape& s, DType 
                         s.page,
                         s.dim,
                         scale,
-                        s.window};
+                        s.window,
+                        s.kv_heads == 2 ? 3.0f : 0.0f};
   run_tiles(kernels, results, a, tiles_of(s, pages), name, out);
 }
 
@@ -114,7 +115,7 @@ void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dty
   const Array table = random(Kind::f32, positions * rot, from, {-5, -1});
   const Array at = integers(Kind::i64, s.length, from, 0, positions - 1);
   const Array k_cache(kind_of(dtype), count * s.kv_heads * s.page * s.dim), v_cache(k_cache.kind(), k_cache.count());
-  const Array q(kind_of(dtype), s.length * s.heads * s.dim), memory(kind_of(dtype), s.dim);
+  const Array q(kind_of(dtype), s.length * s.heads * s.dim), memory(kind_of(dtype), s.kv_heads * s.dim);
   const QkvArgs a{dtype,
                   weight_dtype,
                   qkv.as<void>(),
@@ -131,7 +132,10 @@ void run_qkv(const Kernels& kernels, Results& results, const Shape& s, DType dty
                   s.dim,
                   rot,
                   s.page,
-                  1e-6f};
+                  1e-6f,
+                  s.kv_heads == 2,
+                  false,
+                  s.kv_heads == 1};
   kernels.norm_rope_store(a, 0, s.length, memory.as<char>());
   const std::string name =
       "norm_rope_store" + described(s, dtype) + text(" weight=%s norm=%d", name_of(weight_dtype), norm);

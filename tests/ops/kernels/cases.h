@@ -130,6 +130,7 @@ std::string text(const char* format, Arguments... arguments) {
 // Each runs its kernels on all of its cases; a result's name begins with the kernel's.
 void run_rows(const Kernels& kernels, Results& results);
 void run_products(const Kernels& kernels, Results& results);
+void run_wna16(const Kernels& kernels, Results& results);
 void run_lora(const Kernels& kernels, Results& results);
 void run_attention(const Kernels& kernels, Results& results);
 void run_sampling(const Kernels& kernels, Results& results);

@@ -19,6 +19,7 @@ int main(int count, char** arguments) {
     cases::Results results(stdout);
     cases::run_rows(*table, results);
     cases::run_products(*table, results);
+    cases::run_wna16(*table, results);
     cases::run_lora(*table, results);
     cases::run_attention(*table, results);
     cases::run_sampling(*table, results);

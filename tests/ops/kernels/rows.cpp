@@ -16,6 +16,9 @@ void run_norm(const Kernels& kernels, Results& results, const std::string& name,
   kernels.rms_norm(a, 0, rows);
   results.add(name, out);
   if (residual) results.add(name + " sum", sum);
+  a.bias = weight.as<void>(), a.multiplier = 0.75f;
+  kernels.layer_norm(a, 0, rows);
+  results.add("layer_norm of " + name, out);
 }
 
 void run_norms(const Kernels& kernels, Results& results, DType dtype) {
@@ -24,7 +27,8 @@ void run_norms(const Kernels& kernels, Results& results, DType dtype) {
     const Array x = random(dtype, 4 * width, from), residual = random(dtype, 4 * width, from);
     for (const DType weight_dtype : {dtype, DType::f32}) {
       if (dtype == DType::f32 && width > 100) continue;
-      const NormArgs shape{dtype, weight_dtype, nullptr, nullptr, nullptr, nullptr, nullptr, width, 1e-6f};
+      const NormArgs shape{dtype,   weight_dtype, nullptr, nullptr, nullptr, nullptr,
+                           nullptr, nullptr,      width,   1e-6f,   1.0f};
       const Array weight = random(weight_dtype, width, from);
       const std::string name =
           text("rms_norm %s weight=%s width=%lld", name_of(dtype), name_of(weight_dtype), (long long)width);
@@ -52,6 +56,14 @@ void run_gated(const Kernels& kernels, Results& results, DType dtype) {
       results.add("silu_mul" + rest, out);
       kernels.gelu_mul(a, 0, 3);
       results.add("gelu_mul" + rest, out);
+      for (const Activation activation : {Activation::gelu, Activation::relu, Activation::relu2}) {
+        kernels.activate({dtype, activation, true, x.as<void>(), out.as<void>(), width}, 0, 3);
+        results.add(text("activate %d", static_cast<int>(activation)) + rest, out);
+      }
+      kernels.cap({dtype, x.as<void>(), out.as<void>(), width, 0.75f, 5.0f}, 0, 3);
+      results.add("cap" + rest, out);
+      kernels.add_residual({dtype, x.as<void>(), x.at(3 * width), out.as<void>(), width, 0.75f}, 0, 3);
+      results.add("add_residual" + rest, out);
     }
   }
 }
@@ -69,15 +81,27 @@ void run_rope(const Kernels& kernels, Results& results, DType dtype) {
     const Array table = random(Kind::f32, positions * s.rot, from, {-5, -1});
     const Array at = integers(Kind::i64, tokens, from, 0, positions - 1);
     Array q(kind_of(dtype), tokens * s.heads * s.dim), k(kind_of(dtype), tokens * s.kv_heads * s.dim);
-    const RopeArgs a{dtype,           qk.as<void>(), qk.at(s.heads * s.dim),
-                     q.as<void>(),    k.as<void>(),  stride,
-                     stride,          s.heads,       s.kv_heads,
-                     s.dim,           s.rot,         table.as<float>(),
-                     at.as<int64_t>()};
+    RopeArgs a{dtype,
+               qk.as<void>(),
+               qk.at(s.heads * s.dim),
+               q.as<void>(),
+               k.as<void>(),
+               stride,
+               stride,
+               s.heads,
+               s.kv_heads,
+               s.dim,
+               s.rot,
+               table.as<float>(),
+               at.as<int64_t>(),
+               false};
     kernels.rope(a, 0, tokens);
     const std::string rest = text(" %s dim=%lld rot=%lld", name_of(dtype), (long long)s.dim, (long long)s.rot);
     results.add("rope" + rest + " q", q);
     results.add("rope" + rest + " k", k);
+    a.interleaved = true;
+    kernels.rope(a, 0, tokens);
+    results.add("rope interleaved" + rest + " q", q);
   }
 }
 

@@ -1,4 +1,6 @@
 // From logits to tokens: logprobs, sampling, filters and penalties, with ties, masked and special logits.
+#include <algorithm>
+
 #include "cases.h"
 
 namespace tokserve::cases {
@@ -115,6 +117,30 @@ void run_filters(const Kernels& kernels, Results& results, int64_t vocab, Random
         const Array m = numbers(std::vector<float>(kRows, min_p)), out(Kind::f32, kRows * vocab);
         const FilterArgs a{logits.as<float>(), k.as<int32_t>(), p.as<float>(), m.as<float>(), out.as<float>(), vocab};
         for (int64_t row = 0; row < kRows; row++) kernels.filter_logits(a, row, memory.as<char>());
+        const Array tokens(Kind::i64, kRows), greedy = integers(Kind::u8, kRows, from, 0, 1);
+        for (int64_t row = 0; row < kRows; row++) {
+          const float* kept = out.as<float>() + row * vocab;
+          tokens.as<int64_t>()[row] = std::max_element(kept, kept + vocab) - kept;
+        }
+        const Array temperature = numbers({0.7f, 1.0f, 1.3f, 0.5f, 0.9f, 0.0f}), counts(Kind::i32, kRows);
+        const Array ids(Kind::i32, kRows * 40), kept_logprobs(Kind::f32, kRows), values(Kind::f32, kRows);
+        const MaskArgs mask{a.logits,
+                            a.out,
+                            tokens.as<int64_t>(),
+                            greedy.as<uint8_t>(),
+                            temperature.as<float>(),
+                            counts.as<int32_t>(),
+                            ids.as<int32_t>(),
+                            kept_logprobs.as<float>(),
+                            values.as<float>(),
+                            vocab,
+                            40};
+        for (int64_t row = 0; row < kRows; row++) kernels.sampling_mask(mask, row);
+        const std::string rest = text(" vocab=%lld top_k=%d top_p=%g min_p=%g", (long long)vocab, top_k, top_p, min_p);
+        results.add("sampling_mask counts" + rest, counts);
+        results.add("sampling_mask ids" + rest, ids);
+        results.add("sampling_mask kept_logprobs" + rest, kept_logprobs);
+        results.add("sampling_mask logprobs" + rest, values);
         results.add(text("filter_logits vocab=%lld top_k=%d top_p=%g min_p=%g", (long long)vocab, top_k, top_p, min_p),
                     out);
       }

@@ -51,7 +51,8 @@ class Part:
 
 
 class CheckpointFormat(Protocol):
-    """Which stored tensors form a weight: a weight is stored whole, or in one part for each role in `needs`."""
+    """Which stored tensors form a weight: a weight is stored whole, or in one part for each role in `needs`, and
+    perhaps for roles in `optional`."""
 
     @property
     def name(self) -> str:
@@ -59,7 +60,11 @@ class CheckpointFormat(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The roles of a weight's parts."""
+        """The roles of the parts that every weight has."""
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The roles of parts that a weight may have as well."""
 
     def part(self, name: str, tensor: Described) -> Part | None:
         """What a stored tensor is; None: nothing that a model takes."""
@@ -89,6 +94,7 @@ class DenseFormat:
 
     name: str = "dense"
     needs: frozenset[str] = frozenset((WHOLE,))
+    optional: frozenset[str] = frozenset()
 
     def part(self, name: str, tensor: Described) -> Part:
         """The weight of that name."""
@@ -147,7 +153,7 @@ def group(checkpoint_format: CheckpointFormat, tensors: Mapping[str, Described])
 
 
 def _forms(checkpoint_format: CheckpointFormat, parts: Mapping[str, Described]) -> bool:
-    if parts.keys() != checkpoint_format.needs:
+    if not checkpoint_format.needs <= parts.keys() <= checkpoint_format.needs | checkpoint_format.optional:
         return False
     shape = checkpoint_format.shape(parts)
     return all(checkpoint_format.fits(role, tensor, shape) for role, tensor in parts.items())

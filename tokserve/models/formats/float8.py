@@ -39,6 +39,7 @@ class Float8Format:
     block: BlockSize
     name: str = "float8"
     needs: frozenset[str] = frozenset((VALUES, SCALE))
+    optional: frozenset[str] = frozenset()
 
     def part(self, name: str, tensor: Described) -> Part | None:
         """A scale by its name, the numbers by their dtype; None: a scale of activations, which are computed here."""

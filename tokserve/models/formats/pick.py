@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokserve.models.config_reader import ConfigReader
-from tokserve.models.formats import float8
+from tokserve.models.formats import float8, integers
 from tokserve.models.formats.base import DENSE, CheckpointFormat
+from tokserve.models.formats.gguf import GgufFormat
 
 ATTRIBUTES = ("quantization_config", "compression_config")  # of config.json
 
@@ -22,6 +23,10 @@ def checkpoint_format(hf: Mapping[str, Any]) -> CheckpointFormat:
     quantization = quantization_of(hf)
     if quantization is None or _refusal(quantization):
         return DENSE
+    if quantization["quant_method"] == "gguf":
+        return GgufFormat()
+    if (packed := integers.packed_format(quantization)) is not None:
+        return packed
     block = float8.block(quantization)
     return DENSE if block is None else float8.Float8Format(block)
 
@@ -32,8 +37,9 @@ def refuse_unsupported(fields: ConfigReader) -> None:
         if fields.present(name) and (problem := _refusal(fields.values[name])):
             raise fields.refuse(
                 name,
-                f"{problem}; of quantized checkpoints those with float8 (e4m3) weights are supported, and "
-                "an unquantized one can be quantized as it loads: --quantization int8",
+                f"{problem}; of quantized checkpoints those with float8 (e4m3) or integer weights (GPTQ, AWQ, "
+                "compressed-tensors) are supported, and an unquantized one can be quantized as it loads: "
+                "--quantization int8",
             )
 
 
@@ -43,4 +49,8 @@ def is_unused(name: str) -> bool:
 
 
 def _refusal(quantization: Any) -> str | None:
-    return float8.refusal(quantization) if isinstance(quantization, dict) else "is not an object"
+    if not isinstance(quantization, dict):
+        return "is not an object"
+    if quantization.get("quant_method") == "gguf":
+        return None
+    return integers.refusal(quantization) if integers.describes(quantization) else float8.refusal(quantization)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tokserve import _C
 from tokserve.ops import attention, dense, elementwise, lora, mixture, quant, sampling
+from tokserve.ops.cpu import wna16  # noqa: F401 - registers its implementations
 from tokserve.ops.cpu.arena import Arena
 from tokserve.ops.dense import PackedWeight
 from tokserve.ops.quant import PackedInt8
@@ -26,6 +27,8 @@ if not hasattr(Tensor, "__dlpack_c_exchange_api__"):
 _C.use_tensors(Tensor, Tensor.__dlpack_c_exchange_api__)
 _C.set_threads(torch.get_num_threads())
 atexit.register(_C.set_threads, 1)
+
+PANEL = 64  # rows of a panel of a packed weight
 
 _weights = Arena()
 
@@ -41,15 +44,54 @@ def set_threads(count: int, cpus: Sequence[int] = ()) -> bool:
 @elementwise.rms_norm.implement("cpp", device="cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _C.rms_norm(x, None, weight, eps, out, None)
+    _C.rms_norm(x, None, weight, eps, 1.0, out, None)
     return out
 
 
 @elementwise.add_rms_norm.implement("cpp", device="cpu")
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
     out, total = torch.empty_like(x), torch.empty_like(x)
-    _C.rms_norm(x, residual, weight, eps, out, total)
+    _C.rms_norm(x, residual, weight, eps, multiplier, out, total)
     return out, total
+
+
+@elementwise.layer_norm.implement("cpp", device="cpu")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    _C.layer_norm(x, None, weight, bias, eps, 1.0, out, None)
+    return out
+
+
+@elementwise.add_layer_norm.implement("cpp", device="cpu")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _C.layer_norm(x, residual, weight, bias, eps, multiplier, out, total)
+    return out, total
+
+
+@elementwise.add_residual.implement("cpp", device="cpu")
+def add_residual(x: Tensor, residual: Tensor, multiplier: float = 1.0) -> Tensor:
+    out = torch.empty_like(x)
+    _C.add_residual(x, residual, multiplier, out)
+    return out
+
+
+@elementwise.cap.implement("cpp", device="cpu")
+def cap(x: Tensor, multiplier: float, limit: float) -> Tensor:
+    out = torch.empty_like(x)
+    _C.cap(x, multiplier, limit, out)
+    return out
+
+
+@elementwise.activate.implement("cpp", device="cpu")
+def activate(x: Tensor, activation: str, gated: bool = False) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[1] // 2 if gated else x.shape[1])
+    _C.activate(x, activation, gated, out)
+    return out
 
 
 @elementwise.silu_mul.implement("cpp", device="cpu")
@@ -67,10 +109,10 @@ def gelu_mul(x: Tensor) -> Tensor:
 
 
 @elementwise.rope.implement("cpp", device="cpu")
-def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """q and k may be slices of one tensor [T, ...]."""
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    _C.rope(q, k, table, positions, out_q, out_k)
+    _C.rope(q, k, table, positions, interleaved, out_q, out_k)
     return out_q, out_k
 
 
@@ -89,10 +131,10 @@ def pack_gated(weight: Tensor) -> PackedWeight:
 def _packed(weight: Tensor, gated: bool) -> PackedWeight:
     rows, columns = weight.shape
     outputs = rows // 2 if gated else rows
-    size = _C.packed_size(outputs, columns, weight.dtype == torch.bfloat16, gated)
-    packed = _weights.empty(size, weight.dtype)
+    pairs = weight.dtype == torch.bfloat16
+    packed = _weights.empty(_C.packed_size(outputs, columns, pairs, gated), weight.dtype)
     _C.pack_linear(weight, packed, gated)
-    return PackedWeight(rows, columns, weight.dtype, packed)
+    return PackedWeight(rows, columns, weight.dtype, packed, panel=PANEL, depth=2 if pairs else 1, gated=gated)
 
 
 @dense.linear.implement("cpp", device="cpu")
@@ -122,9 +164,9 @@ def add_lora(out: Tensor, *rest: object) -> None:
 
 
 @dense.embedding.implement("cpp", device="cpu")
-def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
+def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Tensor:
     out = packed.packed.new_empty(ids.shape[0], packed.columns)
-    _C.embedding(ids, packed.packed, packed.rows, out)
+    _C.embedding(ids, packed.packed, packed.rows, multiplier, out)
     return out
 
 
@@ -141,11 +183,15 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    interleaved: bool = False,
+    norm_last: bool = False,
 ) -> Tensor:
     """A cache is never float8, so the scales are 1."""
     _, kv_heads, _, dim = k_cache.shape
     q = qkv.new_empty(qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads, dim)
-    _C.norm_rope_store(qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, q)
+    _C.norm_rope_store(
+        qkv, q_weight, k_weight, eps, table, positions, k_cache, v_cache, slot_mapping, interleaved, norm_last, q
+    )
     return q
 
 
@@ -273,9 +319,10 @@ def paged_attention(
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...].  A cache is never float8, so v_scale is 1."""
     scale, window, *more = rest
-    sinks = more[1] if len(more) > 1 else None
+    softcap = more[1] if len(more) > 1 else 0.0
+    sinks = more[2] if len(more) > 2 else None
     out = torch.empty_like(q)
-    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, sinks, out)
+    _C.paged_attention(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window, softcap, sinks, out)
     return out
 
 
@@ -306,6 +353,30 @@ def _logprob_columns(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 _NO_LOGPROBS = _logprob_columns(0, 0)
+
+
+@sampling.sampling_mask.implement("cpp", device="cpu")
+def sampling_mask(logits: Tensor, processed: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, limit = logits.shape[0], rest[-1]
+    counts, kept_logprobs, values = torch.empty(rows, dtype=torch.int32), torch.empty(rows), torch.empty(rows)
+    ids = _mask_ids.of(rows, limit)
+    total = _C.sampling_mask(logits, processed, *rest, counts, ids, kept_logprobs, values)
+    return counts, ids.view(-1)[:total].clone(), kept_logprobs, values
+
+
+class _KeptBuffer:
+    """Room for ids that is used again: fresh pages would cost more than the work on them."""
+
+    def __init__(self) -> None:
+        self._ids = torch.empty(0, dtype=torch.int32)
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        if self._ids.numel() < rows * columns:
+            self._ids = torch.empty(rows * columns, dtype=torch.int32)
+        return self._ids[: rows * columns].view(rows, columns)
+
+
+_mask_ids = _KeptBuffer()
 
 
 @sampling.filter_logits.implement("cpp", device="cpu")

@@ -17,24 +17,30 @@ def store_kv(dtype: torch.dtype) -> Samples:
 
 
 def norm_rope_store(dtype: torch.dtype) -> Samples:
-    cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms
-        (1, 4, 2, 64, 64, 16, True),
-        (9, 3, 1, 32, 16, 5, True),
-        (33, 8, 8, 80, 32, 16, False),
-        (5, 2, 1, 128, 128, 1, True),
-        (2, 1, 1, 6, 2, 4, True),
-        (0, 2, 1, 8, 8, 4, False),
+    cases = (  # tokens, query heads, KV heads, head dim, rotated, page, norms; interleaved, norms last
+        (1, 4, 2, 64, 64, 16, "head", False, False),
+        (9, 3, 1, 32, 16, 5, "head", False, False),
+        (33, 8, 8, 80, 32, 16, "", False, False),
+        (5, 2, 1, 128, 128, 1, "head", False, False),
+        (2, 1, 1, 6, 2, 4, "head", False, False),
+        (0, 2, 1, 8, 8, 4, "", False, False),
+        (9, 4, 2, 40, 20, 16, "", True, False),
+        (3, 4, 2, 36, 36, 16, "head", True, False),
+        (7, 3, 3, 24, 24, 16, "all", False, False),
+        (5, 4, 2, 20, 12, 16, "head", False, True),
     )
-    for tokens, heads, kv_heads, dim, rot, page, norms in cases:
+    for tokens, heads, kv_heads, dim, rot, page, norms, interleaved, norm_last in cases:
         generator = torch.Generator().manual_seed(tokens)
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator).to(dtype)
-        q_weight, k_weight = torch.randn(2, dim, generator=generator).to(dtype).unbind() if norms else (None, None)
+        widths = [dim * count if norms == "all" else dim for count in (heads, kv_heads)]
+        weights = [torch.randn(width, generator=generator).to(dtype) if norms else None for width in widths]
         blocks = tokens // page + 2
         caches = torch.randn(2, blocks, kv_heads, page, dim, generator=generator).to(dtype)
         slots = torch.randperm(blocks * page, generator=generator)[:tokens]
         table = torch.randn(97, rot, generator=generator)
         positions = torch.randint(0, 97, (tokens,), generator=generator)
-        yield qkv, q_weight, k_weight, 1e-6, table, positions, caches[0], caches[1], slots
+        arguments = (qkv, *weights, 1e-6, table, positions, caches[0], caches[1], slots)
+        yield (*arguments, 1.0, 1.0, interleaved, norm_last) if interleaved or norm_last else arguments
 
 
 def paged_attention(dtype: torch.dtype) -> Samples:
@@ -54,7 +60,9 @@ def paged_attention(dtype: torch.dtype) -> Samples:
         tables = torch.randperm(len(rows) * blocks, generator=generator).view(len(rows), blocks).int()
         query_start = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0).int()])
         q = torch.randn(int(new.sum()), heads, dim, generator=generator).to(dtype)
-        arguments = q, caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
-        yield arguments
+        rest = caches[0], caches[1], tables, query_start, seq_lens, dim**-0.5, window
+        yield q, *rest
         if heads > 1:
-            yield *arguments, 1.0, torch.randn(heads, generator=generator) * 3
+            yield q, *rest, 1.0, 0.0, torch.randn(heads, generator=generator) * 3
+        if dim < 128:
+            yield q * 8, *rest, 1.0, 5.0

@@ -24,7 +24,9 @@ def embedding(dtype: torch.dtype) -> Samples:
     for tokens, rows, columns in ((1, 64, 64), (5, 130, 33), (70, 7, 192), (0, 3, 2), (4, 1, 1)):
         generator = torch.Generator().manual_seed(tokens)
         weight = torch.randn(rows, columns, generator=generator).to(dtype)
-        yield torch.randint(0, rows, (tokens,), generator=generator), weight
+        ids = torch.randint(0, rows, (tokens,), generator=generator)
+        yield ids, weight
+        yield ids, weight, 8.4375
 
 
 def gated_linear(dtype: torch.dtype) -> Samples:

@@ -1,4 +1,4 @@
-"""Sample inputs of norms, rotary embedding and gated activations."""
+"""Sample inputs of norms, residual additions, rotary embedding and activations."""
 
 from __future__ import annotations
 
@@ -23,6 +23,37 @@ def rms_norm(dtype: torch.dtype) -> Samples:
 def add_rms_norm(dtype: torch.dtype) -> Samples:
     for x, weight, eps in rms_norm(dtype):
         yield x, normal(dtype, 7, *x.shape), weight, eps
+    yield normal(dtype, 8, 3, 70), normal(dtype, 9, 3, 70), normal(dtype, 10, 70), 1e-5, 0.22
+
+
+def layer_norm(dtype: torch.dtype) -> Samples:
+    for number, (x, weight, eps) in enumerate(rms_norm(dtype)):
+        shifted = x + 0.5 * x.float().abs().max().to(dtype)
+        yield shifted, weight, normal(dtype, 6, len(weight)) if number % 2 else None, eps
+
+
+def add_layer_norm(dtype: torch.dtype) -> Samples:
+    for x, weight, bias, eps in layer_norm(dtype):
+        yield x, normal(dtype, 7, *x.shape), weight, bias, eps
+    yield normal(dtype, 8, 3, 70), normal(dtype, 9, 3, 70), normal(dtype, 10, 70), None, 1e-5, 0.22
+
+
+def add_residual(dtype: torch.dtype) -> Samples:
+    for number, (rows, width) in enumerate(((1, 64), (5, 33), (70, 128), (3, 1), (0, 8))):
+        yield normal(dtype, width, rows, width), normal(dtype, 7, rows, width), (1.0, 0.22, -3.0)[number % 3]
+
+
+def cap(dtype: torch.dtype) -> Samples:
+    for number, (rows, width) in enumerate(((1, 64), (5, 33), (70, 128), (3, 1), (0, 8), (2, 5000))):
+        yield normal(dtype, width, rows, width) * 20, (1.0, 0.22, 3.0)[number % 3], (30.0, 0.0)[number % 2]
+    yield torch.tensor([[-1e4, -1.0, -1e-4, 0.0, 1e-4, 0.6, 1.0, 1e4]]).to(dtype), 1.0, 1.0
+
+
+def activate(dtype: torch.dtype) -> Samples:
+    for activation in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
+        for (x,) in silu_mul(dtype):
+            yield x, activation
+            yield x, activation, True
 
 
 def rope(dtype: torch.dtype) -> Samples:
@@ -35,7 +66,9 @@ def rope(dtype: torch.dtype) -> Samples:
         angles = torch.arange(97.0)[:, None] * (10000.0 ** (-torch.arange(rot // 2) * 2.0 / rot))
         table = torch.cat([angles.cos(), angles.sin()], -1)
         positions = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens))
-        yield normal(dtype, 1, tokens, heads, dim), normal(dtype, 2, tokens, kv_heads, dim), table, positions
+        q, k = normal(dtype, 1, tokens, heads, dim), normal(dtype, 2, tokens, kv_heads, dim)
+        yield q, k, table, positions
+        yield q, k, table, positions, True
 
 
 def silu_mul(dtype: torch.dtype) -> Samples:

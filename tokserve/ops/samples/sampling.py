@@ -68,3 +68,19 @@ def sample_fused(dtype: torch.dtype) -> Samples:
         yield logits, seeds, positions, greedy, temperature, True, 0
     broken = torch.tensor([[1.0, float("nan"), 2.0], [0.5, 1.0, -NEVER], [NEVER] * 3, [NEVER, 3.0, NEVER]])
     yield broken, torch.arange(4), torch.arange(4), torch.arange(4) % 2 == 0, None, False, 1
+
+
+def sampling_mask(dtype: torch.dtype) -> Samples:
+    for rows, width, limit in ((1, 1, 1), (6, 7, 3), (9, 50, 40), (12, 1000, 128), (4, 5003, 600)):
+        logits = _logits(width, rows, width)
+        temperature = torch.arange(rows) % 4 * 0.5
+        processed = logits / temperature.where(temperature != 0.0, 1.0)[:, None]
+        for row in range(1, rows):  # row 0 is whole
+            keep = torch.randperm(width, generator=torch.Generator().manual_seed(row))[: 1 + (row - 1) * limit // 4]
+            processed[row] = torch.full((width,), NEVER).index_copy(0, keep, processed[row, keep])
+        processed[rows // 2 + 1 :] *= 1.5  # as penalties change what is drawn from
+        logits[rows // 2 :, :: width // 2 + 1] -= 30.0
+        yield logits, processed, processed.argmax(-1), torch.arange(rows) % 5 == 4, temperature, limit
+    impossible = torch.tensor([[NEVER, 1.0, NEVER, 2.0, NEVER]]).repeat(2, 1)  # as the model gives them
+    one = torch.tensor([[NEVER, 1.0, NEVER, NEVER, NEVER]])
+    yield impossible, torch.cat((impossible[:1], one)), torch.tensor([3, 1]), torch.zeros(2) > 0, torch.ones(2), 5

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokserve.ops import attention
-from tokserve.ops.triton.elementwise import rotate
+from tokserve.ops.triton.elementwise import pairing, rotate, tanh
 from tokserve.ops.triton.float8 import nearest
 from tokserve.ops.triton.launch import EXACT, multiprocessors, tuned, warps
 
@@ -30,7 +30,8 @@ TILE = 64  # query heads of one tile: the minimum of sm_90's matrix unit
 WARPS = 4  # part of the arithmetic: the order of a sum over keys
 MERGE_STAGES = tl.constexpr(5)  # splits in flight, the one that is merged included
 ROWS_BLOCK = 128  # minimum of rows that a program searches for its own: one per thread costs no more than a single one
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = 1.4426950408889634
+LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -62,14 +63,14 @@ def with_sink(acc, row_max, row_sum, sink):
 
 @triton.jit
 def attend_split(
-    q, position, k_ptr, v_ptr, table_ptr, split, first_key, end, scale,
+    q, position, k_ptr, v_ptr, table_ptr, split, first_key, end, scale, softcap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Queries q [M,D] at `position` [M] over the keys of a split that lie in first_key..end-1.
 
-    k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two.  Returns the undivided acc [M,D], row_max [M] and
-    row_sum [M], all float32.
+    k_ptr, v_ptr: the KV head in page 0; `scale` is for powers of two, unless scores are CAPPED.  Returns the
+    undivided acc [M,D], row_max [M] and row_sum [M], all float32.
     """
     column = tl.arange(0, DIM_BLOCK)[None, :]
     row_max = tl.full([q.shape[0]], NEG_INF, tl.float32)
@@ -86,6 +87,8 @@ def attend_split(
         offset = (block * (KV_HEADS * PAGE) + key % PAGE)[:, None] * DIM + column
         k = tl.load(k_ptr + offset, mask=valid, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [M,KEYS]
+        if CAPPED:
+            scores = tanh(tl.div_rn(scores, softcap)) * softcap * LOG2_E_IN_KERNELS
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
@@ -103,9 +106,10 @@ def attend_split(
 @triton.jit(do_not_specialize=["rows", "table_stride", "max_splits"])
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, part_ptr, max_ptr, sum_ptr,
-    rows, scale, q_stride, table_stride, max_splits, page_stride,
+    rows, scale, softcap, q_stride, table_stride, max_splits, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every (row with one query, split, KV head): partial acc [R,splits,Hq,D], row_max and row_sum [R,splits,Hq]."""
     index = tl.arange(0, ROWS_BLOCK)
@@ -134,8 +138,8 @@ def decode_kernel(
         position = tl.full([TILE], 0, tl.int32) + (end - 1)
         part, row_max, row_sum = attend_split(
             q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-            table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
-            KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
+            table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale, softcap,
+            KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
         )  # fmt: skip
         offset = (row.to(tl.int64) * max_splits + split) * (GROUP * KV_HEADS) + head
         tl.store(part_ptr + offset[:, None] * DIM + column, part, mask=inside)
@@ -166,7 +170,7 @@ def merge_kernel(
                 acc, row_max, row_sum, part, tl.load(max_ptr + offset), tl.load(sum_ptr + offset)
             )
         if SINKS:
-            sink = tl.load(sinks_ptr + head + tl.arange(0, 1)) * LOG2_E
+            sink = tl.load(sinks_ptr + head + tl.arange(0, 1)) * LOG2_E_IN_KERNELS
             acc, row_sum = with_sink(acc, row_max, row_sum, sink)
         out = acc / row_sum[:, None] * v_scale
         offset = (start.to(tl.int64) * HEADS + head) * DIM + column[None, :]
@@ -189,9 +193,10 @@ def row_of_tile(start_ptr, rows, tile, QUERIES: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "table_stride"])
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, start_ptr, len_ptr, out_ptr, sinks_ptr,
-    rows, scale, v_scale, q_stride, table_stride, page_stride,
+    rows, scale, softcap, v_scale, q_stride, table_stride, page_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, KEYS: tl.constexpr, DIM_BLOCK: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (of a row with several) that share a KV head, over all their splits."""
     QUERIES: tl.constexpr = TILE // GROUP
@@ -220,12 +225,12 @@ def prefill_kernel(
         for split in range(first_key // SPLIT, (end + SPLIT - 1) // SPLIT):
             part, part_max, part_sum = attend_split(
                 q, position, k_ptr + kv_head * page_stride, v_ptr + kv_head * page_stride,
-                table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale,
-                KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK,
+                table_ptr + row.to(tl.int64) * table_stride, split, first_key, end, scale, softcap,
+                KV_HEADS, DIM, PAGE, WINDOW, SPLIT, KEYS, DIM_BLOCK, CAPPED,
             )  # fmt: skip
             acc, row_max, row_sum = merge(acc, row_max, row_sum, part, part_max, part_sum)
         if SINKS:
-            sink = tl.load(sinks_ptr + head) * LOG2_E
+            sink = tl.load(sinks_ptr + head) * LOG2_E_IN_KERNELS
             acc, row_sum = with_sink(acc, finite(row_max), row_sum, sink)
         out = acc / tl.where(is_query, row_sum, 1.0)[:, None] * v_scale
         offset = (token * (GROUP * KV_HEADS) + head)[:, None] * DIM + column
@@ -243,6 +248,7 @@ def paged_attention(
     scale: float,
     window: int,
     v_scale: float = 1.0,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q may be a slice of a tensor [T, ...]."""
@@ -255,15 +261,15 @@ def paged_attention(
     group = heads // kv_heads
     tile = max(TILE, triton.next_power_of_2(group))
     dim_block = max(16, triton.next_power_of_2(dim))
-    shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, tile)
+    shape = (group, kv_heads, dim, page, window, SPLIT, KEYS, dim_block, softcap > 0.0, tile)
     config = tuned("attention", q.device.index, row_bytes=dim_block * k_cache.element_size(), group=group)
-    scale *= LOG2_E.value
+    scale *= 1.0 if softcap > 0.0 else LOG2_E  # capped scores are multiplied by it in the kernel
     strides = (q.stride(0), block_tables.stride(0))
     if tokens > rows:
         queries = tile // group
         prefill_kernel[(tokens // queries + rows, kv_heads)](
             q, k_cache, v_cache, block_tables, query_start, seq_lens, out, out if sinks is None else sinks,
-            rows, scale, v_scale, *strides, page * dim, *shape, sinks is not None,
+            rows, scale, softcap, v_scale, *strides, page * dim, *shape, sinks is not None,
             num_warps=WARPS, num_stages=config["prefill_stages"], **EXACT,
         )  # fmt: skip
     max_splits = triton.cdiv(width * page, SPLIT)
@@ -272,7 +278,7 @@ def paged_attention(
     programs = config["programs"] * multiprocessors(q.device.index)
     decode_kernel[(min(programs, rows * kv_heads * max_splits),)](
         q, k_cache, v_cache, block_tables, query_start, seq_lens, parts, maxima, row_sums,
-        rows, scale, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
+        rows, scale, softcap, *strides, max_splits, page * dim, *shape, max(ROWS_BLOCK, triton.next_power_of_2(rows)),
         num_warps=WARPS, num_stages=config["decode_stages"], **EXACT,
     )  # fmt: skip
     merge_kernel[(rows, heads)](
@@ -331,21 +337,34 @@ def store_kv(
 
 @triton.jit
 def prepared_heads(
-    x_ptr, weight_ptr, eps, head, column, inside, cos, sin, DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr
-):
-    """Heads [H,1] x elements [1,D] of x_ptr [H,DIM], normed, rounded to their dtype and rotated: [H,D] float32."""
-    first = column < ROT // 2
-    turning = column < ROT
-    partner_column = tl.where(first, column + ROT // 2, tl.where(turning, column - ROT // 2, column))
+    x_ptr, weight_ptr, eps, head, column, inside, cos, sin,
+    DIM: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """COUNT heads [H,1] x elements [1,D] of x_ptr [H,DIM], normed, rounded to their dtype, rotated: [H,D] float32.
+
+    NORM: 0 none, 1 of each head, 2 of all heads together, 3 of each head after the rotation.
+    """
+    first, partner_column, _ = pairing(column, ROT, INTERLEAVED)
     x = tl.load(x_ptr + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(x_ptr + head * DIM + partner_column, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        weight = tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
-        partner_weight = tl.load(weight_ptr + partner_column, mask=column < DIM, other=0.0).to(tl.float32)
+    if (NORM == 1) | (NORM == 2):
+        square = tl.sum(x * x, 1)
+        if NORM == 2:
+            root = tl.rsqrt(tl.sum(square, 0) / (COUNT * DIM) + eps)
+            weight_row = weight_ptr + head * DIM
+        else:
+            root = tl.rsqrt(square / DIM + eps)[:, None]
+            weight_row = weight_ptr + head * 0
+        weight = tl.load(weight_row + column, mask=inside, other=0.0).to(tl.float32)
+        partner_weight = tl.load(weight_row + partner_column, mask=inside, other=0.0).to(tl.float32)
         x = (x * root * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
         partner = (partner * root * partner_weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-    return tl.where(turning, rotate(x, partner, cos, sin, first), x)
+    x = tl.where(column < ROT, rotate(x, partner, cos, sin, first), x)
+    if NORM == 3:
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        root = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = x * root * tl.load(weight_ptr + column, mask=column < DIM, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -353,24 +372,29 @@ def norm_rope_store_kernel(
     qkv_ptr, q_weight, k_weight, eps, table_ptr, position_ptr, k_cache, v_cache, slot_ptr, q_out, qkv_stride,
     k_scale, v_scale,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token: its queries out, its keys and values into their slot."""
     token = tl.program_id(0).to(tl.int64)
     qkv = qkv_ptr + token * qkv_stride
     column = tl.arange(0, DIM_BLOCK)[None, :]
-    angle = column % (ROT // 2)
+    _, _, angle = pairing(column, ROT, INTERLEAVED)
     row = table_ptr + tl.load(position_ptr + token) * ROT
     cos = tl.load(row + angle, mask=column < ROT, other=1.0)
     sin = tl.load(row + ROT // 2 + angle, mask=column < ROT, other=0.0)
     head = tl.arange(0, Q_BLOCK)[:, None]
     inside = (head < Q_HEADS) & (column < DIM)
-    q = prepared_heads(qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
+    q = prepared_heads(
+        qkv, q_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, Q_HEADS, INTERLEAVED
+    )  # fmt: skip
     tl.store(q_out + (token * Q_HEADS + head) * DIM + column, q.to(q_out.dtype.element_ty), mask=inside)
     slot = tl.load(slot_ptr + token)
     head = tl.arange(0, K_BLOCK)[:, None]
     inside = (head < K_HEADS) & (column < DIM)
-    k = prepared_heads(qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM)
+    k = prepared_heads(
+        qkv + Q_HEADS * DIM, k_weight, eps, head, column, inside, cos, sin, DIM, ROT, NORM, K_HEADS, INTERLEAVED
+    )  # fmt: skip
     v = tl.load(qkv + (Q_HEADS + K_HEADS + head) * DIM + column, mask=inside)
     offset = ((slot // PAGE * K_HEADS + head) * PAGE + slot % PAGE) * DIM + column
     # rounded to the dtype of the projection first, as a key that is stored by itself
@@ -391,17 +415,22 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    interleaved: bool = False,
+    norm_last: bool = False,
 ) -> Tensor:
     """As the reference, but for the order of the norm's sum."""
     tokens, (kv_heads, page, dim) = qkv.shape[0], k_cache.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, dim)
+    norm = 0 if q_weight is None else 2 if len(q_weight) != dim else 1
+    if norm_last and norm == 2:
+        raise ValueError("norm_rope_store: a norm after the rotation is of each head")
     if tokens:
         q_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
         norm_rope_store_kernel[(tokens,)](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, eps, table, positions,
             k_cache, v_cache, slot_mapping, q, qkv.stride(0), k_scale, v_scale,
-            heads, kv_heads, dim, table.shape[1], page, q_weight is not None,
+            heads, kv_heads, dim, table.shape[1], page, 3 if norm and norm_last else norm, interleaved,
             q_block, triton.next_power_of_2(kv_heads), dim_block,
             num_warps=warps(q_block * dim_block), **EXACT,
         )  # fmt: skip

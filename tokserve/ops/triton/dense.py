@@ -85,8 +85,9 @@ def pack(weight: Tensor) -> PackedWeight:
 
 @dense.embedding.implement("cublas", device="cuda")
 @dense.embedding.implement("triton", device="cuda")
-def embedding(ids: Tensor, packed: PackedWeight) -> Tensor:
-    return functional.embedding(ids, packed.packed)
+def embedding(ids: Tensor, packed: PackedWeight, multiplier: float = 1.0) -> Tensor:
+    rows = functional.embedding(ids, packed.packed)
+    return rows if multiplier == 1.0 else rows.mul_(multiplier)
 
 
 @dense.linear.implement("triton", device="cuda")

@@ -15,6 +15,7 @@ from tokserve.ops import sampling
 from tokserve.ops.triton.launch import EXACT, warps
 
 SLICE = 4096  # vocabulary entries of one program
+SWEEP = 1024  # entries that one program of a whole row reads at a time
 TOP_SIZES = (0, 8, 64)  # limits of k that kernels are compiled for; beyond the last, torch selects the ids
 NEG_INF = tl.constexpr(float("-inf"))
 MIN_KEY = tl.constexpr(-(1 << 63))
@@ -286,3 +287,62 @@ def sample_fused(
         floats, whole = logits.new_empty(0), logits.new_empty(0, dtype=torch.int32)
         return ids, finite, floats, whole, whole.view(0, 0), floats.view(0, 0)
     return ids, finite, *_logprobs(logits, ids, k, None, temperature if scaled else None, finite)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def sampling_mask_kernel(
+    logits_ptr, processed_ptr, token_ptr, greedy_ptr, temperature_ptr, count_ptr, id_ptr, kept_logprob_ptr,
+    width, limit, SWEEP: tl.constexpr,
+):  # fmt: skip
+    """One row: how many ids are kept, the ids at the front of the row's `limit` entries, and their mass."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, _ = row_terms(temperature_ptr, temperature_ptr, row, True, False)
+    token, greedy = tl.load(token_ptr + row), tl.load(greedy_ptr + row) != 0
+    maxima = tl.full([SWEEP], NEG_INF, tl.float32)
+    kept_maxima = tl.full([SWEEP], NEG_INF, tl.float32)
+    counts, possible = tl.zeros([SWEEP], tl.int32), tl.zeros([SWEEP], tl.int32)
+    for start in range(0, width, SWEEP):
+        id = start + tl.arange(0, SWEEP)
+        x = scaled(read(logits_ptr, row * width + id, id < width, True), temperature)
+        kept = tl.where(greedy, id == token, read(processed_ptr, row * width + id, id < width, True) > NEG_INF)
+        maxima = tl.maximum(maxima, x)
+        kept_maxima = tl.maximum(kept_maxima, tl.where(kept, x, NEG_INF))
+        counts += kept.to(tl.int32)
+        possible += (x > NEG_INF).to(tl.int32)
+    row_max, kept_max = tl.max(maxima, 0), tl.max(kept_maxima, 0)
+    count = tl.sum(counts, 0)
+    whole, too_long = count == tl.sum(possible, 0), count > limit
+    listed = tl.where(whole | too_long, 0, 1)
+    sums, kept_sums = tl.zeros([SWEEP], tl.float32), tl.zeros([SWEEP], tl.float32)
+    written = tl.zeros([1], tl.int32)
+    for start in range(0, width, SWEEP):
+        id = start + tl.arange(0, SWEEP)
+        x = scaled(read(logits_ptr, row * width + id, id < width, True), temperature)
+        kept = tl.where(greedy, id == token, read(processed_ptr, row * width + id, id < width, True) > NEG_INF)
+        sums += tl.exp(x - row_max)
+        kept_sums += tl.where(kept, tl.exp(x - kept_max), 0.0)
+        one = kept.to(tl.int32)
+        tl.store(id_ptr + row * limit + written + tl.cumsum(one, 0) - 1, id, mask=one * listed > 0)
+        written += tl.sum(one, 0)
+    kept_logprob = (kept_max - row_max) + (tl.log(tl.sum(kept_sums, 0)) - tl.log(tl.sum(sums, 0)))
+    tl.store(kept_logprob_ptr + row, tl.where(whole, 0.0, tl.minimum(kept_logprob, 0.0)))
+    tl.store(count_ptr + row, tl.where(whole, -1, tl.where(too_long, -2, count)))
+
+
+@sampling.sampling_mask.implement("triton", device="cuda")
+def sampling_mask(
+    logits: Tensor, processed: Tensor, token_ids: Tensor, greedy: Tensor, temperature: Tensor, limit: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits, processed = logits.contiguous(), processed.contiguous()
+    rows, width = logits.shape
+    counts, ids = logits.new_empty(rows, dtype=torch.int32), logits.new_empty((rows, limit), dtype=torch.int32)
+    kept_logprobs = logits.new_empty(rows)
+    if rows:
+        size = min(SWEEP, max(16, triton.next_power_of_2(width)))
+        sampling_mask_kernel[(rows,)](
+            logits, processed, token_ids, greedy.view(torch.int8), temperature, counts, ids, kept_logprobs,
+            width, limit, size, num_warps=warps(size), **EXACT,
+        )  # fmt: skip
+    values = _logprobs(processed, token_ids, 0, None, None, None)[0]
+    listed = torch.arange(limit, device=ids.device) < counts[:, None]
+    return counts, ids[listed], kept_logprobs, values.where(~greedy, 0.0)

@@ -1,0 +1,165 @@
+// Weights of 4 or 8 bits, unpacked into the layout that the products read: exact integers as bfloat16 in pairs, where
+// the processor multiplies those, else as float32.
+//
+// A panel of 64 outputs is read front to back.  Eight elements of K take 256 bytes of 4-bit codes, a 16-bit word for
+// each output and parity of k, whose nibble j belongs to element 2 j + parity; 8-bit values lie in pairs:
+//
+//    4 bits   [K / 8][64][2] words: k 0, 2, 4, 6 of a column, then k 1, 3, 5, 7
+//    8 bits   [K / 2][64][2] bytes, signed
+#pragma once
+
+#include "kernels.h"
+#include "tile.h"
+#include "vec.h"
+
+namespace tokserve {
+namespace TOKSERVE_ISA {
+
+constexpr int64_t kCodeDepth = 8;        // elements of K that a panel groups; K is padded to whole ones
+constexpr int64_t kCodesAhead = 4096;    // bytes of the panel that are prefetched ahead of their use
+constexpr int64_t kUnpackedDepth = 128;  // elements of K of a panel that are unpacked at a time
+
+// What products of T read: Pairs where they are one instruction, else float32.
+template <class T>
+struct UnpackedFor {
+  using Format = Plain<float>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct UnpackedFor<bf16> {
+  using Format = Pairs;
+};
+#endif
+
+TOKSERVE_INLINE f32x16 load_i8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+#else
+  float values[kLanes];
+  for (int i = 0; i < kLanes; i++) values[i] = p[i];
+  return load(values);
+#endif
+}
+
+// Sixteen factors as float32, indexed by the low four bits of each lane.
+struct Factors {
+#if defined(__AVX512F__)
+  __m512 table;
+  TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(load_i8(factors).v) {}
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return {_mm512_permutexvar_ps(codes.v, table)}; }
+#elif defined(__AVX2__)
+  f32x16 table;
+  TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(load_i8(factors)) {}
+  TOKSERVE_INLINE __m256 at(__m256i codes) const {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));  // bit 3 selects
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, codes), _mm256_permutevar8x32_ps(table.b, codes), upper);
+  }
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const { return {at(codes.a), at(codes.b)}; }
+#elif defined(TOKSERVE_NEON)
+  int8x16_t table;
+  TOKSERVE_INLINE explicit Factors(const int8_t* factors) : table(vld1q_s8(factors)) {}
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const {  // bytes beyond the table become zero
+    const u32x16 indices = codes & broadcast_u32(15);
+    return per_quarter<f32x16>([&](int i) {
+      const uint32x4_t index = vorrq_u32(indices.v[i], vdupq_n_u32(0xffffff00));
+      const int32x4_t value = vreinterpretq_s32_s8(vqtbl1q_s8(table, vreinterpretq_u8_u32(index)));
+      return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(value, 24), 24));
+    });
+  }
+#else
+  float table[16];
+  explicit Factors(const int8_t* factors) {
+    for (int i = 0; i < 16; i++) table[i] = factors[i];
+  }
+  TOKSERVE_INLINE f32x16 at(u32x16 codes) const {
+    return per_lane<f32x16>([&](int i) { return table[codes.v[i] & 15]; });
+  }
+#endif
+};
+
+template <int PARITY, int J = 0>
+TOKSERVE_INLINE void unpack_nibble(u32x16 words, const Factors& factors, float* out) {
+  store(out + (2 * J + PARITY) * kPanel, factors.at(shr<16 * PARITY + 4 * J>(words)));
+  if constexpr (J < 3) unpack_nibble<PARITY, J + 1>(words, factors, out);
+}
+
+// `depth` elements of K of a panel of 4-bit codes, a multiple of kCodeDepth, as [depth][64].
+[[maybe_unused]] inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, float* out) {
+  const Factors table(factors);
+  for (int64_t k = 0; k < depth; k += kCodeDepth) {
+    for (int64_t v = 0; v < kPanel; v += kLanes) {
+      __builtin_prefetch(codes + kCodesAhead + v * 4, 0, 2);
+      const u32x16 words = load(reinterpret_cast<const uint32_t*>(codes) + v);
+      unpack_nibble<0>(words, table, out + v);
+      unpack_nibble<1>(words, table, out + v);
+    }
+    codes += kPanel * kCodeDepth / 2;
+    out += kPanel * kCodeDepth;
+  }
+}
+
+// The same of 8-bit values.
+[[maybe_unused]] inline void unpack_bytes(const uint8_t* values, int64_t depth, float* out) {
+  for (int64_t k = 0; k < depth; k += 2) {
+    for (int64_t v = 0; v < kPanel; v += kLanes) {
+      if (v % (2 * kLanes) == 0) __builtin_prefetch(values + kCodesAhead + v * 2, 0, 2);
+      const u32x16 pairs = shr<16>(as_u32(load(reinterpret_cast<const bf16*>(values) + v)));
+      const u32x16 flipped = pairs ^ broadcast_u32(0x8080);  // value + 128
+      store(out + v, from_i32(flipped & broadcast_u32(0xff)) - broadcast(128.0f));
+      store(out + kPanel + v, from_i32(shr<8>(flipped)) - broadcast(128.0f));
+    }
+    values += kPanel * 2;
+    out += kPanel * 2;
+  }
+}
+
+#if defined(__AVX512BF16__)
+// As pairs, [depth / 2][64][2].
+inline void unpack_codes(const uint8_t* codes, int64_t depth, const int8_t* factors, bf16* out) {
+  const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(factors).v), 16);
+  const __m256i sixteen = _mm512_cvtepi32_epi16(high);
+  const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: bit 4 of an index does not matter
+  for (int64_t k = 0; k < depth; k += kCodeDepth) {
+    for (int64_t v = 0; v < kPanel * 2; v += 32) {
+      __builtin_prefetch(codes + kCodesAhead + v * 2, 0, 2);
+      const __m512i words = _mm512_loadu_si512(codes + v * 2);
+      _mm512_storeu_si512(out + v, _mm512_permutexvar_epi16(words, table));
+      _mm512_storeu_si512(out + v + kPanel * 2, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
+      _mm512_storeu_si512(out + v + kPanel * 4, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
+      _mm512_storeu_si512(out + v + kPanel * 6, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+    }
+    codes += kPanel * kCodeDepth / 2;
+    out += kPanel * kCodeDepth;
+  }
+}
+inline void unpack_bytes(const uint8_t* values, int64_t depth, bf16* out) {
+  for (int64_t i = 0; i < depth * kPanel; i += 32) {
+    if (i % 64 == 0) __builtin_prefetch(values + kCodesAhead + i, 0, 2);
+    const __m512 low = load_i8(reinterpret_cast<const int8_t*>(values) + i).v;
+    const __m512 high = load_i8(reinterpret_cast<const int8_t*>(values) + i + 16).v;
+    _mm512_storeu_si512(out + i, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+  }
+}
+
+// Weights [depth / 2][64][2] times a scale per column; the products must be numbers of bfloat16.
+inline void scale_weights(bf16* weights, int64_t depth, const float* scales) {
+  for (int64_t i = 0; i < depth * kPanel; i += 32) {
+    const f32x16 scale = load(scales + i / 2 % kPanel);
+    const u32x16 pair = load(reinterpret_cast<const uint32_t*>(weights + i));
+    const f32x16 even = as_f32(shl<16>(pair)) * scale, odd = as_f32(pair & broadcast_u32(0xffff0000)) * scale;
+    store(reinterpret_cast<uint32_t*>(weights + i), shr<16>(as_u32(even)) + (as_u32(odd) & broadcast_u32(0xffff0000)));
+  }
+}
+#endif
+// Weights [depth][64] times a scale per column.
+[[maybe_unused]] inline void scale_weights(float* weights, int64_t depth, const float* scales) {
+  for (int64_t i = 0; i < depth * kPanel; i += kLanes)
+    store(weights + i, load(weights + i) * load(scales + i % kPanel));
+}
+
+}  // namespace TOKSERVE_ISA
+}  // namespace tokserve

@@ -1,0 +1,161 @@
+"""GGUF files written by gguf-py: the model of what their blocks mean, served from the file alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import gguf_models
+from tests.models.driver import Driver, prefill, random_ids
+from tokserve import checkpoint, gguf
+from tokserve.errors import StartError
+from tokserve.models.decoder import Decoder
+from tokserve.models.load import load
+from tokserve.text.tokenizer import Tokenizer
+
+IDS = random_ids(90, gguf_models.VOCAB, seed=3)
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
+         "F16", "BF16", "F32"]  # fmt: skip
+
+
+def opened(path: Path, **options: Any) -> Decoder:
+    directory = checkpoint.locate(str(path))
+    options = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0} | options
+    return load(directory, checkpoint.hf_config(directory), **options)
+
+
+def logprobs(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)
+
+
+def expected(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return logprobs(model(torch.tensor([IDS])).logits[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_the_model_that_its_blocks_mean(tmp_path: Path, kind: str) -> None:
+    model = gguf_models.write(tmp_path / "m.gguf", "llama", kind)
+    decoder = opened(tmp_path / "m.gguf")
+    assert (logprobs(prefill(decoder, IDS)) - expected(model)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
+def test_architectures_with_types_that_differ_within_a_layer(tmp_path: Path, architecture: str) -> None:
+    model = gguf_models.write(tmp_path / "m.gguf", architecture, "Q4_0", value_kind="Q8_0")
+    decoder = opened(tmp_path / "m.gguf")
+    assert decoder.quantization == "wna16"
+    assert (logprobs(prefill(decoder, IDS)) - expected(model)).abs().max() < 2e-4
+    dense = opened(tmp_path / "m.gguf", quantization="none")
+    assert dense.quantization is None
+    assert (logprobs(prefill(dense, IDS)) - expected(model)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_has_the_bits_of_a_prompt(tmp_path: Path, dtype: str) -> None:
+    gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_K", value_kind="Q6_K")
+    decoder = opened(tmp_path / "m.gguf", dtype=dtype)
+    whole = prefill(decoder, IDS[:40])
+    driver = Driver(decoder, length=40)
+    steps = [driver.step({0: part})[0] for part in (IDS[:7], IDS[7:31], *([token] for token in IDS[31:40]))]
+    assert torch.equal(torch.cat(steps), whole)
+
+
+def test_the_header_gives_tokenizer_template_and_end_of_sequence(tmp_path: Path) -> None:
+    gguf_models.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    directory = checkpoint.locate(str(tmp_path / "m.gguf"))
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.chat_template == gguf_models.TEMPLATE
+    text = "Grüße, 12 <extra_3>!"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    assert len(tokenizer.encode("<extra_3>")) == 1
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [257]
+
+
+def test_checksums_are_of_the_file_s_bytes(tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    from tokserve.rl.digests import checksum
+
+    gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_0")
+    digests, _ = opened(tmp_path / "m.gguf").provenance.checksums((), tied=True)
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
+    assert digests["model.layers.1.mlp.up_proj.weight"] == checksum(tensors["blk.1.ffn_up.weight"])
+    assert digests["model.norm.weight"] == checksum(tensors["output_norm.weight"])
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    path = tmp_path / "m.gguf"
+
+    def written(architecture: str, kind: GGMLQuantizationType | None = None) -> None:
+        writer = GGUFWriter(path, architecture)
+        raw = torch.zeros(256, 66 if kind else 4, dtype=torch.uint8 if kind else torch.int8).numpy()
+        writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            step()
+        writer.close()
+
+    written("mamba")
+    with pytest.raises(StartError, match="I8, which is not supported"):
+        checkpoint.locate(str(path))
+    written("llama", GGMLQuantizationType.IQ2_XXS)
+    with pytest.raises(StartError, match="IQ2_XXS"):
+        checkpoint.locate(str(path))
+    gguf_models.write(path, "llama", "Q4_0")
+    data = path.read_bytes().replace(b"llama", b"mamba")
+    path.write_bytes(data)
+    with pytest.raises(StartError, match="'mamba', which is not supported"):
+        checkpoint.locate(str(path))
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    gguf_models.write(path, "llama", "Q4_0")
+    data = path.read_bytes()
+    for size in (0, 3, 23, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(StartError):
+            gguf.read_headers(path)
+
+
+@pytest.mark.parametrize("rounds", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_damaged_header_is_one_clear_error(tmp_path: Path, rounds: int) -> None:
+    """Bytes and whole numbers of the header are replaced: either it still reads, or it is a StartError."""
+    path = tmp_path / "m.gguf"
+    gguf_models.write(path, "llama", "Q4_0")
+    header = gguf.read_headers(path)
+    end = min(tensor.start for tensor in header.tensors.values())
+    data, random = bytearray(path.read_bytes()), __import__("random").Random(0)
+    values = [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**40, 255]
+    refused = 0
+    path.write_bytes(data)
+    with path.open("r+b") as file:
+        for _ in range(rounds):
+            at = random.randrange(0, end - 8)
+            damage = random.choice(values).to_bytes(8, "little") if random.random() < 0.5 else random.randbytes(4)
+            file.seek(at)
+            file.write(damage)
+            file.flush()
+            try:
+                for tensor in gguf.read_header(path).tensors.values():
+                    assert tensor.start > 0 and tensor.start + tensor.size <= len(data)
+            except StartError:
+                refused += 1
+            file.seek(at)
+            file.write(data[at : at + 8])
+            file.flush()
+    assert refused > rounds // 10
+
+
+def test_a_policy_refuses_a_quantized_file(tmp_path: Path) -> None:
+    from tokserve.train.policy import PolicyModel
+
+    gguf_models.write(tmp_path / "m.gguf", "qwen3", "Q4_0")
+    with pytest.raises(StartError, match="Q4_0: a quantized checkpoint cannot be trained"):
+        PolicyModel.from_pretrained(tmp_path / "m.gguf", dtype="float32")

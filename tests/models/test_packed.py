@@ -1,0 +1,216 @@
+"""GPTQ, AWQ and compressed-tensors checkpoints: the model is that of the values they mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from torch import Tensor
+
+from tests.models.driver import Driver, prefill
+from tests.models.test_load import IDS, opened, rewrite, stored
+from tokserve.errors import StartError
+from tokserve.models.dummy import tiny_config, write_checkpoint
+from tokserve.models.formats.packed import PackedFormat
+from tokserve.models.staging import Staging
+from tokserve.ops import PackedWna16
+
+HF = tiny_config("qwen3", hidden_size=96, intermediate_size=192, head_dim=24)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's awq/utils/packing_utils.py
+Quantized = tuple[dict[str, Tensor], Tensor]  # parts by ending, and what they mean [N,K]
+
+
+def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Codes [M,C] as int32 [M, C * bits / 32], written by a loop of its own."""
+    count = 32 // bits
+    order = order or tuple(range(count))
+    packed = torch.zeros(codes.shape[0], codes.shape[1] // count, dtype=torch.int64)
+    for i, column in enumerate(order):
+        packed |= codes[:, column::count].long() << bits * i
+    return packed.to(torch.int64).where(packed < 2**31, packed - 2**32).to(torch.int32)
+
+
+def numbers(weight: Tensor, bits: int, group: int, *, sym: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [N,K], scales and zero points [N,G] of the weight, and the group of each input."""
+    groups = torch.arange(weight.shape[1]) // group
+    parts = [weight[:, groups == g] for g in range(int(groups.max()) + 1)]
+    high, low = (torch.stack([f(part, 1).values for part in parts], 1) for f in (torch.max, torch.min))
+    top = (1 << bits) - 1
+    if sym:
+        scales = (torch.maximum(high, -low) * 2 / top).half().float()
+        zeros = torch.full_like(scales, 1 << bits - 1)
+    else:
+        scales = ((high - low) / top).half().float()
+        zeros = (-low / scales).round().clamp(1, top)
+    codes = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, top)
+    return codes, scales, zeros, groups
+
+
+def gptq(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool, version: int) -> Quantized:
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(3)) if act else torch.arange(columns)
+    codes, scales, zeros, groups = numbers(weight[:, order], bits, group, sym=sym)
+    meant = torch.empty_like(weight)
+    meant[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
+    placed, g_idx = torch.empty_like(codes), torch.empty(columns, dtype=torch.int32)
+    placed[:, order], g_idx[order] = codes, groups.int()
+    return {
+        ".qweight": words(placed, bits).t().contiguous(),
+        ".qzeros": words((zeros - (1 if version == 1 else 0)).t(), bits),
+        ".scales": scales.t().contiguous().half(), ".g_idx": g_idx,
+    }, meant  # fmt: skip
+
+
+def awq(weight: Tensor, group: int) -> Quantized:
+    codes, scales, zeros, groups = numbers(weight, 4, group, sym=False)
+    return {
+        ".qweight": words(codes.t(), 4, AWQ_ORDER), ".qzeros": words(zeros.t(), 4, AWQ_ORDER),
+        ".scales": scales.t().contiguous().half(),
+    }, (codes - zeros[:, groups]) * scales[:, groups]  # fmt: skip
+
+
+def compressed(weight: Tensor, bits: int, group: int, *, sym: bool, act: bool = False, ints: bool = False) -> Quantized:
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(4)) if act else torch.arange(columns)
+    codes, scales, zeros, groups = numbers(weight[:, order], bits, group, sym=sym)
+    middle = 1 << bits - 1
+    placed, meant, g_idx = torch.empty_like(codes), torch.empty_like(weight), torch.empty(columns, dtype=torch.int32)
+    placed[:, order], g_idx[order] = codes - middle, groups.int()
+    meant[:, order] = (codes - zeros[:, groups]) * scales[:, groups]
+    parts = {".weight_scale": scales}
+    if ints:
+        return {".weight": placed.to(torch.int8)} | parts, meant
+    parts |= {
+        ".weight_packed": pack_to_int32(placed.to(torch.int8), bits),
+        ".weight_shape": torch.tensor(weight.shape),
+    }
+    if not sym:
+        parts[".weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
+    return parts | ({".weight_g_idx": g_idx} if act else {}), meant
+
+
+def scheme(layout: str, bits: int, group: int, **extra: Any) -> dict[str, Any]:
+    if layout != "compressed-tensors":
+        return {"quant_method": layout, "bits": bits, "group_size": group, **extra}
+    strategy = "channel" if group == -1 else "group"
+    kind = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": None if group == -1 else group}
+    return {
+        "quant_method": layout, "format": extra.get("format", "pack-quantized"), "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": kind | {"symmetric": True}}},
+    }  # fmt: skip
+
+
+def write(directory: Path, entry: dict[str, Any], quantize: Callable[[Tensor], Quantized]) -> dict[str, Tensor]:
+    """Make the checkpoint a quantized one, but for one projection; returns what its tensors mean."""
+    tensors, meant = stored(directory), stored(directory)
+    for name, tensor in stored(directory).items():
+        if "_proj" in name and "layers.2.mlp.down" not in name:
+            parts, meant[name] = quantize(tensor.float())
+            del tensors[name]
+            tensors |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
+    rewrite(directory, tensors)
+    hf = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": entry}))
+    return meant
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {}
+for bits_, group_, sym_, act_, version_ in itertools.product((4, 8), (32, 96), (True, False), (True, False), (1, 2)):
+    CASES[f"gptq{bits_}-g{group_}-{'sym' if sym_ else 'asym'}-{'act' if act_ else 'plain'}-v{version_}"] = (
+        scheme("gptq", bits_, group_, desc_act=act_, checkpoint_format="gptq" if version_ == 1 else "gptq_v2"),
+        lambda w, b=bits_, g=group_, s=sym_, a=act_, v=version_: gptq(w, b, g, sym=s, act=a, version=v),  # type: ignore[misc]
+    )
+CASES["awq"] = scheme("awq", 4, 32, version="gemm"), lambda w: awq(w, 32)
+for bits_, sym_ in itertools.product((4, 8), (True, False)):
+    CASES[f"packed{bits_}-{'sym' if sym_ else 'asym'}"] = (
+        scheme("compressed-tensors", bits_, 32),
+        lambda w, b=bits_, s=sym_: compressed(w, b, 32, sym=s),  # type: ignore[misc]
+    )
+CASES["packed4-act"] = scheme("compressed-tensors", 4, 32), lambda w: compressed(w, 4, 32, sym=False, act=True)
+CASES["packed4-channel"] = scheme("compressed-tensors", 4, -1), lambda w: compressed(w, 4, w.shape[1], sym=True)
+CASES["int8"] = (
+    scheme("compressed-tensors", 8, -1, format="int-quantized"),
+    lambda w: compressed(w, 8, w.shape[1], sym=True, ints=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_is_that_of_what_the_tensors_mean(tmp_path: Path, case: str) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    meant = write(directory, *CASES[case])
+    decoder = opened(directory)
+    packed = decoder.blocks[0].mlp.down.packed
+    assert decoder.quantization == "wna16" and isinstance(packed, PackedWna16)
+    assert not isinstance(decoder.blocks[2].mlp.down.packed, PackedWna16), "left as floats by the checkpoint"
+    result = prefill(decoder, IDS).log_softmax(-1)
+    rewrite(directory, meant)
+    hf = json.loads((directory / "config.json").read_text())
+    del hf["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(hf))
+    assert (result - prefill(opened(directory), IDS).log_softmax(-1)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("case", ["gptq4-g32-asym-act-v1", "packed4-asym"])
+def test_parts_pushed_in_any_order_give_the_same_bits(tmp_path: Path, case: str) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    write(directory, *CASES[case])
+    decoder = opened(directory)
+    expected = prefill(decoder, IDS)
+    tensors = stored(directory)
+    staging = Staging(decoder.blank())
+    for name in sorted(tensors, key=lambda name: name[::-1]):
+        staging.push(name, tensors[name])
+    assert torch.equal(prefill(staging.finish(), IDS), expected)
+
+
+def test_decoding_has_the_bits_of_a_prompt(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF | {"dtype": "bfloat16"}, seed=1)
+    write(directory, *CASES["gptq4-g32-asym-act-v1"])
+    decoder = opened(directory, dtype="bfloat16")
+    ids = IDS[:30]
+    driver = Driver(decoder, length=30)
+    steps = [driver.step({0: part})[0] for part in (ids[:5], ids[5:22], *([token] for token in ids[22:]))]
+    assert torch.equal(torch.cat(steps), prefill(decoder, ids))
+
+
+@pytest.mark.parametrize(
+    ("entry", "words_"),
+    [
+        (scheme("gptq", 3, 32), "3 bits"),
+        (scheme("gptq", 4, 32, checkpoint_format="marlin"), "marlin"),
+        (scheme("awq", 4, 32, version="gemv"), "gemv"),
+        (scheme("compressed-tensors", 2, 32), "2 bits"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(tmp_path: Path, entry: dict[str, Any], words_: str) -> None:
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    (directory / "config.json").write_text(json.dumps(HF | {"quantization_config": entry}))
+    with pytest.raises(StartError, match=words_):
+        opened(directory)
+
+
+def test_groups_of_different_sizes_become_floats() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    parts, meant = gptq(weight, 4, 32, sym=False, act=False, version=1)
+    roles = {"codes": parts[".qweight"], "zeros": parts[".qzeros"], "scales": parts[".scales"]}
+    uneven = parts[".g_idx"].clone()
+    uneven[3] = 1
+    made = PackedFormat("gptq", 4, 32, frozenset(), frozenset()).assemble(roles | {"order": uneven})
+    assert isinstance(made, Tensor)
+    assert torch.equal(made[:, :3], meant[:, :3]) and not torch.equal(made[:, 3], meant[:, 3])
+
+
+def test_a_policy_refuses_a_quantized_checkpoint(tmp_path: Path) -> None:
+    from tokserve.train.policy import PolicyModel
+
+    directory = write_checkpoint(tmp_path / "q", HF, seed=1)
+    write(directory, *CASES["awq"])
+    with pytest.raises(StartError, match="a quantized checkpoint cannot be trained"):
+        PolicyModel.from_pretrained(directory, dtype="float32")

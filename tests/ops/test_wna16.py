@@ -1,0 +1,136 @@
+"""Products with integer weights against float64, for any number of rows, and as the bfloat16 products that they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokserve import ops  # noqa: F401  (declares the ops)
+from tokserve.layers.quantized import QuantizedWeight, quantize_int4
+from tokserve.ops import registry
+from tokserve.ops.registry import OPS
+from tokserve.ops.samples.common import normal
+from tokserve.ops.samples.wna16 import E2M1, weights
+from tokserve.ops.wna16 import QuantizedRows
+
+registry.load_extension("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+IMPLEMENTATIONS = OPS["linear_wna16"].available("cpu")
+
+
+def call(name: str, op: str, *arguments: Any) -> Any:
+    return OPS[op].implementations[name].call(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_products_are_those_of_the_dequantized_weight(name: str, dtype: torch.dtype) -> None:
+    for columns, rows in ((512, 70), (264, 9), (20, 130)):
+        for weight in weights(rows, columns):
+            x = normal(dtype, 1, 5, columns)
+            result = call(name, "linear_wna16", x, call(name, "pack_wna16", [weight]), None, torch.float32)
+            expected = x.double() @ weight.dense().double().t()
+            bound = (x.double().abs() @ weight.dense().double().abs().t()) * 2e-6 + 1e-6
+            terms = sum(weight.by_group()[i].abs().sum(1) for i in (0, 1) if weight.by_group()[i] is not None)
+            assert ((result.double() - expected).abs() <= bound + 2e-6 * terms * x.abs().max()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    x = normal(dtype, 1, 70, 200)
+    for weight in weights(130, 200):
+        for op, pack in (("linear_wna16", "pack_wna16"), ("gated_linear_wna16", "pack_gated_wna16")):
+            packed = call(name, pack, [weight])
+            whole = call(name, op, x, packed, None, None)
+            for size in (1, 2, 5, 6, 7, 13, 64):
+                assert torch.equal(call(name, op, x[70 - size :], packed, None, None), whole[70 - size :])
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_mxfp4_has_the_bits_of_the_bfloat16_weight(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (130, 512), generator=generator, dtype=torch.uint8)
+    scales = torch.exp2(torch.randint(-12, 3, (130, 16), generator=generator).float()).to(torch.bfloat16)
+    weight = QuantizedRows(codes, E2M1, 32, scales, folded=True)
+    dense = weight.dense().to(torch.bfloat16)
+    assert torch.equal(dense.float(), weight.dense())
+    packed, plain = call(name, "pack_wna16", [weight]), call(name, "pack_linear", dense)
+    for tokens in (1, 4, 7, 40):
+        x = normal(torch.bfloat16, tokens, tokens, 512)
+        result = call(name, "linear_wna16", x, packed, None, None)
+        assert torch.equal(result, call(name, "linear", x, plain, None, None))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_parts_of_different_kinds_are_joined_by_rows(name: str) -> None:
+    x, kinds = normal(torch.bfloat16, 1, 9, 160), [kind for kind in weights(70, 160) if kind.order is None]
+    whole = call(name, "linear_wna16", x, call(name, "pack_wna16", kinds), None, None)
+    alone = [call(name, "linear_wna16", x, call(name, "pack_wna16", [kind]), None, None) for kind in kinds]
+    assert torch.equal(whole, torch.cat(alone, 1))
+
+
+def test_rounding_to_nearest_is_within_half_a_step() -> None:
+    weight = normal(torch.float32, 1, 40, 200)
+    for group in (32, 64, 128):
+        quantized = quantize_int4(weight, group)
+        scales = quantized.parts[0].by_group()[0].abs().repeat_interleave(group, 1)[:, :200]
+        error = (quantized.dense() - weight).abs()
+        assert (error <= 0.55 * scales)[weight.abs() < 7 * scales].all() and (error <= 1.05 * scales).all()
+        assert torch.equal(quantize_int4(quantized.dense(), group).dense(), quantized.dense()), "again: the same"
+
+
+def test_a_weight_of_zeros_and_one_that_is_not_finite() -> None:
+    weight = torch.zeros(2, 64)
+    weight[1, 3] = torch.inf
+    made = quantize_int4(weight, 32).dense()
+    assert torch.equal(made[0], torch.zeros(64)) and made[1, :32].isnan().all() and (made[1, 32:] == 0).all()
+
+
+@pytest.mark.parametrize("kind", range(8))
+def test_parts_of_a_weight_mean_the_same_parts(kind: int) -> None:
+    weight = QuantizedWeight((weights(24, 512)[kind],))
+    dense = weight.dense()
+
+    def meant(part: Any) -> Tensor:
+        return part if isinstance(part, Tensor) else part.dense()
+
+    assert torch.equal(meant(weight.narrow(0, 5, 9)), dense[5:14])
+    for start, length in ((0, 256), (256, 256), (7, 40)):
+        assert torch.equal(meant(weight.narrow(1, start, length)), dense[:, start : start + length])
+    joined = QuantizedWeight((weights(24, 512)[kind],)).joined([weight])
+    assert joined is not None and len(joined.parts) == 1 and torch.equal(joined.dense(), torch.cat([dense, dense]))
+    other = QuantizedWeight((weights(8, 512)[(kind + 1) % 8],))
+    mixed = weight.joined([other])
+    assert mixed is not None and torch.equal(mixed.dense(), torch.cat([dense, other.dense()]))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    if "cpp" not in IMPLEMENTATIONS:
+        pytest.skip(
+            "needs the compiled extension: a C++20 compiler (Debian: apt-get install g++), then make clean install"
+        )
+    packed = call("cpp", "pack_wna16", weights(70, 64)[:1])
+    part = packed.parts[0]
+
+    def product(x: Tensor, **changes: Any) -> None:
+        call("cpp", "linear_wna16", x, replace(packed, parts=(replace(part, **changes),)), None, None)
+
+    x = torch.ones(2, 64)
+    wrong: list[dict[str, Any]] = [
+        {"columns": 72}, {"rows": 200}, {"group": 12}, {"group": 0}, {"bits": 5}, {"ratio": 0},
+        {"scales": part.scales[:1]}, {"packed": part.packed[:-1]}, {"factors": part.factors[:4]},
+        {"order": torch.zeros(3, dtype=torch.int32)}, {"order": torch.full((64,), 64, dtype=torch.int32)},
+        {"sub_scales": torch.zeros(1, 1, 64, dtype=torch.int8)}, {"mins": part.scales, "folded": True},
+    ]  # fmt: skip
+    for changes in wrong:
+        with pytest.raises((ValueError, TypeError), match=r"linear_wna16|incompatible"):
+            product(x, **changes)
+    with pytest.raises(ValueError, match="linear_wna16"):
+        product(torch.ones(2, 63))
+    with pytest.raises(ValueError, match="embedding_wna16"):
+        call("cpp", "embedding_wna16", torch.tensor([70]), packed, torch.float32)

@@ -1,0 +1,90 @@
+"""Every family in the engine and the runner: cache, batch, preemption, adapters and updates under checkpoint names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.adapters import merge, write_adapter
+from tests.runner.drive import make_runner
+from tests.runner.test_lora import load, scores
+from tests.runner.test_runner import prompt
+from tests.runner.test_with_engine import RealEngine
+from tokserve.models.dummy import FAMILIES, tiny_config, write_checkpoint
+from tokserve.models.load import load as load_model
+from tokserve.models.provenance import HEAD
+from tokserve.models.staging import Staging
+
+NEW = sorted(FAMILIES.keys() - {"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
+FAST = ("gemma2", "cohere2")
+EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NEW]
+
+
+def run_all(directory: Path, family: str, **options: Any) -> tuple[dict[str, Any], int]:
+    """What comes of requests of all kinds, and how many were preempted."""
+    directory.mkdir()
+    overrides = tiny_config(family) | {"num_hidden_layers": 2}
+    for name in ("layer_types", "no_rope_layers"):
+        if name in overrides:
+            overrides[name] = overrides[name][:2]
+    engine = RealEngine(directory, hf_overrides=overrides, **options)
+    results = engine.run_all()
+    return results, engine.stats.preemptions
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_cache_batch_depth_and_preemption_change_no_bit(family: str, tmp_path: Path) -> None:
+    known, _ = run_all(tmp_path / "one", family, depth=1, max_num_seqs=1, enable_prefix_caching=False)
+    block = 16 * 2 * 2 * 2 * 16 * 2  # tokens, layers, keys and values, heads, elements, bytes
+    tight, preempted = run_all(tmp_path / "tight", family, depth=2, kv_cache_memory_bytes=18 * block)
+    assert tight == known and preempted
+
+
+ADAPTED = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "starcoder2": ["k_proj", "c_fc", "c_proj"],
+           "granitemoehybrid": ["v_proj", "input_linear", "output_linear"], "glm4": ["q_proj", "gate_up_proj"],
+           "cohere": ["q_proj", "up_proj"], "olmo2": ["q_proj", "k_proj", "o_proj"]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "phi3" else pytest.param(name, marks=pytest.mark.slow) for name in ADAPTED]
+)
+def test_adapters_target_the_tensors_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    hf = tiny_config(family)
+    base = write_checkpoint(tmp_path / "base", hf)
+    adapter = write_adapter(tmp_path / "adapter", base, rank=5, targets=ADAPTED[family])
+    runner, facts = make_runner(base, hf, load_format="auto", enable_lora=True)
+    load(runner, 0, adapter)
+    model = AutoModelForCausalLM.from_pretrained(merge(tmp_path / "merged", base, adapter))
+    ids = prompt(60, 1)
+    with torch.no_grad():
+        exact = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1)
+    assert (scores(runner, facts, ids, 0) - exact).abs().max() <= 1e-4
+    assert (scores(runner, facts, ids, -1) - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_updates_and_checksums_have_the_checkpoints_names(family: str, tmp_path: Path) -> None:
+    hf = tiny_config(family)
+    write_checkpoint(tmp_path / "old", hf)
+    new = load_file(write_checkpoint(tmp_path / "new", hf, seed=1) / "model.safetensors")
+    options: dict[str, Any] = {"dtype": "float32", "head_dtype": "auto", "load_format": "auto", "seed": 0}
+    served, target = (load_model(tmp_path / name, hf, **options) for name in ("old", "new"))
+    staging = Staging(served.blank())
+    for name, tensor in new.items():
+        staging.push(name, tensor)
+    fresh = staging.finish()
+    sums, expected = (
+        decoder.provenance.checksums(decoder.spec.renames, tied=decoder.spec.tied)[0] for decoder in (fresh, target)
+    )
+    assert sums == expected and set(sums) - {HEAD} == set(new) - {HEAD}  # a tied head is listed under both names
+    ids = torch.tensor(json.loads("[1, 2, 3]"))
+    assert torch.equal(fresh.embedding(ids), target.embedding(ids))
+    for number, linear in enumerate(fresh.named_linears().values()):
+        other = list(target.named_linears().values())[number]
+        assert torch.equal(linear.packed.packed, other.packed.packed)  # type: ignore[union-attr]

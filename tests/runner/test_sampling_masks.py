@@ -1,0 +1,171 @@
+"""What a token was drawn from: against float64, in any company, with and without drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runner.drive import Mask, masks_of
+from tests.runner.test_sampler import (
+    DISTRIBUTIONS,
+    OUTPUT,
+    PROMPT,
+    STOP,
+    VOCAB,
+    draw,
+    exact,
+    model_logits,
+    rows_of,
+    sampler,
+    varied,
+)
+from tokserve import ops
+from tokserve.device import Host
+from tokserve.ops import sampling
+from tokserve.params import MASK_TOO_LONG, WHOLE_VOCABULARY, SamplingParams
+from tokserve.plan import NewRow, SamplingMaskRows, StepResult, decode_result, encode
+from tokserve.runner.sampler import SampledTokens, Sampler
+from tokserve.runner.slots import Slots
+
+
+def with_mask(**options: Any) -> SamplingParams:
+    return SamplingParams(**options, return_sampling_mask=True)
+
+
+def drawn_masks(drawn: SampledTokens) -> list[Mask]:
+    assert drawn.masks is not None
+    return masks_of(drawn.masks)
+
+
+def log_mass(logits: torch.Tensor, ids: list[int], temperature: float) -> float:
+    """The logarithm of the mass of ids in the model's distribution, in float64."""
+    x = logits.double().numpy() / (temperature or 1.0)
+    p = np.exp(x - x.max())
+    return float(np.log(p[ids].sum() / p.sum()))
+
+
+@pytest.mark.parametrize("name", [*DISTRIBUTIONS, "greedy"])
+def test_a_mask_is_the_support_of_the_draw(name: str) -> None:
+    options = DISTRIBUTIONS.get(name, {"temperature": 0.0, "top_k": 3})
+    for seed in range(5, 10):
+        logits = model_logits(seed=seed)
+        drawn = draw(sampler([with_mask(**options)])[0], logits.clone(), rows_of([0]))
+        ((count, ids, logprob, kept),) = drawn_masks(drawn)
+        token = int(drawn.token_ids[0])
+        if name == "greedy":
+            assert (count, ids, logprob) == (1, [token], 0.0)
+        else:
+            p = exact(SamplingParams(**options), logits)
+            whole = (p > 0).all()
+            assert ids == ([] if whole else np.flatnonzero(p).tolist())
+            assert count == (WHOLE_VOCABULARY if whole else len(ids)) and (whole or token in ids)
+            assert logprob == pytest.approx(np.log(p[token]), abs=1e-5)
+        temperature = options.get("temperature", 1.0)
+        assert kept == pytest.approx(log_mass(logits[0], ids or list(range(VOCAB)), temperature), abs=2e-6)
+        assert kept == 0.0 or count != WHOLE_VOCABULARY
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+def test_processed_and_kept_make_the_logprob_at_the_temperature(temperature: float) -> None:
+    modes: Any = ("temperature", "processed")
+    made = [with_mask(temperature=temperature, top_k=7, logprobs=0, logprobs_mode=mode) for mode in modes]
+    logits = model_logits().repeat(2, 1)
+    made_sampler, slots = sampler(made)
+    slots.seeds[:] = 8
+    drawn = draw(made_sampler, logits, rows_of([0, 1]))
+    (_, ids, logprob, kept), again = drawn_masks(drawn)
+    assert again == (len(ids), ids, logprob, kept) and drawn.logprobs is not None
+    at_temperature, processed = drawn.logprobs.token_logprobs.tolist()
+    assert logprob + kept == pytest.approx(at_temperature, abs=1e-6)
+    if temperature:  # a greedy token is certain, and `processed` is of what the largest was chosen from
+        assert logprob == processed
+    else:
+        assert logprob == 0.0
+
+
+def test_among_ties_the_lower_ids_are_kept() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 4, 9, 20]] = 1.0
+    p = np.exp(logits[0].double().numpy())
+    for options, ids in (
+        ({"top_k": 2}, [3, 4]),
+        ({"top_k": 6}, [0, 1, 3, 4, 9, 20]),
+        ({"top_p": float(3.5 * p[3] / p.sum())}, [3, 4, 9, 20]),
+        ({"top_p": float((4 * p[3] + 1.5) / p.sum())}, [0, 1, 3, 4, 9, 20]),
+        ({"min_p": 0.4}, [3, 4, 9, 20]),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.9}, [3, 4]),
+    ):
+        mask = drawn_masks(draw(sampler([with_mask(**options)])[0], logits.clone(), rows_of([0])))[0]
+        assert mask[1] == ids, options
+
+
+def test_more_ids_than_a_mask_may_have() -> None:
+    slots = Slots(3, 16, 4)
+    made = Sampler(slots, VOCAB, "raw", Host(), max_mask=5)
+    for slot, top_k in enumerate((5, 6, 0)):
+        entering = NewRow(
+            slot, "", np.array(PROMPT + OUTPUT, np.int32), len(PROMPT), with_mask(top_k=top_k), slot, STOP
+        )
+        slots.assign(entering)
+        made.assign(entering)
+    logits = model_logits(3)
+    five, six, whole = drawn_masks(draw(made, logits.clone(), rows_of([0, 1, 2])))
+    assert five[0] == 5 and len(five[1]) == 5
+    assert six[:2] == (MASK_TOO_LONG, [])
+    best = logits[1].argsort(descending=True)[:6].tolist()
+    assert six[3] == pytest.approx(log_mass(logits[1], best, 1.0), abs=1e-6)
+    assert whole[:2] == (WHOLE_VOCABULARY, []) and whole[3] == 0.0
+    assert (sampling.WHOLE_VOCABULARY, sampling.MASK_TOO_LONG) == (WHOLE_VOCABULARY, MASK_TOO_LONG)
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def bound(request: pytest.FixtureRequest) -> Any:
+    """Both implementations."""
+    ops.bind("cpu", {"*": request.param})
+    yield
+    ops.bind("cpu", {"*": "torch"})
+
+
+@pytest.mark.usefixtures("bound")
+def test_a_mask_is_the_same_bits_in_any_company_and_changes_no_token() -> None:
+    requests = varied(60, 1)
+    plain = draw(sampler(requests)[0], model_logits(60, seed=9), rows_of(range(60)))
+    asking = [i % 3 != 1 for i in range(60)]
+    changed = [
+        with_mask(**{n: getattr(p, n) for n in p.__struct_fields__ if n != "return_sampling_mask"}) if wants else p
+        for p, wants in zip(requests, asking, strict=True)
+    ]
+    made, _ = sampler(changed)
+    logits = model_logits(60, seed=9)
+    alone = [draw(made, logits[i : i + 1].clone(), rows_of([i])) for i in range(60)]
+    assert [one.masks is not None for one in alone] == asking
+    masks = [drawn_masks(one)[0] if one.masks is not None else None for one in alone]
+    rng = np.random.default_rng(2)
+    for count in (60, 31, 7, 2, 2, 2):
+        which = rng.permutation(60)[:count]
+        drawn = draw(made, logits[torch.from_numpy(which)].clone(), rows_of(which))
+        assert drawn.token_ids.tolist() == plain.token_ids[which].tolist()
+        if drawn.masks is None:
+            assert not any(asking[i] for i in which)
+            continue
+        for i, token, mask in zip(which.tolist(), drawn.token_ids.tolist(), drawn_masks(drawn), strict=True):
+            assert mask == (masks[i] if asking[i] else (WHOLE_VOCABULARY, [], 0.0, 0.0))
+            assert not mask[1] or token in mask[1]
+
+
+def test_rows_that_are_taken_and_sent() -> None:
+    rows = SamplingMaskRows(
+        np.array([2, -1, 3, -2], np.int32), np.arange(5, dtype=np.int32), *np.arange(8, dtype=np.float32).reshape(2, 4)
+    )
+    assert masks_of(rows.take(np.array([True, True, False, True]))) == [
+        (2, [0, 1], 0, 4),
+        (-1, [], 1, 5),
+        (-2, [], 3, 7),
+    ]
+    assert masks_of(rows.take(np.array([False, False, True, False]))) == [(3, [2, 3, 4], 2, 6)]
+    none = np.zeros(0, np.int32)
+    again = decode_result(encode(StepResult(0, none, none, np.zeros(0, np.uint8), sampling_masks=rows)))
+    assert again.sampling_masks is not None and masks_of(again.sampling_masks) == masks_of(rows)

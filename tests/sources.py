@@ -1,0 +1,11 @@
+"""Parsed files of the package, for the tests that read its source."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())

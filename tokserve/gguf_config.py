@@ -1,0 +1,199 @@
+"""What a GGUF header says about the model, as the JSON files of a Hugging Face checkpoint.
+
+`unpacked` makes a temporary directory of them, which stands for the file wherever a checkpoint's directory is expected.
+The tensors stay in the file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokserve import gguf_tokenizer
+from tokserve.errors import StartError
+from tokserve.gguf import GgufHeader, read_headers
+
+SOURCE = "gguf.json"  # in that directory: the files
+LLAMA3_FACTORS = (8.0, 32.0, 16.0)  # of rope scaling in Llama 3.1 and 3.3, 3.2, and others
+# beside the tokens that the header names, these end a turn where they are control tokens
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "</s>")
+CONTROL = 3
+
+logger = logging.getLogger(__name__)
+
+
+def unpacked(path: Path) -> Path:
+    """The directory of a file; it is deleted when this process ends.  Raises StartError."""
+    header = read_headers(path)
+    config = model_config(header)
+    directory = Path(tempfile.mkdtemp(prefix="tokserve-gguf-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _write(directory, "config.json", config)
+    _write(directory, SOURCE, {"files": [str(file.resolve()) for file in header.files]})
+    _write(directory, "generation_config.json", {"eos_token_id": end_ids(header.metadata)})
+    try:
+        tokenizer, settings = gguf_tokenizer.convert(header)
+    except gguf_tokenizer.Unsupported as error:
+        logger.warning("%s: %s; name another tokenizer with --tokenizer", path.name, error)
+    else:
+        (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        _write(directory, "tokenizer_config.json", settings)
+    return directory
+
+
+def source(directory: Path) -> list[Path] | None:
+    """The GGUF files that a directory stands for; None if it is an ordinary one."""
+    path = directory / SOURCE
+    if not path.is_file():
+        return None
+    return [Path(file) for file in json.loads(path.read_text(encoding="utf-8"))["files"]]
+
+
+def _write(directory: Path, name: str, value: Mapping[str, Any]) -> None:
+    (directory / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids of the tokens that end an output: those that the header names, and control tokens that are known to."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens") or [], metadata.get("tokenizer.ggml.token_type") or []
+    ids = [token for token in named if isinstance(token, int)]
+    for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind == CONTROL and text in END_TOKENS and token not in ids:
+            ids.append(token)
+    return ids
+
+
+class _Fields:
+    """Metadata under the architecture's prefix, with errors that name the key."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header, self.prefix = header, header.architecture
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.header.metadata.get(f"{self.prefix}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise StartError(f"{self.header.files[0].name}: {self.prefix}.{key} must be a number, found {value!r}")
+        return value
+
+
+def model_config(header: GgufHeader) -> dict[str, Any]:
+    """config.json of the model.  Raises StartError for an architecture that is not supported."""
+    fields = _Fields(header)
+    if header.architecture not in FAMILIES:
+        raise StartError(
+            f"{header.files[0].name} holds a model of GGUF's architecture {header.architecture!r}, which is not "
+            f"supported; supported are: {', '.join(FAMILIES)}"
+        )
+    if fields.get("expert_count", 0):
+        raise StartError(f"{header.files[0].name} holds a mixture of experts, which is not read from GGUF files")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise StartError(f"{header.files[0].name} has no tensor token_embd.weight")
+    heads = fields.need("attention.head_count")
+    config = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": fields.need("embedding_length"),
+        "intermediate_size": fields.need("feed_forward_length"),
+        "num_hidden_layers": fields.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get("attention.head_count_kv", heads),
+        "head_dim": fields.get("attention.key_length", fields.get("rope.dimension_count"))
+        or fields.need("embedding_length") // max(heads, 1),
+        "max_position_embeddings": fields.need("context_length"),
+        "rms_norm_eps": fields.need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": _dtype(header),
+        "quantization_config": {"quant_method": "gguf"},
+    }
+    if fields.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        raise StartError(f"{header.files[0].name}: heads whose keys and values differ in size are not supported")
+    return config | _rope_scaling(fields) | FAMILIES[header.architecture](fields)
+
+
+def _dtype(header: GgufHeader) -> str:
+    kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return {frozenset(("F32",)): "float32", frozenset(("F16",)): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def _rope_scaling(fields: _Fields) -> dict[str, Any]:
+    kind, factor = fields.get("rope.scaling.type"), fields.get("rope.scaling.factor")
+    if "rope_freqs.weight" in fields.header.tensors:
+        return {"rope_scaling": {"rope_type": "llama3", **_llama3_factors(fields)}}
+    if kind in (None, "none") or not factor:
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise StartError(f"{fields.header.files[0].name}: rope scaling {kind!r} is not supported")
+    original = fields.get("rope.scaling.original_context_length")
+    extra = {"original_max_position_embeddings": original} if kind == "yarn" and original else {}
+    return {"rope_scaling": {"rope_type": kind, "factor": factor, **extra}}
+
+
+def _llama3_factors(fields: _Fields) -> dict[str, Any]:
+    """The parameters of which rope_freqs.weight has the result, a divisor per frequency."""
+    tensor = fields.header.tensors["rope_freqs.weight"]
+    if tensor.kind != "F32" or len(tensor.shape) != 1:
+        raise StartError(f"{tensor.file.name}: rope_freqs.weight must be a vector of F32")
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        divisors = memoryview(file.read(tensor.size)).cast("f").tolist()
+    base, dim = fields.get("rope.freq_base", 10000.0), 2 * len(divisors)
+    for factor in LLAMA3_FACTORS:
+        config = {
+            "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+        expected = [_llama3_divisor(base ** (-2 * i / dim), factor) for i in range(len(divisors))]
+        if all(abs(a - b) <= 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
+            return config
+    raise StartError(f"{tensor.file.name}: the frequencies of rope_freqs.weight are not those of Llama 3 models")
+
+
+def _llama3_divisor(frequency: float, factor: float) -> float:
+    turns = 8192 * frequency / 6.283185307179586
+    if turns < 1:
+        return factor
+    if turns > 4:
+        return 1.0
+    smooth = (turns - 1) / 3
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _llama(fields: _Fields) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in fields.header.tensors
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": bias}
+
+
+def _qwen2(fields: _Fields) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(fields: _Fields) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def _gemma3(fields: _Fields) -> dict[str, Any]:
+    dim, hidden, heads = (
+        fields.need(key) for key in ("attention.key_length", "embedding_length", "attention.head_count")
+    )
+    return {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True,
+        "sliding_window": fields.need("attention.sliding_window"),
+        "rope_theta": fields.get("rope.freq_base", 1e6),
+        "query_pre_attn_scalar": hidden // heads if fields.need("block_count") == 62 else dim,  # 62: the model of 27B
+    }  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma3": _gemma3,
+}  # fmt: skip

@@ -1,0 +1,48 @@
+"""Whether transformers has a causal language model for a config.json that can be served on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tokserve.errors import StartError
+
+KINDS = {"full_attention", "attention", "sliding_attention"}
+BY_LENGTH = ("dynamic", "longrope")  # ropes whose angles depend on the longest row of a batch there
+
+
+def configuration(hf: Mapping[str, Any]) -> tuple[PretrainedConfig, type[Any]]:
+    """The config and the model's class.  Raises StartError."""
+    names = ", ".join(hf.get("architectures") or []) or "the architecture"
+    try:
+        config = AutoConfig.for_model(**{name: value for name, value in hf.items() if name != "architectures"})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StartError(f"{names} is not supported, nor does transformers know its config.json: {error}") from None
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    named = [one for one in (classes if isinstance(classes, tuple) else (classes,)) if one is not None]
+    model_class = next((one for one in named if one.__name__ in (hf.get("architectures") or [])), None)
+    if model_class is None:
+        raise StartError(f"{names} is not supported, and transformers has no causal language model for it")
+    _check(config, hf, model_class.__name__)
+    return config, model_class
+
+
+def _check(config: PretrainedConfig, hf: Mapping[str, Any], name: str) -> None:
+    values = config.to_dict()
+    if hf.get("auto_map"):
+        raise StartError(f"{name}: auto_map names code of the checkpoint's own, which is never run")
+    if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
+        raise StartError(f"{name}: encoders and cross attention are not supported")
+    if hf.get("quantization_config") or hf.get("compression_config"):
+        raise StartError(f"{name}: quantized checkpoints are not supported by --model-impl transformers")
+    if others := sorted(set(values.get("layer_types") or ()) - KINDS):
+        raise StartError(f"{name}: layer_types names unsupported kinds: {', '.join(others)}")
+    if values.get("alibi"):
+        raise StartError(f"{name}: alibi is not supported by --model-impl transformers")
+    rope = values.get("rope_parameters") or {}
+    for given in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if given.get("rope_type") in BY_LENGTH:
+            raise StartError(f"{name}: rope_type {given['rope_type']} is not supported by --model-impl transformers")

@@ -1,0 +1,61 @@
+"""A checkpoint directory and its config to a transformers model that is ready to be served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokserve.errors import StartError
+from tokserve.hf.model import TransformersModel
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.quant import METHODS, UNQUANTIZED
+from tokserve.models import dummy, weights
+from tokserve.models.load import DTYPES
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    directory: Path,
+    hf: Mapping[str, Any],
+    *,
+    dtype: str,
+    head_dtype: str,
+    load_format: str,
+    seed: int,
+    quantization: str | None = None,
+    quantize_lm_head: bool = False,
+    float8_cache: bool = False,
+) -> TransformersModel:
+    """As `models.load.load`.  Raises StartError, for what such a model cannot do as well."""
+    if float8_cache:
+        raise StartError("kv_cache_dtype fp8 is not supported by --model-impl transformers")
+    quant = UNQUANTIZED if quantization is None else METHODS[quantization]
+    head_type = DTYPES[dtype if head_dtype == "auto" else head_dtype]
+    head_quant = quant if quantize_lm_head else UNQUANTIZED
+    model = TransformersModel(hf, LayerOptions(DTYPES[dtype], quant), LayerOptions(head_type, head_quant))
+    parameters = model.parameters_by_name()
+    if load_format == "dummy":
+        weights.load_into(parameters, dummy.tensors(parameters, seed))
+        model.provenance.set_generator(lambda: dummy.tensors(parameters, seed))
+    else:
+        catalogue = weights.catalogue(directory)
+        stamp = weights.stamp(catalogue)
+        model.rename(catalogue)
+        entries = weights.with_model_names(catalogue, model.spec.renames)
+        entries = {name: entry for name, entry in entries.items() if name in parameters or not model.ignores(name)}
+        for name, buffer in model.buffers.items():
+            if name in entries:
+                buffer.copy_(weights.read(entries.pop(name)))
+        weights.check(entries, parameters, str(directory))
+        weights.load_into(parameters, weights.stream(entries))
+        model.provenance.add_files({entry.key: entry for entry in entries.values()}, stamp)
+    model.probe()
+    logger.warning(
+        "%s has no spec function: transformers' module is served, with its own torch code between our projections and "
+        "attention, so bits are not promised (exact: false)",
+        type(model.module).__name__,
+    )
+    return model

@@ -1,0 +1,302 @@
+"""A transformers model that a runner serves: what `models.decoder.Decoder` is for families with a spec function.
+
+The module's linear layers, layer norms and activations are replaced by ours, and its attention works on our pages
+through transformers' attention interface.  All else it computes itself, with torch, so bits are not promised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from tokserve import ops
+from tokserve.errors import StartError
+from tokserve.hf.config import configuration
+from tokserve.hf.modules import ACTIVATIONS, Context, ElementwiseActivation, Normalization, Projection, attend
+from tokserve.kv_spec import KVSpec
+from tokserve.layers.batch import ForwardBatch
+from tokserve.layers.linear import Linear
+from tokserve.layers.norm import LayerNorm, NormSpec
+from tokserve.layers.options import LayerOptions
+from tokserve.layers.parameter import Parameter, owned_copy
+from tokserve.models import weights
+from tokserve.models.decoder import Decoder
+from tokserve.models.provenance import Provenance
+from tokserve.models.spec import DecoderSpec
+
+INTERFACE = "tokserve_paged"
+PROBE = ((3, 1, 2), (1, 3, 2))  # token ids that end alike
+
+
+class TransformersModel(Decoder):
+    """`hf`: config.json; `options`: of the projections; `head`: of the output head.  Raises StartError."""
+
+    def __init__(self, hf: Mapping[str, Any], options: LayerOptions, head: LayerOptions) -> None:
+        self._hf, self._head_options = hf, head
+        self.options, self.dtype, self.float8_cache = options, options.dtype, False
+        config, model_class = configuration(hf)
+        self.context = Context(None, {})
+        try:
+            with no_init_weights(), torch.device("cpu"):
+                self.module = model_class._from_config(config, dtype=options.dtype, attn_implementation=INTERFACE)
+        except KeyError:
+            why = "its attention does not use transformers' attention interface"
+            raise StartError(f"{model_class.__name__} cannot be served by --model-impl transformers: {why}") from None
+        except (ImportError, TypeError, ValueError, AttributeError) as error:
+            raise StartError(f"{model_class.__name__} cannot be served by --model-impl transformers: {error}") from None
+        self.module.eval().requires_grad_(False)
+        for one in self.module.modules():
+            vars(one)["paged_context"] = self.context
+        self._name = model_class.__name__
+        self._ignored = [re.compile(one) for one in model_class._keys_to_ignore_on_load_unexpected or ()]
+        self._tied = self._is_tied()
+        self.hidden = int(config.get_text_config().hidden_size)
+        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        state = self.module.state_dict(keep_vars=True)
+        self.buffers = {name: buffer for name, buffer in state.items() if name not in names}
+        self._parameters: dict[str, Parameter] = {}
+        self._linears: dict[str, Linear] = {}
+        self._replace()
+        prefix = self.module.base_model_prefix
+        self._body, self._stub = getattr(self.module, prefix), _Body()
+        setattr(self.module, prefix, self._stub)
+        self.module.to(ops.torch_device)
+        self._body.to(ops.torch_device)
+        self.spec = self._spec(prefix)
+        self.blocks = []
+        self.provenance = Provenance()
+
+    def _is_tied(self) -> bool:
+        output, source = self.module.get_output_embeddings(), self.module.get_input_embeddings()
+        if type(output) is not nn.Linear:
+            raise StartError(f"{self._name}: its output head is no linear layer")
+        return output.weight is source.weight or bool(self.module.config.get_text_config().tie_word_embeddings)
+
+    def _spec(self, prefix: str) -> DecoderSpec:
+        """Sizes and renames, no specs of blocks.  Checkpoints of the model without its head lack the prefix."""
+        config = self.module.config.get_text_config()
+        tops = sorted({name.split(".")[1] for name in self._parameters if name.startswith(f"{prefix}.")})
+        return DecoderSpec(
+            vocab=self._head.outputs,
+            hidden=self.hidden,
+            max_position=int(config.to_dict().get("max_position_embeddings") or 0),
+            blocks=(),
+            norm=NormSpec(1.0),
+            tied=False,
+            renames=tuple((f"{top}.", f"{prefix}.{top}.") for top in tops),
+        )
+
+    def _replace(self) -> None:
+        """Put our layers into the module, and collect where each checkpoint tensor goes."""
+        output = self.module.get_output_embeddings()
+        embedding = self.module.get_input_embeddings()
+        for path, one in list(self.module.named_modules()):
+            parent = self.module.get_submodule(path.rpartition(".")[0])
+            name = path.rpartition(".")[2]
+            if type(one) in ACTIVATIONS:
+                setattr(parent, name, ElementwiseActivation(ACTIVATIONS[type(one)]))
+            elif type(one) is nn.LayerNorm and one.weight is not None:
+                norm = LayerNorm(one.normalized_shape[0], _norm_spec(one), self.dtype)
+                setattr(parent, name, Normalization(norm))
+                self._parameters |= {f"{path}.{part}": parameter for part, parameter in norm.parameters().items()}
+            elif type(one) is nn.Linear:
+                self._replace_linear(parent, path, one, is_head=one is output)
+            else:
+                for part, parameter in one.named_parameters(recurse=False):
+                    self._parameters[f"{path}.{part}" if path else part] = _own(parameter)
+        if self._tied:
+            path = next(path for path, one in self.module.named_modules() if one is embedding)
+            self._tie(f"{path}.weight")
+
+    def _replace_linear(self, parent: nn.Module, path: str, linear: nn.Linear, *, is_head: bool) -> None:
+        name = path.rpartition(".")[2]
+        options = self._head_options if is_head else self.options
+        ours = Linear(linear.in_features, {name: linear.out_features}, options, bias=linear.bias is not None)
+        setattr(parent, name, Projection(ours, self.context, torch.float32 if is_head else None))
+        self._parameters |= {
+            f"{path.rpartition('.')[0]}.{part}".lstrip("."): one for part, one in ours.parameters().items()
+        }
+        if is_head:
+            self._head = ours
+        else:
+            self._linears[path] = ours
+
+    def _tie(self, name: str) -> None:
+        """The head has the embedding's weight, under the embedding's name."""
+        head = next(path for path, one in self.module.named_modules() if vars(one).get("linear") is self._head)
+        of_head = self._parameters.pop(f"{head}.weight")
+        of_embedding = self._parameters[name]
+
+        def load(tensor: Tensor) -> None:
+            of_embedding.load(tensor)
+            of_head.load(tensor)
+
+        self._parameters[name] = Parameter(of_embedding.shape, load, of_embedding.dtype)
+        self.tied_head_name = f"{head}.weight"
+
+    exact = False
+    implementation = "transformers"
+    tied_head_name: str | None = None
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is one that the family's module does not want."""
+        return name == self.tied_head_name or any(one.search(name) for one in self._ignored)
+
+    def rename(self, names: Iterable[str]) -> None:
+        """Note what the tensors of a checkpoint, by these names, are called in the module."""
+        renamings = [one for one in get_model_conversion_mapping(self.module) if isinstance(one, WeightRenaming)]
+        pairs = []
+        for name in names:
+            target = weights.model_name(name, self.spec.renames)
+            if target is not None and target not in self._parameters:
+                renamed = apply_renamings(target, renamings)
+                if renamed in self._parameters or renamed in self.buffers:
+                    pairs.append((name, renamed))
+        self.spec = replace(self.spec, renames=(*pairs, *self.spec.renames))
+
+    def probe(self) -> None:
+        """Find out what each layer keeps, and that tokens meet in attention alone.  Raises StartError that says why.
+
+        Attention answers zeros, so what comes out at a token must not depend on the tokens before it.
+        """
+        states = []
+        for ids in PROBE:
+            self.context.calls.clear()
+            try:
+                states.append(self._run(torch.tensor([ids]), torch.arange(len(ids))))
+            except StartError as error:
+                raise StartError(f"{self._name}: {error}") from None
+            except KeyError as error:
+                why = "its attention knows no interface" if INTERFACE in str(error) else f"it misses {error}"
+                raise StartError(f"{self._name} cannot be served by --model-impl transformers: {why}") from None
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise StartError(f"{self._name} cannot be served by --model-impl transformers: {error}") from None
+        layers = int(self.module.config.get_text_config().num_hidden_layers)
+        if sorted(self.context.calls) != list(range(layers)):
+            raise StartError(
+                f"{self._name} cannot be served by --model-impl transformers: {len(self.context.calls)} of {layers} "
+                "layers use transformers' attention interface"
+            )
+        if not torch.allclose(states[0][-1], states[1][-1], atol=1e-5, rtol=1e-3):
+            raise StartError(f"{self._name} cannot be served: its tokens meet outside of attention, too")
+        self._check_windows(layers)
+
+    def _check_windows(self, layers: int) -> None:
+        """A window that the config has must have been handed to attention."""
+        values = self.module.config.get_text_config().to_dict()
+        types = values.get("layer_types") or ["full_attention"] * layers
+        if not values.get("layer_types") and values.get("sliding_window") and values.get("use_sliding_window", True):
+            types = ["sliding_attention"] * layers
+        for layer, kind in enumerate(types):
+            if kind == "sliding_attention" and not self.context.calls[layer].window:
+                raise StartError(f"{self._name}: the window of layer {layer} does not reach attention")
+
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:  # [1, T], [T] -> [T, hidden]
+        device = ops.torch_device
+        out = self._body(
+            input_ids=ids.to(device), position_ids=positions.to(device)[None], use_cache=False, return_dict=True
+        )
+        states: Tensor = out.last_hidden_state[0]
+        return states
+
+    def forward(self, batch: ForwardBatch) -> Tensor:  # [T, hidden], or [n, hidden] of `batch.logits_rows`
+        """Compute the batch's tokens, up to the final norm, and store their keys and values."""
+        if batch.embeds is not None:
+            raise ValueError("given embeddings are not supported by --model-impl transformers")
+        self.context.batch = batch
+        try:
+            states = self._run(batch.input_ids[None], batch.positions)
+        finally:
+            self.context.batch = None
+        return states if batch.logits_rows is None else states.index_select(0, batch.logits_rows.tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] -> [n, vocab] float32
+        """What the module makes of hidden states after its body: the head, and all it does to logits."""
+        self._stub.states = hidden[None]
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        logits: Tensor = self.module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        return logits.float().contiguous()
+
+    def blank(self) -> TransformersModel:
+        """Another of this kind, without weights."""
+        blank = TransformersModel(self._hf, self.options, self._head_options)
+        for name, buffer in self.buffers.items():
+            blank.buffers[name].copy_(buffer)
+        blank.context.calls, blank.spec = dict(self.context.calls), self.spec
+        return blank
+
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What each layer keeps in the cache."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        calls = (self.context.calls[layer] for layer in sorted(self.context.calls))
+        return tuple(KVSpec(call.kv_heads, call.dim, dtype, call.window) for call in calls)
+
+    def kv_scales(self) -> list[tuple[float, float]]:
+        """1, since there is no float8 cache."""
+        return [(1.0, 1.0)] * len(self.context.calls)
+
+    def parameters_by_name(self) -> dict[str, Parameter]:
+        """Every tensor a checkpoint must have, under the name that the module has for it."""
+        return dict(self._parameters)
+
+    def named_linears(self) -> dict[str, Linear]:
+        """The projections, by the module's names."""
+        return dict(self._linears)
+
+    def row_bytes(self) -> int:
+        """Memory of one row from its token to its logits, at most."""
+        widest = max(linear.outputs for linear in self._linears.values())
+        return 4 * (self.spec.vocab + 16 * (self.hidden + widest))
+
+
+class _States(BaseModelOutputWithPast):
+    """The last hidden state, and None for all else that a module may look for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Body(nn.Module):
+    """In place of the module's body while logits are made: it answers what the body has computed."""
+
+    states: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # some modules reach for a part of their body
+
+    def forward(self, *args: Any, **kwargs: Any) -> _States:
+        return _States(last_hidden_state=self.states)
+
+
+def paged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface; the module was given its model's context."""
+    context: Context = vars(module)["paged_context"]
+    return attend(context, module, query, key, value, options.pop("scaling", None), options), None
+
+
+AttentionInterface.register(INTERFACE, paged)
+
+
+def _norm_spec(norm: nn.LayerNorm) -> NormSpec:
+    return NormSpec(norm.eps, kind="layer", bias=norm.bias is not None)
+
+
+def _own(parameter: nn.Parameter) -> Parameter:
+    """Where a parameter that stays in the module comes from."""
+
+    def load(tensor: Tensor) -> None:
+        parameter.data = owned_copy(tensor, tuple(parameter.shape), parameter.dtype)
+
+    return Parameter(tuple(parameter.shape), load, parameter.dtype)

@@ -1,0 +1,99 @@
+"""Where the elements of a checkpoint's tensor lie in memory, so that some of them can be read and replaced.
+
+Packing is a permutation where nothing is quantized: what a tensor was, in the dtype in which it is kept, is still
+there.  Elements are counted in the tensor's row-major order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve import ops
+
+Indices = NDArray[Any]
+
+
+class Place(Protocol):
+    """`memory`: flat, with the elements and others."""
+
+    @property
+    def memory(self) -> Tensor: ...
+
+    def positions(self, indices: Indices) -> Indices:
+        """Where in `memory` elements are."""
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Rows first .. last - 1 of the tensor; of a vector, elements."""
+
+    def stored(self, values: Tensor) -> Tensor:
+        """What is written in place of `values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPlace:
+    """A vector of its own; `offset` is added to what is written, so only without one it can be read."""
+
+    memory: Tensor
+    offset: float = 0.0
+
+    def positions(self, indices: Indices) -> Indices:
+        return indices
+
+    def read(self, first: int, last: int) -> Tensor:
+        return self.memory[first:last]
+
+    def stored(self, values: Tensor) -> Tensor:
+        return (values.float() + self.offset if self.offset else values).to(self.memory.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlace:
+    """Some rows of a packed weight, from `start` on."""
+
+    packed: ops.PackedWeight
+    start: int = 0
+
+    @property
+    def memory(self) -> Tensor:
+        return self.packed.packed.view(-1)
+
+    def positions(self, indices: Indices) -> Indices:
+        small = self.memory.numel() < 1 << 32
+        flat: NDArray[Any] = indices.astype(np.uint32 if small else np.int64, copy=False)
+        rows, columns = np.divmod(flat, self.packed.columns)
+        return np.asarray(self.packed.positions(rows + self.start, columns))
+
+    def read(self, first: int, last: int) -> Tensor:
+        return self.packed.unpacked(self.start + first, self.start + last)
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values.to(self.memory.dtype)
+
+
+def gather(place: Place, positions: Indices, dtype: torch.dtype) -> Tensor:
+    """Elements as `dtype`, in host memory."""
+    memory = place.memory
+    if not memory.is_cpu:
+        return memory[torch.from_numpy(positions.astype(np.int64)).to(memory.device)].to("cpu", dtype)
+    taken = _words(memory).take(positions)
+    return torch.from_numpy(taken).view(memory.dtype).to(dtype)
+
+
+def scatter(place: Place, positions: Indices, values: Tensor) -> None:
+    """Replace elements."""
+    memory, stored = place.memory, place.stored(values)
+    if not memory.is_cpu:
+        memory[torch.from_numpy(positions.astype(np.int64)).to(memory.device)] = stored.to(memory.device)
+    else:
+        _words(memory)[positions] = _words(stored)
+
+
+def _words(tensor: Tensor) -> NDArray[Any]:
+    """The elements as integers of their size; a view."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).numpy()

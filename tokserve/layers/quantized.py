@@ -1,0 +1,198 @@
+"""Weights as integers with a scale per group of inputs: stored so by a checkpoint, or quantized while they load.
+
+Every such format becomes a `QuantizedWeight`, which the op `linear_wna16` multiplies without rounding it or the
+activations.  A fused layer may have shards of different kinds; tensors of floats stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokserve import ops
+from tokserve.layers.parameter import StoredWeight
+from tokserve.ops.wna16 import SIGNED, QuantizedRows
+
+ROWS = 128  # that are rounded at once: they fit a cache
+GROUP = 128  # inputs that share a scale where nothing else is asked for
+TENSORS = ("codes", "scales", "sub_scales", "mins", "sub_mins")  # of QuantizedRows, with a row per output
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Rows of one weight [N,K], in one part or several of different kinds, one below the other."""
+
+    parts: tuple[QuantizedRows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N,K]."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, which holds the products of most formats exactly."""
+        return torch.float32
+
+    def dense(self) -> Tensor:
+        """factor * scale + minimum."""
+        return torch.cat([part.dense() for part in self.parts])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales and what else there is."""
+        named = (getattr(part, name) for part in self.parts for name in (*TENSORS, "order"))
+        return tuple(tensor for tensor in named if tensor is not None)
+
+    def clone(self) -> QuantizedWeight:
+        """A copy in memory of its own."""
+        return QuantizedWeight(tuple(_each(part, lambda _, tensor: tensor.clone(), order=True) for part in self.parts))
+
+    def narrow(self, dim: int, start: int, length: int) -> Tensor | StoredWeight:
+        """Columns that cut a group in two, or that are not in order, become floats."""
+        if dim == 0:
+            return QuantizedWeight(tuple(_rows(self.parts, start, start + length)))
+        span = [part.group * part.ratio for part in self.parts]
+        end = start + length
+        if any(part.order is not None for part in self.parts) or any(
+            start % size or (end % size and end != self.shape[1]) for size in span
+        ):
+            return self.dense().narrow(1, start, length)
+        return QuantizedWeight(tuple(_columns(part, start, end) for part in self.parts))
+
+    def joined(self, others: Sequence[StoredWeight]) -> QuantizedWeight | None:
+        """All rows in one weight; None unless all are quantized in groups."""
+        parts: list[QuantizedRows] = []
+        for weight in (self, *others):
+            if not isinstance(weight, QuantizedWeight):
+                return None
+            for part in weight.parts:
+                if parts and _alike(parts[-1], part):
+                    parts[-1] = _concatenated(parts[-1], part)
+                else:
+                    parts.append(part)
+        return QuantizedWeight(tuple(parts))
+
+
+def _each(part: QuantizedRows, change: Callable[[str, Tensor], Tensor], *, order: bool = False) -> QuantizedRows:
+    """The same with every tensor that is there changed."""
+    names = (*TENSORS, "order") if order else TENSORS
+    tensors = {name: getattr(part, name) for name in names}
+    changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+    return replace(part, **changed)
+
+
+def _rows(parts: Sequence[QuantizedRows], start: int, end: int) -> list[QuantizedRows]:
+    kept, first = [], 0
+    for part in parts:
+        size = part.shape[0]
+        begin, stop = max(start - first, 0), min(end - first, size)
+        if begin < stop:
+            kept.append(_each(part, lambda _, tensor, rows=slice(begin, stop): tensor[rows]))  # type: ignore[misc]
+        first += size
+    return kept
+
+
+def _columns(part: QuantizedRows, start: int, end: int) -> QuantizedRows:
+    sizes = {"codes": 1, "scales": part.group * part.ratio, "sub_scales": part.group, "sub_mins": part.group}
+    sizes["mins"] = sizes["scales"]
+    return _each(part, lambda name, tensor: tensor[:, start // sizes[name] : -(-end // sizes[name])])
+
+
+def _alike(one: QuantizedRows, other: QuantizedRows) -> bool:
+    def kind(part: QuantizedRows) -> tuple[object, ...]:
+        dtypes = tuple(None if (t := getattr(part, name)) is None else t.dtype for name in TENSORS)
+        return part.factors, part.group, part.ratio, part.folded, part.order is None, dtypes
+
+    if kind(one) != kind(other) or (one.mins is one.scales) != (other.mins is other.scales):
+        return False
+    return one.order is None or other.order is None or torch.equal(one.order, other.order)
+
+
+def _concatenated(one: QuantizedRows, other: QuantizedRows) -> QuantizedRows:
+    return _each(one, lambda name, tensor: torch.cat([tensor, getattr(other, name)]))
+
+
+def quantize_int4(weight: Tensor, group: int) -> QuantizedWeight:
+    """The floating weight [N,K] rounded to the nearest of 16 integers by group: factors of -8 .. 7, bfloat16 scales.
+
+    The element of the largest magnitude becomes -8: scale = that element / -8.  A group that holds an infinity or
+    not-a-number has the scale not-a-number.
+    """
+    parts = [_rounded(rows, group) for rows in torch.split(weight, ROWS)]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return QuantizedWeight((QuantizedRows(codes, SIGNED, group, scales),))
+
+
+def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes [N,K] and scales [N,G] of some rows."""
+    rows, columns = weight.shape
+    groups = -(-columns // group)
+    wide = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).view(rows, groups, group)
+    low, high = torch.aminmax(wide, dim=-1, keepdim=True)  # [N,G,1]
+    scales = (torch.where(high >= -low, high, low) / -8).to(torch.bfloat16)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
+    codes = (wide * inverse).round_().clamp_(-8, 7).nan_to_num_().add_(8).to(torch.uint8)
+    return codes.view(rows, -1)[:, :columns].contiguous(), scales.squeeze(-1)
+
+
+class Wna16:
+    """Weights as their checkpoint stores them, or floats where it stores floats; activations are not rounded."""
+
+    name: str | None = "wna16"
+    covers_experts = False
+
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """A byte, which is at least what most formats take."""
+        return torch.uint8
+
+    def accepts(self, stored: StoredWeight) -> bool:
+        """All that are quantized in groups."""
+        return isinstance(stored, QuantizedWeight)
+
+    def pack(self, weight: Tensor | QuantizedWeight) -> Any:
+        """In the layout of `ops.linear_wna16`; floats in that of `ops.linear`."""
+        return ops.pack_linear(weight) if isinstance(weight, Tensor) else ops.pack_wna16(weight.parts)
+
+    def linear(self, x: Tensor, packed: Any, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        """Summed in float32."""
+        if isinstance(packed, ops.PackedWna16):
+            return ops.linear_wna16(x, packed, bias, out_dtype)
+        return ops.linear(x, packed, bias, out_dtype)
+
+    def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
+        """In the layout of `ops.gated_linear_wna16`; floats in that of `ops.gated_linear`."""
+        return ops.pack_gated(weight) if isinstance(weight, Tensor) else ops.pack_gated_wna16(weight.parts)
+
+    def gated_linear(self, x: Tensor, packed: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+        """One op."""
+        if isinstance(packed, ops.PackedWna16):
+            return ops.gated_linear_wna16(x, packed, bias, activation)
+        return ops.gated_linear(x, packed, bias, activation)
+
+    def experts(self, *arguments: Any) -> Tensor:
+        """There are no such products."""
+        raise NotImplementedError
+
+
+class Int4(Wna16):
+    """Floats become 4-bit integers with a scale per `group` inputs; what is quantized already stays as it is stored."""
+
+    name: str | None = "int4"
+
+    def __init__(self, group: int = GROUP) -> None:
+        self.group = group
+
+    def pack(self, weight: Tensor | QuantizedWeight) -> Any:
+        """Quantize floats, in the layout of `ops.linear_wna16`."""
+        return ops.pack_wna16(self._quantized(weight).parts)
+
+    def pack_gated(self, weight: Tensor | QuantizedWeight) -> Any:
+        """Quantize floats, in the layout of `ops.gated_linear_wna16`."""
+        return ops.pack_gated_wna16(self._quantized(weight).parts)
+
+    def _quantized(self, weight: Tensor | QuantizedWeight) -> QuantizedWeight:
+        return quantize_int4(weight, self.group) if isinstance(weight, Tensor) else weight

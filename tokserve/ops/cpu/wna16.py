@@ -1,0 +1,103 @@
+"""The C++ implementations of the ops on weights of 4 or 8 bits, and the layout that they are packed in (csrc/unpack.h).
+
+Codes and scales are in panels of 64 outputs; of a gated weight a panel holds 32 outputs of the gate and below them the
+32 that they gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokserve import _C
+from tokserve.ops import wna16
+from tokserve.ops.cpu.arena import Arena
+from tokserve.ops.wna16 import PackedPart, PackedWna16, QuantizedRows
+
+PANEL = 64
+
+_weights = Arena()
+
+
+@wna16.pack_wna16.implement("cpp", device="cpu")
+def pack_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+    return _packed(parts, gated=False)
+
+
+@wna16.pack_gated_wna16.implement("cpp", device="cpu")
+def pack_gated_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+    """Of several parts, as `pack_wna16`."""
+    return _packed(parts, gated=len(parts) == 1)
+
+
+def _packed(parts: Sequence[QuantizedRows], *, gated: bool) -> PackedWna16:
+    packed = tuple(_pack(part, gated) for part in parts)
+    return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed, gated)
+
+
+def _pack(part: QuantizedRows, gated: bool) -> PackedPart:
+    rows, columns = part.shape
+    bits = 8 if part.factors is None else 4
+    packed = _weights.empty(_C.packed_wna16_size(rows, columns, bits, gated), torch.uint8)
+    _C.pack_wna16(part.codes.contiguous(), bits, packed, gated)
+    factors = torch.tensor(part.factors or [0] * 16, dtype=torch.int8)
+    sub_scales, mins, sub_mins = (
+        None if values is None else _panels(values, gated) for values in (part.sub_scales, part.mins, part.sub_mins)
+    )
+    order = None if part.order is None else part.order.contiguous()
+    return PackedPart(
+        bits, rows, columns, part.group, part.ratio, packed, factors, _panels(part.scales, gated), sub_scales, mins,
+        sub_mins, order, part.folded,
+    )  # fmt: skip
+
+
+def _panels(values: Tensor, gated: bool) -> Tensor:
+    """[N,S] as [panels,S,64], padded with zeros."""
+    width = PANEL // 2 if gated else PANEL
+    halves = values.chunk(2) if gated else (values,)
+    padded = [torch.nn.functional.pad(half, (0, 0, 0, -len(half) % width)) for half in halves]
+    panels = torch.cat([half.view(-1, width, values.shape[1]) for half in padded], 1).transpose(1, 2)
+    return _weights.empty(panels.numel(), values.dtype).view(panels.shape).copy_(panels)
+
+
+def _arguments(part: PackedPart) -> tuple[object, ...]:
+    return (
+        part.bits, part.rows, part.columns, part.group, part.ratio, part.packed, part.factors, part.scales,
+        part.sub_scales, part.mins, part.sub_mins, part.order, part.folded,
+    )  # fmt: skip
+
+
+@wna16.linear_wna16.implement("cpp", device="cpu")
+def linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of x need not be adjacent."""
+    out = torch.empty((x.shape[0], packed.rows), dtype=out_dtype or x.dtype)
+    first = 0
+    for part in packed.parts:
+        _C.linear_wna16(x, *_arguments(part), bias, first, out)
+        first += part.rows
+    return out
+
+
+@wna16.gated_linear_wna16.implement("cpp", device="cpu")
+def gated_linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Rows of x need not be adjacent."""
+    if packed.gated:
+        out = x.new_empty(x.shape[0], packed.rows if activation is None else packed.rows // 2)
+        _C.gated_linear_wna16(x, *_arguments(packed.parts[0]), bias, activation, out)
+        return out
+    both = linear_wna16(x, packed, bias)
+    if activation is None:
+        return both
+    out = x.new_empty(x.shape[0], packed.rows // 2)
+    (_C.silu_mul if activation == "silu" else _C.gelu_mul)(both, out)
+    return out
+
+
+@wna16.embedding_wna16.implement("cpp", device="cpu")
+def embedding_wna16(ids: Tensor, packed: PackedWna16, dtype: torch.dtype) -> Tensor:
+    """The weight is in one part."""
+    out = torch.empty((ids.shape[0], packed.columns), dtype=dtype)
+    _C.embedding_wna16(ids, *_arguments(packed.parts[0]), out)
+    return out

@@ -1,0 +1,204 @@
+"""References of the ops on integer weights of 4 or 8 bits with a scale per group of inputs; activations stay floats.
+
+A `QuantizedRows` is what every such format comes to: a weight is factor * scale + minimum, with an integer factor of at
+most eight bits, which bfloat16 holds exactly.  Products of factors are summed in float32 within a group, in the order
+of `linear`; the sum times the group's scale is added to the output's chain, then the minimum times the sum of the
+group's activations.  No weight is rounded, and the formula is the same for every number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokserve.ops import dense, elementwise
+from tokserve.ops.registry import op
+from tokserve.ops.serial import one_thread
+
+STEP = 8  # groups are multiples of this, or there is one
+Factors = tuple[int, ...]
+SIGNED: Factors = tuple(range(-8, 8))  # what the codes 0 .. 15 mean: the code - 8
+UNSIGNED: Factors = tuple(range(16))
+TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 8e-3), torch.float16: (2e-5, 1e-3)}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows [N,K] of one weight: (scales * sub_scales) * factor + mins * sub_mins.
+
+    `codes` [N,K] uint8 index `factors`; `factors` None: they are the bits of int8 factors.  `group` inputs share a
+    scale, G = ceil(K / group).  `scales` and `mins` [N,S] are floats of `ratio` groups each, S = ceil(G / ratio);
+    `sub_scales` and `sub_mins` [N,G] int8 multiply them by group.  `order` [K] int32: column i belongs to input
+    order[i].  `folded`: scales are powers of two that bfloat16 holds exactly with any factor, and there are no minima;
+    the product is then bit for bit `linear` of the bfloat16 weight.
+    """
+
+    codes: Tensor
+    factors: Factors | None
+    group: int
+    scales: Tensor
+    sub_scales: Tensor | None = None
+    mins: Tensor | None = None
+    sub_mins: Tensor | None = None
+    ratio: int = 1
+    order: Tensor | None = None
+    folded: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N,K]."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def by_group(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minima of every group: [N,G] float32."""
+        groups = -(-self.shape[1] // self.group)
+        scales = _by_group(self.scales, self.sub_scales, self.ratio, groups)
+        return scales, None if self.mins is None else _by_group(self.mins, self.sub_mins, self.ratio, groups)
+
+    def integers(self) -> Tensor:
+        """The factors: [N,K] int8."""
+        if self.factors is None:
+            return self.codes.view(torch.int8)
+        return torch.tensor(self.factors, dtype=torch.int8, device=self.codes.device)[self.codes.long()]
+
+    def dense(self) -> Tensor:
+        """The weight [N,K] in float32, the columns in the order of the inputs."""
+        scales, mins = self.by_group()
+        weight = self.integers().float()
+        for start in range(0, self.shape[1], self.group):
+            part, group = weight[:, start : start + self.group], start // self.group
+            part *= scales[:, group, None]
+            if mins is not None:
+                part += mins[:, group, None]
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+
+def _by_group(values: Tensor, parts: Tensor | None, ratio: int, groups: int) -> Tensor:
+    spread = values.float() if ratio == 1 else values.float().repeat_interleave(ratio, 1)[:, :groups]
+    return spread if parts is None else spread * parts.float()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Rows of a weight in the layout of the `linear_wna16` that they were packed for; the fields are those of
+    `QuantizedRows`."""
+
+    bits: int
+    rows: int
+    columns: int
+    group: int
+    ratio: int
+    packed: Tensor
+    factors: Tensor  # [16] int8
+    scales: Tensor
+    sub_scales: Tensor | None
+    mins: Tensor | None
+    sub_mins: Tensor | None
+    order: Tensor | None
+    folded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWna16:
+    """A weight [rows, columns] whose rows are those of the parts, one below the other.
+
+    `gated`: it is one part, which an implementation keeps in a layout of its own for `gated_linear_wna16`.
+    """
+
+    rows: int
+    columns: int
+    parts: tuple[PackedPart, ...]
+    gated: bool = False
+
+
+@op(tolerance=TOLERANCE, follows="linear_wna16")
+def pack_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+    """The parts of a weight, one below the other, in the layout of `linear_wna16`."""
+    packed = tuple(_packed_rows(part) for part in parts)
+    return PackedWna16(sum(part.rows for part in packed), packed[0].columns, packed)
+
+
+def _packed_rows(part: QuantizedRows) -> PackedPart:
+    scales, mins = part.by_group()
+    return PackedPart(
+        8, *part.shape, part.group, 1, part.integers(), torch.zeros(16, dtype=torch.int8), scales, None, mins, None,
+        part.order, part.folded,
+    )  # fmt: skip
+
+
+@op(tolerance=TOLERANCE)
+def linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T,K] times the packed weight's transpose, plus bias [N]: [T,N] in `out_dtype` (None: x's dtype).
+
+    An element is the sum over the groups, ascending, of sum of products * scale + minimum * sum of x, in float32, plus
+    bias, rounded once.
+    """
+    result = torch.cat([_product(x, part) for part in packed.parts], 1)
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(out_dtype or x.dtype)
+
+
+def _product(x: Tensor, part: PackedPart) -> Tensor:
+    """[T,N] float32.  Every product has one shape, as in `dense.linear`."""
+    wide = x.float() if part.order is None else x.float()[:, part.order.long()]
+    if part.folded:
+        weight = part.packed.float() * part.scales.repeat_interleave(part.group, 1)[:, : part.columns]
+        return dense.linear.reference(wide, dense.pack_linear.reference(weight), None)
+    tokens, tile = len(x), dense.TILE
+    rows = torch.zeros(-(-tokens // tile) * tile, part.columns)
+    rows[:tokens] = wide
+    result = torch.zeros(len(rows), part.rows)
+    padding = -part.rows % dense.ALIGN
+    for group in range(part.scales.shape[1]):
+        columns = slice(group * part.group, (group + 1) * part.group)
+        weight = torch.nn.functional.pad(part.packed[:, columns].float().t(), (0, padding)).contiguous()
+        inputs = rows[:, columns].contiguous()
+        with one_thread():
+            for start in range(0, len(rows), tile):
+                sums = torch.mm(inputs[start : start + tile], weight)[:, : part.rows]
+                result[start : start + tile] += sums * part.scales[:, group]
+                if part.mins is not None:
+                    totals = inputs[start : start + tile].sum(1, keepdim=True)
+                    result[start : start + tile] += totals * part.mins[:, group]
+    return result[:tokens]
+
+
+@op(tolerance=TOLERANCE, follows="gated_linear_wna16")
+def pack_gated_wna16(parts: Sequence[QuantizedRows]) -> PackedWna16:
+    """As `pack_wna16`, of a gate and, below it, what is gated [2I,K], in the layout of `gated_linear_wna16`."""
+    return pack_wna16.reference(parts)
+
+
+@op(tolerance=TOLERANCE)
+def gated_linear_wna16(x: Tensor, packed: PackedWna16, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(gate) * up for the `linear_wna16` of x [T,K] and a gated weight plus bias [2I] (gate, then up): [T,I].
+
+    `activation` is "silu" or "gelu_tanh".  The product is rounded to x's dtype before it: bit for bit what
+    `silu_mul` or `gelu_mul` of `linear_wna16` is.  None: the product itself, [T,2I], bit for bit that of
+    `linear_wna16`.
+    """
+    return elementwise.gated(linear_wna16.reference(x, packed, bias), activation)
+
+
+@op(tolerance=TOLERANCE, follows="linear_wna16")
+def embedding_wna16(ids: Tensor, packed: PackedWna16, dtype: torch.dtype) -> Tensor:
+    """Rows ids [T] int64 of a packed weight, rounded to `dtype`: [T,K].  It has no order and is not gated."""
+    result = torch.empty(len(ids), packed.columns, dtype=dtype)
+    first = 0
+    for part in packed.parts:
+        inside = (ids >= first) & (ids < first + part.rows)
+        rows = ids[inside] - first
+        scales = part.scales[rows].repeat_interleave(part.group, 1)[:, : part.columns]
+        values = part.packed[rows].float() * scales
+        if part.mins is not None:
+            values = values + part.mins[rows].repeat_interleave(part.group, 1)[:, : part.columns]
+        result[inside] = values.to(dtype)
+        first += part.rows
+    return result

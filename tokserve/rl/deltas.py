@@ -1,0 +1,285 @@
+"""The delta format: the elements of a set of weights that differ from another set's, as a safetensors file.
+
+A changed tensor NAME is stored whole under its name, or as `NAME#values`, the new elements, and `NAME#steps`, their
+places.  A step is an unsigned integer of 8 or 16 bits: how far the next changed element lies from the last one (the
+first: from place -1); 0 means the largest step, at which nothing changes.  Places thus ascend whatever the bytes are.
+What did not change is absent.  docs/rl.md specifies the format for other writers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.errors import RequestError
+from tokserve.rl.sums import Bits, Indices, bits_of, change, in_threads
+
+FORMAT = "tokserve-delta-1"
+FULL_FORMAT = "tokserve-full-1"  # of a file that a chain of deltas begins with
+STEPS, VALUES = "#steps", "#values"
+STEP_DTYPES = {torch.uint8: 255, torch.uint16: 65535}  # with the largest step
+SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.uint16: "U16",
+}  # fmt: skip
+DENSE_FROM = 0.25  # the share of changed elements from which a tensor is stored whole
+PIECE = 1 << 20  # bytes of a file that are made at a time
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLabel:
+    """Which set of weights a delta changes, and into which; `checksum`s are those of `sums.set_checksum`."""
+
+    base_version: str
+    base_checksum: str
+    version: str
+    checksum: str
+
+    def metadata(self) -> dict[str, str]:
+        """Of the file."""
+        return {
+            "format": FORMAT, "base_version": self.base_version, "base_checksum": self.base_checksum,
+            "version": self.version, "checksum": self.checksum,
+        }  # fmt: skip
+
+
+def label_of(metadata: Mapping[str, Any]) -> DeltaLabel:
+    """The label in a file's metadata.  Raises RequestError."""
+    names = ("base_version", "base_checksum", "version", "checksum")
+    if metadata.get("format") != FORMAT:
+        raise RequestError(f"the file is not a delta: its metadata has no format {FORMAT!r}", code="not_a_delta")
+    if absent := [name for name in names if not isinstance(metadata.get(name), str)]:
+        raise RequestError(f"the delta's metadata has no {' and no '.join(absent)}", code="not_a_delta")
+    return DeltaLabel(*(metadata[name] for name in names))
+
+
+@dataclass(slots=True)
+class TensorDelta:
+    """The changed elements of one tensor: `values` at the flat, ascending `indices`; None: all of them, in order."""
+
+    indices: Indices | None
+    values: Tensor
+
+    @property
+    def num_changed(self) -> int:
+        return self.values.numel()
+
+
+Deltas = dict[str, TensorDelta]
+
+
+def encode_steps(indices: Indices) -> NDArray[Any]:
+    """Ascending places as steps, of the width that takes fewer bytes."""
+    signed = indices.astype(np.int64, copy=False)
+    gaps = signed.copy()
+    gaps[:1] += 1
+    gaps[1:] -= signed[:-1]
+    narrow = not len(gaps) or np.count_nonzero(gaps > 255) * 4 < len(gaps)
+    return _with_escapes(gaps, 255, np.uint8) if narrow else _with_escapes(gaps, 65535, np.uint16)
+
+
+def _with_escapes(gaps: NDArray[np.int64], limit: int, dtype: Any) -> NDArray[Any]:
+    """`gaps` is overwritten."""
+    large = np.flatnonzero(gaps > limit)
+    escapes = (gaps[large] - 1) // limit
+    gaps[large] -= escapes * limit
+    return np.insert(gaps.astype(dtype), np.repeat(large, escapes), 0)
+
+
+def decode_steps(steps: NDArray[Any], count: int, size: int) -> Indices:
+    """Places of `count` elements in a tensor of `size`.  Raises RequestError if the steps do not say them."""
+    limit = np.iinfo(steps.dtype).max
+    escapes = steps == 0
+    if escapes.any():
+        indices: Indices = np.cumsum(np.where(escapes, limit, steps), dtype=np.int64)[~escapes]
+        if escapes[-1]:
+            raise RequestError("the steps end with an escape")
+    else:
+        indices = np.cumsum(steps, dtype=np.int64)
+    indices -= 1
+    if len(indices) != count:
+        raise RequestError(f"there are {count} values and places for {len(indices)}")
+    if count and indices[-1] >= size:
+        raise RequestError(f"place {indices[-1]} lies outside of the tensor's {size} elements")
+    return indices
+
+
+def max_steps(count: int, size: int, dtype: torch.dtype) -> int:
+    """How many steps `count` places in a tensor of `size` can need."""
+    return count + size // STEP_DTYPES[dtype]
+
+
+def tensors_of(deltas: Deltas) -> dict[str, Tensor]:
+    """The tensors of the file."""
+    sparse = {name: delta.indices for name, delta in deltas.items() if delta.indices is not None}
+    steps = in_threads((name, partial(encode_steps, indices)) for name, indices in sparse.items())
+    tensors: dict[str, Tensor] = {}
+    for name, delta in deltas.items():
+        if name in steps:
+            tensors[name + STEPS] = torch.from_numpy(steps[name])
+            tensors[name + VALUES] = delta.values
+        else:
+            tensors[name] = delta.values
+    return tensors
+
+
+def merged(first: TensorDelta | None, then: TensorDelta) -> TensorDelta:
+    """The changes of one delta and of the next as one."""
+    if first is None or then.indices is None:
+        return then
+    if first.indices is None:
+        values = first.values.clone()
+        values.view(-1)[torch.from_numpy(then.indices.astype(np.int64))] = then.values
+        return TensorDelta(None, values)
+    indices, places = np.unique(np.concatenate([then.indices, first.indices]), return_index=True)
+    return TensorDelta(indices, torch.cat([then.values, first.values])[torch.from_numpy(places)])
+
+
+def applied(delta: TensorDelta | None, tensor: Tensor) -> Tensor:
+    """A contiguous tensor with the changes; itself, changed, or the delta's."""
+    if delta is None:
+        return tensor
+    if delta.indices is None:
+        return delta.values
+    tensor.view(-1)[torch.from_numpy(delta.indices.astype(np.int64))] = delta.values
+    return tensor
+
+
+@dataclass(slots=True)
+class DeltaReader:
+    """Puts the parts of a file together again, tensor by tensor.
+
+    `described`: dtype and shape of the tensors that may change.  Every problem is a RequestError, and is found before
+    memory is taken for what a header says.
+    """
+
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    _announced: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = field(default_factory=dict)
+    _parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def announce(self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) -> None:
+        """The names, shapes and dtypes of a file's tensors."""
+        parts: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for key, shape, dtype in tensors:
+            name, role = _split(key)
+            if name not in self.described:
+                raise RequestError(f"the model has no tensor {name}")
+            if name in self._announced or role in parts.get(name, {}):
+                raise RequestError(f"{name} comes twice")
+            if not isinstance(dtype, torch.dtype):
+                raise RequestError(f"{key} is of the unsupported dtype {dtype}")
+            parts.setdefault(name, {})[role] = tuple(shape), dtype
+        for name, roles in parts.items():
+            self._check(name, roles)
+        self._announced |= parts
+
+    def _check(self, name: str, roles: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        dtype, shape = self.described[name]
+        if roles.keys() not in ({""}, {STEPS, VALUES}):
+            raise RequestError(f"{name} must come whole, or with {STEPS} and {VALUES}")
+        values_shape, values_dtype = roles.get("") or roles[VALUES]
+        if values_dtype != dtype:
+            raise RequestError(f"the elements of {name} must be {dtype_name(dtype)}, not {dtype_name(values_dtype)}")
+        if "" in roles:
+            if values_shape != shape:
+                raise RequestError(f"{name} must have the shape {list(shape)}, not {list(values_shape)}")
+            return
+        size, (steps_shape, steps_dtype) = math.prod(shape), roles[STEPS]
+        if steps_dtype not in STEP_DTYPES or len(steps_shape) != 1 or len(values_shape) != 1:
+            raise RequestError(f"{name} needs steps of uint8 or uint16 and values, each in one dimension")
+        count, steps = values_shape[0], steps_shape[0]
+        if count > size or not count <= steps <= max_steps(count, size, steps_dtype):
+            raise RequestError(f"{name} has {size} elements: {count} values with {steps} steps cannot be its changes")
+
+    def put(self, key: str, tensor: Tensor) -> tuple[str, TensorDelta] | None:
+        """Take one of the announced tensors; the name and changes of a tensor that is complete with it."""
+        name, role = _split(key)
+        if role == "":
+            return name, TensorDelta(None, tensor)
+        parts = self._parts.setdefault(name, {})
+        parts[role] = tensor
+        if len(parts) < 2:
+            return None
+        del self._parts[name]
+        values = parts[VALUES]
+        try:
+            size = math.prod(self.described[name][1])
+            return name, TensorDelta(decode_steps(parts[STEPS].numpy(), len(values), size), values)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error.message}") from None
+
+
+def _split(key: str) -> tuple[str, str]:
+    role = next((role for role in (STEPS, VALUES) if key.endswith(role)), "")
+    return key.removesuffix(role), role
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[bytes]:
+    """A safetensors file of these tensors, made piece by piece without a copy of them.  Raises TypeError."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in SAFETENSORS:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; weights must be floating-point")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    packed = json.dumps(header, separators=(",", ":")).encode()
+    packed += b" " * (-len(packed) % 8)
+    yield len(packed).to_bytes(8, "little") + packed
+    for name in tensors:
+        flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        for first in range(0, len(flat), PIECE):
+            yield flat[first : first + PIECE].tobytes()
+
+
+def difference(old: Tensor, new: Tensor) -> tuple[TensorDelta, int] | None:
+    """What changes when `old`, a contiguous CPU tensor, becomes `new`, rounded to its dtype, and what that adds to its
+    sum; None: nothing.  Bits are compared."""
+    before, flat = bits_of(old), new.detach().reshape(-1)
+    indices, values, added = [], [], 0
+    for first in range(0, len(before), PIECE):
+        piece = bits_of(flat[first : first + PIECE].to("cpu", old.dtype))
+        was = before[first : first + PIECE]
+        places = _changed(was, piece)
+        if len(places):
+            indices.append(places + first)
+            values.append(piece[places])
+            added += change(indices[-1], was[places], values[-1])
+    count = sum(map(len, indices))
+    if not count:
+        return None
+    if count > DENSE_FROM * len(before):
+        return TensorDelta(None, new.detach().to("cpu", old.dtype, copy=True).contiguous()), added
+    return TensorDelta(np.concatenate(indices), as_tensor(np.concatenate(values), old.dtype)), added
+
+
+def as_tensor(bits: Bits, dtype: torch.dtype) -> Tensor:
+    """Unsigned integers as elements of `dtype`; a view."""
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(dtype)
+
+
+def _changed(old: Bits, new: Bits) -> NDArray[np.int64]:
+    """Places that differ: words of 64 bits are compared first, as few of them differ."""
+    size = 8 // old.itemsize
+    whole = len(old) // size * size
+    words = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
+    places: NDArray[np.int64] = (words[:, None] * size + np.arange(size)).reshape(-1)
+    if whole < len(old):
+        places = np.concatenate([places, np.arange(whole, len(old))])
+    differ: NDArray[np.int64] = places[old[places] != new[places]]
+    return differ

@@ -1,0 +1,189 @@
+"""Weights pushed by a trainer: all of them, or the elements that changed since the last push.
+
+What was pushed last is kept in host memory, rounded as the server keeps it: two bytes a parameter for a bfloat16
+server.  It is compared with the next set bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tokserve.rl.deltas import DeltaLabel, Deltas, applied, difference, file_pieces, tensors_of
+from tokserve.rl.sums import Sums, in_threads, set_checksum, tensor_sum
+
+Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+MAX_CHANGED = 0.25  # share of a set's bytes from which a full push is sent instead
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What a push did.  `mode`: "full" or "delta"; `reason`: why a delta that was asked for was not sent.
+
+    `num_bytes`: of the tensors that were sent or written, with their header.  `num_changed`: elements that differ from
+    the last push (of a full push: all) of `num_elements`.
+    """
+
+    weight_version: str
+    epoch: int
+    mode: str
+    num_bytes: int
+    num_changed: int
+    num_elements: int
+    reason: str | None = None
+
+
+def named_tensors(weights: Weights) -> dict[str, Tensor]:
+    """Tensors by name.  Raises TypeError for what is none of `Weights`, ValueError for a name that comes twice."""
+    if isinstance(weights, nn.Module):
+        return {name: tensor.detach() for name, tensor in weights.named_parameters()}
+    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"weights are a module, a mapping or pairs of (name, tensor), not of {type(pair).__name__}")
+        if not isinstance(pair[1], Tensor):
+            raise TypeError(f"{pair[0]} is no tensor, but of type {type(pair[1]).__name__}")
+    named = {name: tensor.detach() for name, tensor in pairs}
+    if len(named) < len(pairs):
+        raise ValueError("a name comes twice")
+    return named
+
+
+@dataclass(slots=True)
+class ServerTensors:
+    """The tensors of a server, as `/weight_info?tensors=true` lists them.
+
+    `refusal`: why it takes no deltas.
+    """
+
+    described: Described
+    tied: dict[str, str]
+    renames: list[tuple[str, str]]
+    refusal: str | None
+
+    @classmethod
+    def read(cls, reply: Mapping[str, Any]) -> ServerTensors:
+        """From the reply."""
+        described = {name: (getattr(torch, dtype), tuple(shape)) for name, (dtype, shape) in reply["tensors"].items()}
+        return cls(described, reply["tied"], [(a, b) for a, b in reply["renames"]], reply["delta_refusal"])
+
+    def model_name(self, name: str) -> str:
+        """The server's name for a tensor of a checkpoint."""
+        renamed = next((new + name.removeprefix(old) for old, new in self.renames if name.startswith(old)), name)
+        return self.tied.get(renamed, renamed)
+
+    def collected(self, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(tensors under the server's names, others).  A tied tensor that comes under two names is one of the first,
+        and of the others if the two differ: the server refuses them then."""
+        known: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            target = self.model_name(name)
+            if target not in self.described or tuple(tensor.shape) != self.described[target][1]:
+                others[name] = tensor
+            elif target not in known:
+                known[target] = tensor
+            elif tensor.data_ptr() != known[target].data_ptr() and not torch.equal(tensor, known[target]):
+                others[name] = tensor
+        return known, others
+
+    def rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy in host memory, rounded as the server rounds it."""
+        return tensor.to("cpu", self.described[name][0], copy=True).contiguous()
+
+
+@dataclass(slots=True)
+class PushedWeights:
+    """What a server has got: rounded copies of all its tensors, their sums, the version and the checksum."""
+
+    tensors: dict[str, Tensor]
+    sums: Sums
+    described: Described
+    version: str = ""
+    checksum: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checksum = set_checksum(self.sums, self.described)
+
+    @classmethod
+    def of(cls, server: ServerTensors, known: Mapping[str, Tensor]) -> PushedWeights:
+        """A whole set."""
+        tensors = {name: server.rounded(name, tensor) for name, tensor in known.items()}
+        sums = in_threads((name, partial(tensor_sum, tensor)) for name, tensor in tensors.items())
+        return cls(tensors, sums, server.described)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def changes(self, known: Mapping[str, Tensor]) -> tuple[Deltas, Sums]:
+        """How these tensors differ from the ones that were pushed, and the sums of all of them."""
+        largest_first = sorted(known.items(), key=lambda item: -item[1].numel())
+        results = in_threads((name, partial(difference, self.tensors[name], tensor)) for name, tensor in largest_first)
+        deltas, sums = Deltas(), dict(self.sums)
+        for name in known:
+            if (changed := results[name]) is not None:
+                deltas[name], added = changed
+                sums[name] = (sums[name] + added) % (1 << 64)
+        return deltas, sums
+
+    def label(self, sums: Sums, version: str) -> DeltaLabel:
+        """Of the delta that leads to a set with these sums."""
+        return DeltaLabel(self.version, self.checksum, version, set_checksum(sums, self.described))
+
+    def commit(self, deltas: Deltas, sums: Sums, label: DeltaLabel) -> None:
+        """The server has taken it."""
+        for name, delta in deltas.items():
+            self.tensors[name] = applied(delta, self.tensors[name])
+        self.sums, self.version, self.checksum = sums, label.version, label.checksum
+
+
+def file_of(deltas: Deltas, label: DeltaLabel) -> tuple[int, Iterator[bytes]]:
+    """A delta as a file: its size, and its pieces."""
+    tensors = tensors_of(deltas)
+    pieces = file_pieces(tensors, label.metadata())
+    header = next(pieces)
+
+    def all_pieces() -> Iterator[bytes]:
+        yield header
+        yield from pieces
+
+    return len(header) + sum(tensor.nbytes for tensor in tensors.values()), all_pieces()
+
+
+def num_changed(deltas: Deltas) -> int:
+    """Elements."""
+    return sum(delta.num_changed for delta in deltas.values())
+
+
+def is_large(deltas: Deltas, pushed: PushedWeights) -> bool:
+    """Whether all tensors are no more to send."""
+    return sum(delta.values.nbytes for delta in deltas.values()) > MAX_CHANGED * pushed.num_bytes
+
+
+def sparse_broadcast(deltas: Deltas) -> tuple[dict[str, Any], list[Tensor]]:
+    """An announcement for a process group, and the tensors to send: indices (int32) and values of each."""
+    names, tensors = list(deltas), []
+    for name in names:
+        delta = deltas[name]
+        indices = np.arange(delta.num_changed) if delta.indices is None else delta.indices
+        tensors += [torch.from_numpy(indices.astype(np.int32)), delta.values.view(-1)]
+    announced = {
+        "names": names,
+        "dtype_names": [str(deltas[name].values.dtype).removeprefix("torch.") for name in names],
+        "num_updates_list": [deltas[name].num_changed for name in names],
+    }
+    return announced, tensors

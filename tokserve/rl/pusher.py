@@ -1,0 +1,270 @@
+"""How a trainer's client pushes: over HTTP or its process group, or through a directory; deltas where it can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+from torch import Tensor
+
+from tokserve.rl.delta_directory import WeightDirectory
+from tokserve.rl.deltas import DeltaLabel, Deltas, dtype_name, file_pieces, tensors_of
+from tokserve.rl.push import (
+    PushedWeights,
+    PushResult,
+    ServerTensors,
+    Weights,
+    file_of,
+    is_large,
+    named_tensors,
+    num_changed,
+    sparse_broadcast,
+)
+from tokserve.rl.sums import Sums
+
+TENSORS = {"Content-Type": "application/octet-stream"}
+CURED_BY_FULL = ("base_mismatch", "delta_unsupported", "checksum_mismatch", "not_a_delta")  # codes of errors
+START, PUT, FINISH, ABORT = "/start_weight_update", "/update_weights", "/finish_weight_update", "/abort_weight_update"
+
+
+class ServerError(Exception):
+    """An error response.  `status` is HTTP's; `kind`, `field` and `code` are the error's type, param and code."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = "", field: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.message, self.kind, self.field, self.code = status, message, kind, field, code
+
+
+class Connection(Protocol):
+    """What a push needs of the client."""
+
+    async def get(self, path: str) -> Any:
+        """The reply of a GET.  Raises ServerError."""
+
+    async def control(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The reply of a POST.  Raises ServerError."""
+
+    async def send_body(self, path: str, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        """POST a body.  Raises ServerError."""
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a process group."""
+
+    async def broadcast(self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool) -> None:
+        """Announce tensors and send them over the group.  Raises ServerError."""
+
+
+@asynccontextmanager
+async def transaction(connection: Connection, base: dict[str, str] | None = None) -> AsyncIterator[None]:
+    """A weight update around the block, which has to finish it; it is rolled back if the block raises."""
+    closed = False
+    try:
+        try:
+            await connection.control(START, base)
+        except (ServerError, httpx.ConnectError):
+            closed = True  # not opened by this call; after any other error, it may have been
+            raise
+        yield
+        closed = True
+    finally:
+        if not closed:
+            with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
+                await connection.control(ABORT)
+
+
+class Pusher:
+    """Pushes over one connection, and remembers what the server has got, where deltas are wanted."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._server: ServerTensors | None = None
+        self._pushed: PushedWeights | None = None
+        self._keeping: asyncio.Future[None] | None = None  # the kept copy is brought up to date
+        self._epoch = 0
+        self._directories: dict[Path, tuple[WeightDirectory, PushedWeights | None]] = {}
+
+    async def push(
+        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int
+    ) -> PushResult:
+        """As `TokserveClient.push`."""
+        if self._keeping is not None:
+            await self._keeping
+        named = await asyncio.to_thread(named_tensors, weights)
+        server = self._server or await self._ask()
+        if directory is not None:
+            if version is None:
+                raise ValueError("what is written to a directory needs a version")
+            target = Path(directory).resolve()
+            return await self._push_by_directory(target, named, version, delta=delta, anchor_every=anchor_every)
+        reason = None
+        if delta:
+            known, others = server.collected(named)
+            reason = _obstacle(server, self._pushed, known, others)
+            if self._pushed is not None and reason is None:
+                result = await self._push_delta(self._pushed, known, version)
+                if isinstance(result, PushResult):
+                    return result
+                reason = result
+        return await self._push_full(named, version, keep=delta, reason=reason)
+
+    async def _ask(self) -> ServerTensors:
+        self._server = ServerTensors.read(await self._connection.get("/weight_info?tensors=true"))
+        return self._server
+
+    async def _push_delta(
+        self, pushed: PushedWeights, known: Mapping[str, Tensor], version: str | None
+    ) -> PushResult | str:
+        """The result, or why all weights have to be pushed."""
+        deltas, sums = await asyncio.to_thread(pushed.changes, known)
+        if is_large(deltas, pushed):
+            return "more than a quarter of the weights changed"
+        label = pushed.label(sums, str(self._epoch + 1) if version is None else version)
+        base = {"base_version": label.base_version, "base_checksum": label.base_checksum}
+        try:
+            async with transaction(self._connection, base):
+                size = await self._send_delta(pushed, deltas, label)
+                finish = {"weight_version": label.version, "checksum": label.checksum}
+                done = await self._connection.control(FINISH, finish)
+        except ServerError as error:
+            if error.code not in CURED_BY_FULL:
+                raise
+            return error.message
+        self._keeping = asyncio.ensure_future(asyncio.to_thread(pushed.commit, deltas, sums, label))
+        self._epoch = done["epoch"]
+        return PushResult(
+            done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements
+        )
+
+    async def _send_delta(self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel) -> int:
+        if not self._connection.has_group:
+            size, pieces = await asyncio.to_thread(file_of, deltas, label)
+            await self._connection.send_body(PUT, body_of(pieces), TENSORS)
+            return size
+        announced, tensors = sparse_broadcast(deltas)
+        announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
+        if deltas:
+            await self._connection.broadcast(announced, tensors, packed=False)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    async def _push_full(
+        self, named: Mapping[str, Tensor], version: str | None, *, keep: bool, reason: str | None
+    ) -> PushResult:
+        self._pushed = None
+        server = await self._ask()  # another server may have taken the place of the last one
+        known, others = server.collected(named)
+        pushed = None
+        if keep and known.keys() == server.described.keys():
+            pushed = await asyncio.to_thread(PushedWeights.of, server, known)
+        sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
+        async with transaction(self._connection):
+            size = await self._send_full(server, sent)
+            done = await self._connection.control(FINISH, {"weight_version": version})
+        self._epoch = done["epoch"]
+        if pushed is not None:
+            pushed.version = done["weight_version"]
+            self._pushed = pushed
+        elements = sum(tensor.numel() for tensor in sent.values())
+        return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements, reason)
+
+    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor]) -> int:
+        rounded = RoundedTensors(server, sent)
+        if self._connection.has_group:
+            tensors = list(rounded.values())
+            announced = {
+                "names": list(rounded), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors], "packed": True,
+            }  # fmt: skip
+            await self._connection.broadcast(announced, tensors, packed=True)
+            return sum(tensor.nbytes for tensor in tensors)
+        size = 0
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal size
+            for piece in file_pieces(rounded):
+                size += len(piece)
+                yield piece
+
+        await self._connection.send_body(PUT, body(), TENSORS)
+        return size
+
+    async def _push_by_directory(
+        self, target: Path, named: Mapping[str, Tensor], version: str, *, delta: bool, anchor_every: int
+    ) -> PushResult:
+        server = self._server or await self._ask()
+        known, others = server.collected(named)
+        if others or known.keys() != server.described.keys():
+            lost = sorted([*others, *(server.described.keys() - known.keys())])
+            raise ValueError(f"the server's tensors are other ones: {', '.join(lost[:5])}")
+        directory, pushed = self._directories.get(target) or (WeightDirectory(target, anchor_every), None)
+        directory.anchor_every = anchor_every
+        self._directories[target] = directory, pushed
+        if pushed is None or not delta:
+            reason = "nothing was written before" if delta else None
+            fresh = await asyncio.to_thread(PushedWeights.of, server, known)
+            fresh.version = version
+            size = await asyncio.to_thread(directory.write, (version, fresh.checksum), fresh.tensors, None)
+            mode, count, pushed = "full", fresh.num_elements, fresh
+        else:
+            deltas, sums = await asyncio.to_thread(pushed.changes, known)
+            label, reason = pushed.label(sums, version), None
+            size = await asyncio.to_thread(_write, directory, pushed, (deltas, sums, label))
+            mode, count = "delta", num_changed(deltas)
+        self._directories[target] = directory, pushed
+        done = await self._connection.control(PUT, {"weight_dir": str(target), "weight_version": version})
+        self._epoch = done["epoch"]
+        return PushResult(done["weight_version"], done["epoch"], mode, size, count, pushed.num_elements, reason)
+
+
+class RoundedTensors(Mapping[str, Tensor]):
+    """Tensors as a server rounds them, one at a time."""
+
+    def __init__(self, server: ServerTensors, tensors: Mapping[str, Tensor]) -> None:
+        self._server, self._tensors = server, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        dtype = self._server.described[name][0] if name in self._server.described else tensor.dtype
+        return tensor.to("cpu", dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _write(directory: WeightDirectory, pushed: PushedWeights, made: tuple[Deltas, Sums, DeltaLabel]) -> int:
+    """Write a delta, and a full file if its turn has come."""
+    deltas, sums, label = made
+    written = tensors_of(deltas)
+    pushed.commit(deltas, sums, label)
+    full = pushed.tensors if directory.needs_anchor else None
+    return directory.write((label.version, label.checksum), full, (label, written))
+
+
+def _obstacle(
+    server: ServerTensors, pushed: PushedWeights | None, known: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> str | None:
+    """Why no delta can be sent."""
+    if server.refusal is not None:
+        return server.refusal
+    if others:
+        return f"{min(others)} is none of the tensors that a delta can change"
+    if pushed is None:
+        return "nothing was pushed before with delta=True"
+    if known.keys() != pushed.tensors.keys():
+        return "other tensors were pushed before"
+    return None
+
+
+async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Pieces of a body as the HTTP client takes them."""
+    for piece in pieces:
+        yield piece

@@ -1,0 +1,110 @@
+"""Norms and residual additions with a gradient; see `functions` for masters and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokserve import ops
+from tokserve.layers.norm import LayerNorm, NoNorm, RMSNorm
+from tokserve.train import backward
+
+
+def norm(x: Tensor, layer: NoNorm, masters: Sequence[Tensor]) -> Tensor:  # [T, H] -> [T, H]
+    """The norm of x.  `masters`: weight and, if there is one, bias."""
+    return cast(Tensor, _Norm.apply(x, layer, *masters)) if isinstance(layer, RMSNorm) else x  # type: ignore[no-untyped-call]
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, layer: NoNorm, masters: Sequence[Tensor], multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """(norm of the sum x * multiplier + residual, the sum), each [T, H]."""
+    if not isinstance(layer, RMSNorm):
+        total = add_residual(x, residual, multiplier)
+        return total, total
+    both = _AddNorm.apply(x, residual, layer, multiplier, *masters)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], both)
+
+
+def add_residual(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:  # [T, H]
+    """x * multiplier + residual."""
+    return cast(Tensor, _AddResidual.apply(x, residual, multiplier))  # type: ignore[no-untyped-call]
+
+
+def gradients(layer: RMSNorm, grad: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """Gradients, float32, of what the layer norms [T, H], of its weight and of its bias, if there is one."""
+    if not isinstance(layer, LayerNorm):
+        return backward.rms_norm(grad, x, layer.weight, layer.eps)
+    grads = layer_norm_gradients(grad, x, layer.weight, layer.eps)
+    return grads if layer.bias is not None else grads[:2]
+
+
+def layer_norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x [T, H], of the weight [H] and of a bias [H], all float32, from that of the norm [T, H]."""
+    grad_x = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+    grad_bias = torch.zeros_like(grad_weight)
+    for rows in backward.pieces(len(x)):
+        values, upstream = x[rows].float(), grad[rows].float()
+        values = values - values.mean(-1, keepdim=True)
+        inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # [t, 1]
+        normed = values.mul_(inverse)
+        grad_weight += (upstream * normed).sum(0)
+        grad_bias += upstream.sum(0)
+        upstream = upstream * weight.float()
+        along = (upstream * normed).mean(-1, keepdim=True)
+        upstream = upstream - upstream.mean(-1, keepdim=True)
+        torch.mul(upstream.sub_(normed.mul_(along)), inverse, out=grad_x[rows])
+    return grad_x, grad_weight, grad_bias
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: RMSNorm, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *masters)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *_ = ctx.saved_tensors
+        grad_x, *grads = gradients(ctx.layer, grad, x)
+        return grad_x.to(x.dtype), None, *grads
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, layer: RMSNorm, multiplier: float, *masters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = layer.add(x, residual, multiplier)
+        ctx.save_for_backward(total, *masters)
+        ctx.layer, ctx.multiplier = layer, multiplier
+        return normed, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
+        total, *_ = ctx.saved_tensors
+        grad_sum, *grads = gradients(ctx.layer, grad, total)
+        grad_sum = grad_sum.add_(grad_total)
+        grad_residual = grad_sum.to(total.dtype)
+        grad_x = grad_residual if ctx.multiplier == 1.0 else (grad_sum * ctx.multiplier).to(total.dtype)
+        return grad_x, grad_residual, None, None, *grads
+
+
+class _AddResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        ctx.multiplier = multiplier
+        return ops.add_residual(x, residual, multiplier)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (grad if ctx.multiplier == 1.0 else grad * ctx.multiplier), grad, None

@@ -1,0 +1,84 @@
+"""A padded batch as the sequences in it, and where each token of a sequence is in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokserve.train.tree import Int32, Int64
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """`cells[i]`: indices of the tokens of `sequences[i]` in the flattened batch [B * L], ascending."""
+
+    sequences: list[Int32]
+    cells: list[Int64]
+
+
+def unpad(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *, vocab: int, positions: int
+) -> PaddedBatch:
+    """The sequences of ids [B, L] at the places that the mask [B, L] does not hide.  Raises ValueError.
+
+    A sequence's positions are counted from 0, whatever `position_ids` [B, L] or [1, L] begins with; there a 0 begins
+    another sequence of the same row.  Without them the mask of a row is one run of ones, padding before it and after.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be [batch, length], got {list(input_ids.shape)}")
+    ids = input_ids.detach().cpu().numpy()
+    kept = np.ones(ids.shape, np.bool_) if attention_mask is None else _mask(attention_mask, ids.shape)
+    given = None if position_ids is None else _positions(position_ids, ids.shape)
+    sequences, cells = [], []
+    for row in range(len(ids)):
+        columns = np.flatnonzero(kept[row])
+        for part in _parts(row, columns, None if given is None else given[row, columns]):
+            tokens = ids[row, part]
+            if tokens.min() < 0 or tokens.max() >= vocab:
+                raise ValueError(f"input_ids[{row}] holds an id outside the vocabulary of {vocab}")
+            if len(tokens) > positions:
+                raise ValueError(f"input_ids[{row}] has {len(tokens)} tokens; the model has {positions} positions")
+            sequences.append(tokens.astype(np.int32))
+            cells.append(row * ids.shape[1] + part)
+    return PaddedBatch(sequences, cells)
+
+
+def _mask(attention_mask: Tensor, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    if tuple(attention_mask.shape) != shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {list(shape)}, got {list(attention_mask.shape)}"
+        )
+    mask = attention_mask.detach().cpu().to(torch.float32).numpy()
+    if not np.isin(mask, (0.0, 1.0)).all():
+        raise ValueError("attention_mask must hold zeros and ones")
+    hidden: NDArray[np.bool_] = mask == 1.0
+    return hidden
+
+
+def _positions(position_ids: Tensor, shape: tuple[int, ...]) -> Int64:
+    given = position_ids.detach().cpu().numpy()
+    if given.ndim != 2 or given.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids must have the shape of input_ids, {list(shape)}, got {list(given.shape)}")
+    return np.broadcast_to(given, shape).astype(np.int64)
+
+
+def _parts(row: int, columns: Int64, positions: Int64 | None) -> list[Int64]:
+    """The columns of a row's tokens, sequence by sequence."""
+    if not len(columns):
+        return []
+    if positions is None:
+        if columns[-1] - columns[0] + 1 != len(columns):
+            raise ValueError(
+                f"attention_mask[{row}] hides a token between two others; give position_ids that count the others"
+            )
+        return [columns]
+    starts = np.flatnonzero(positions[1:] == 0) + 1
+    broken = np.setdiff1d(np.flatnonzero(np.diff(positions) != 1) + 1, starts)
+    if len(broken):
+        at = int(columns[broken[0]])
+        raise ValueError(f"position_ids[{row}][{at}] must follow the position before it, or be 0")
+    return np.split(columns, starts)

@@ -1,0 +1,156 @@
+"""The server's decoder under a model whose parameters someone else owns.
+
+It is given the parameters at every call, packs those that changed, and computes a padded batch as the sequences that
+are in it, common prefixes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tokserve.models import load
+from tokserve.models.provenance import HEAD
+from tokserve.models.spec import DecoderSpec
+from tokserve.ops.arithmetic import FMA
+from tokserve.train import functions, scores, scoring, tree
+from tokserve.train.batch import PackedBatch
+from tokserve.train.binding import Binding
+from tokserve.train.byte_budget import ByteBudget
+from tokserve.train.modules import DecoderModules
+from tokserve.train.padding import PaddedBatch
+from tokserve.train.products import Products
+from tokserve.train.projections import ModelWeights
+from tokserve.train.requests import ScoringRequest
+
+Streams = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """The server's options, and `PolicyModel`'s.  `activation_bytes` None: all activations are kept."""
+
+    dtype: str
+    head_dtype: str = "auto"
+    max_model_len: int | None = None
+    cpu_arithmetic: str = "auto"
+    cpu_kernels: str | None = None
+    ops: dict[str, str] | None = None
+    max_tokens: int = 4096
+    activation_bytes: int | None = None
+    share_prefixes: bool = True
+
+
+class ServedDecoder:
+    """A decoder of this spec, without weights at first; a copy begins so again."""
+
+    def __init__(self, spec: DecoderSpec, options: ServedOptions) -> None:
+        self.spec, self.options = spec, options
+        self._binding = Binding(options.dtype, options.ops, options.cpu_arithmetic, options.cpu_kernels)
+        decoder = load.build(
+            spec, dtype=options.dtype, head_dtype=options.head_dtype, max_model_len=options.max_model_len
+        )
+        self._products = Products(native=self._binding.arithmetic not in (None, FMA))
+        self.modules = DecoderModules(decoder, self._products)
+        self._adapter: dict[str, tuple[float, int]] = {}
+
+    def __reduce__(self) -> Any:
+        return ServedDecoder, (self.spec, self.options)
+
+    @property
+    def cpu_arithmetic(self) -> str | None:
+        """How bfloat16 products are summed, as the server's option says it; None: by no compiled ops."""
+        return self._binding.arithmetic
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters but the head's, as the server has them."""
+        return [name for name in self.modules.names if name != HEAD]
+
+    def sync(self, weights: ModelWeights) -> None:
+        """Pack what changed, and apply the adapter that there is."""
+        everything = self._binding.activate()
+        adapter = {module: (scale, weights.rank) for module, scale in weights.scales.items()}
+        if adapter != self._adapter:
+            self.modules.adapt(weights.scales, weights.rank)
+            self._adapter = adapter
+        self.modules.sync(weights.masters, everything=everything)
+
+    def sync_head(self, weight: Tensor) -> None:
+        """Pack the head's weight if it changed."""
+        everything = self._binding.activate()
+        self.modules.sync({self.modules.head_name: weight}, everything=everything)
+
+    def hidden(
+        self, masters: Mapping[str, Tensor], batch: PaddedBatch, cells: int, *, recompute: bool, streams: bool
+    ) -> tuple[Tensor, Streams]:
+        """Hidden states [cells, H] after the final norm, zero at padding; and the stream before each block likewise."""
+        budget = ByteBudget(0 if recompute else self._activation_bytes())
+        device = next(iter(masters.values())).device
+        source = np.full(cells, -1, np.int64)  # of each cell, the token in the batches that follow one another
+        parts: list[list[Tensor]] = []
+        total = 0
+        for group in tree.chunks(batch.sequences, self.options.max_tokens, share=self.options.share_prefixes):
+            packing = tree.pack([batch.sequences[number] for number in group], share=self.options.share_prefixes)
+            for number, index in zip(group, packing.index, strict=True):
+                source[batch.cells[number]] = total + index
+            tokens = len(packing.input_ids)
+            before: Streams | None = [] if streams else None
+            last = self.modules.hidden(
+                PackedBatch(packing, device), torch.arange(tokens, device=device), masters, budget, before
+            )
+            parts.append([*(before or []), last])
+            total += tokens
+        if not parts:
+            width = 1 + (len(self.spec.blocks) if streams else 0)
+            empty = torch.zeros(0, self.spec.hidden, dtype=self.modules.decoder.dtype, device=device)
+            parts = [[empty] * width]
+        places = torch.from_numpy(source).to(device)
+        *rest, whole = (spread(torch.cat(list(batches)), places) for batches in zip(*parts, strict=True))
+        return whole, rest
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H] -> [n, V] float32
+        """The head's.  `weight`: its parameter [V, H], packed already."""
+        head = self.modules.decoder.head
+        return cast(Tensor, functions.applied(scores.Logits, hidden, head, weight, self._products))
+
+    def rows(
+        self, masters: Mapping[str, Tensor], requests: Sequence[ScoringRequest], *, mode: str, recompute: bool
+    ) -> list[Tensor]:
+        """Logprobs of each request, as `PolicyModel.logprobs`."""
+        return scoring.rows(
+            self.modules, masters, requests, mode=mode, share=self.options.share_prefixes,
+            max_tokens=self.options.max_tokens, activation_bytes=0 if recompute else self._activation_bytes(),
+        )  # fmt: skip
+
+    def _activation_bytes(self) -> int:
+        return 1 << 62 if self.options.activation_bytes is None else self.options.activation_bytes
+
+
+def spread(x: Tensor, source: Tensor) -> Tensor:  # [T, H], [n] int64 -> [n, H]
+    """Row source[i] of x at i, zeros where it is negative."""
+    return cast(Tensor, functions.applied(_Spread, x, source))
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor) -> Tensor:
+        real = (source >= 0).nonzero()[:, 0]
+        rows = source.index_select(0, real)
+        ctx.save_for_backward(real, rows)
+        ctx.tokens, ctx.dtype = len(x), x.dtype
+        out = torch.zeros(len(source), x.shape[1], dtype=x.dtype, device=x.device)
+        return out.index_copy_(0, real, x.index_select(0, rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        real, rows = ctx.saved_tensors
+        total = torch.zeros(ctx.tokens, grad.shape[1], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, rows, grad.index_select(0, real).float()).to(ctx.dtype), None

@@ -1,0 +1,61 @@
+"""Which decoders have a backward pass: those whose spec says nothing that the modules here do not compute.
+
+Families gain attributes as they are added to the server.  One that is not named here is refused while it has another
+value than its default, because a forward pass that ignored it would differ from the server's without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from tokserve.errors import StartError
+from tokserve.layers.attention import AttentionSpec
+from tokserve.layers.mlp import MLPSpec
+from tokserve.layers.norm import NormSpec
+from tokserve.models.spec import BlockSpec, DecoderSpec
+
+KNOWN: dict[type, set[str]] = {
+    DecoderSpec: {
+        "vocab", "hidden", "max_position", "blocks", "norm", "tied", "renames", "embedding_multiplier", "format",
+    },
+    BlockSpec: {"attention", "mlp", "norm", "post_norms"},
+    AttentionSpec: {
+        "heads", "kv_heads", "dim", "scale", "rope", "kind", "window", "qk_norm", "qkv_bias", "out_bias",
+    },
+    MLPSpec: {"inner", "activation", "bias"},
+    NormSpec: {"eps", "offset"},
+}  # fmt: skip
+VALUES: dict[tuple[type, str], set[str]] = {
+    (AttentionSpec, "kind"): {"full", "window"},
+    (MLPSpec, "activation"): {"silu", "gelu_tanh"},
+}
+
+
+def check(spec: DecoderSpec) -> None:
+    """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
+    _check(spec, "the model")
+    _check(spec.norm, "norm")
+    for number, block in enumerate(spec.blocks):
+        _check(block, f"layer {number}")
+        for name in ("attention", "mlp", "norm"):
+            _check(getattr(block, name), f"layer {number}: {name}")
+
+
+def _check(part: Any, where: str) -> None:
+    known = KNOWN.get(type(part))
+    if known is None:
+        raise StartError(f"{where}: {type(part).__name__} cannot be trained")
+    for field in fields(part):
+        value = getattr(part, field.name)
+        allowed = VALUES.get((type(part), field.name))
+        if field.name not in known and value != _default(field):
+            raise StartError(f"{where}: {field.name} {value!r} cannot be trained")
+        if allowed is not None and value not in allowed:
+            raise StartError(f"{where}: {field.name} {value!r} cannot be trained")
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return MISSING if field.default_factory is MISSING else field.default_factory()
