@@ -75,12 +75,14 @@ def gate(both: Tensor, activation: str) -> Tensor:  # [T, 2 I] -> [T, I]
     return cast(Tensor, applied(_Gate, both, activation))
 
 
-def attention(qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, norms: Sequence[Tensor] = ()) -> Tensor:
+def attention(
+    qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, norms: Sequence[Tensor] = ()
+) -> Tensor:
     """Attention of the batch's tokens from their projections qkv [T, (Hq + 2 Hk) D]: [T, Hq D].
 
     `norms`: the masters of the query and key norms, where the layer has them.
     """
-    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, *norms))
+    return cast(Tensor, applied(_Attention, qkv, layer, batch, table, products, *norms))
 
 
 class _Embedding(torch.autograd.Function):
@@ -203,9 +205,11 @@ class _Gate(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, *norms: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, layer: Attention, batch: PackedBatch, table: Tensor, products: Products, *norms: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(qkv, *norms)
-        ctx.layer, ctx.batch, ctx.table = layer, batch, table
+        ctx.layer, ctx.batch, ctx.table, ctx.products = layer, batch, table, products
         return batch.attend(qkv, layer, table)
 
     @staticmethod
@@ -220,7 +224,7 @@ class _Attention(torch.autograd.Function):
         for number, norm in enumerate(layers):
             parts[number] = norm(parts[number].view(-1, dim)).view(parts[number].shape)
         q, k = ops.rope(parts[0], parts[1], table, batch.positions)
-        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer))
+        grads = list(batch.attention_gradients(grad.view(q.shape), (q, k, parts[2]), layer, ctx.products))
         for number in (0, 1):
             grads[number] = backward.rope(grads[number], table, batch.positions)
         norm_grads = []
@@ -229,4 +233,4 @@ class _Attention(torch.autograd.Function):
             turned, norm_grad = backward.rms_norm(*flat, norm.weight, norm.eps)
             grads[number] = turned.view(grads[number].shape)
             norm_grads.append(norm_grad)
-        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, *norm_grads
+        return torch.cat(grads, 1).flatten(1).to(qkv.dtype), None, None, None, None, *norm_grads

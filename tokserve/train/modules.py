@@ -193,7 +193,7 @@ def run_block(
     before_mlp = "post_attention_layernorm" if block.mlp_post_norm is None else "pre_feedforward_layernorm"
     x = functions.rms_norm(residual, block.attention_norm, masters["input_layernorm.weight"])
     norms = [masters[name] for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight") if name in masters]
-    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, norms)
+    mixed = functions.attention(linear(x, attention.qkv, "self_attn"), attention, batch, table, products, norms)
     x = post_norm(linear(mixed, attention.out, "self_attn"), block.attention_post_norm, "post_attention_layernorm")
     x, residual = functions.add_rms_norm(x, residual, block.mlp_norm, masters[f"{before_mlp}.weight"])
     if torch.is_grad_enabled() or scales:
