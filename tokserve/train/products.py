@@ -50,9 +50,9 @@ class Products:
         with torch.enable_grad():
             leaves = [x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, keys, values)]  # [1, heads, n, D]
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                *leaves, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+                leaves[0], leaves[1], leaves[2], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
-        found = torch.autograd.grad(mixed, leaves, grad.transpose(0, 1)[None])
-        grad_q, *both = (x[0].transpose(0, 1).float() for x in found)
+        grads = torch.autograd.grad(mixed, leaves, grad.transpose(0, 1)[None])
+        grad_q, *both = (x[0].transpose(0, 1).float() for x in grads)
         grad_k, grad_v = (torch.nn.functional.pad(x, (0, 0, 0, 0, first, 0)) if first else x for x in both)
         return grad_q, grad_k, grad_v
