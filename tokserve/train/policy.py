@@ -45,8 +45,7 @@ class PolicyModel(nn.Module):
     the order of the call, so that the sum has the same bits however the sequences are cut into calls, each followed by
     its own `backward`.  Slower; of one process, without hooks of DDP or FSDP.
 
-    `max_tokens`: tokens that go through the model together.  Masters that were changed through `.data` are not noticed:
-    call `weights_changed()` then.
+    `max_tokens`: tokens that go through the model together.
     """
 
     def __init__(
