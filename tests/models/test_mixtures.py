@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.models.driver import Driver, prefill, random_ids
 from tokserve.errors import RequestError, StartError
 from tokserve.models import weights
+from tokserve.models.coordinates import Coordinates
 from tokserve.models.decoder import Decoder
 from tokserve.models.dummy import tiny_config, write_checkpoint
 from tokserve.models.load import load
@@ -125,10 +126,11 @@ def test_int8_changes_the_experts(tmp_path: Path) -> None:
     assert 0 < (plain - quantized).abs().mean() < 0.4  # one expert of another choice weighs more
 
 
-def test_float8_and_training_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantization_without_products_for_experts_and_training_are_refused_by_name(tmp_path: Path) -> None:
     directory, _ = written(tmp_path, "qwen3_moe")
-    with pytest.raises(StartError, match="fp8 does not cover the experts"):
-        opened(directory, quantization="fp8")
+    for method in ("fp8", "int4"):
+        with pytest.raises(StartError, match=f"{method} does not cover the experts"):
+            opened(directory, quantization=method)
     with pytest.raises(StartError, match="mixture of experts cannot be trained"):
         PolicyModel.from_pretrained(directory, dtype="float32")
 
@@ -152,3 +154,9 @@ def test_adapters_take_attention_and_the_shared_block_not_the_experts(tmp_path: 
 def test_configurations_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(StartError, match=message):
         write_checkpoint(tmp_path, tiny_config("qwen3_moe", **changes))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_deltas_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    refusal = Coordinates(opened(written(tmp_path, family)[0])).refusal()
+    assert refusal is not None and "mixture of experts" in refusal and "push full weights" in refusal

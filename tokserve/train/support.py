@@ -33,6 +33,8 @@ VALUES: dict[tuple[type, str], set[str]] = {(AttentionSpec, "kind"): {"full", "w
 
 def check(spec: DecoderSpec) -> None:
     """Raise StartError, naming the attribute, if part of the decoder has no gradient here."""
+    if spec.mixtures:
+        raise StartError("a model with a mixture of experts cannot be trained here: its backward pass is not built")
     _check(spec, "the model")
     _check(spec.norm, "norm")
     for number, block in enumerate(spec.blocks):
