@@ -22,6 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_config("qwen3", dtype="bfloat16"), seed=1)
 
 
+@pytest.mark.slow
 def test_same_bits_alone_among_others_chunked_preempted_and_cached(checkpoint: Path) -> None:
     with LLM(checkpoint, enable_prefix_caching=False, cpu_threads=1, **OPTIONS) as llm:
         facts, per_token = llm.ready.facts, llm.ready.facts["kv_bytes"] // (llm.ready.num_blocks * llm.ready.block_size)

@@ -196,6 +196,7 @@ def test_refusals(pair: Pair, path: str, fields: dict[str, Any], param: str) -> 
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 def test_the_offline_api() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, logprobs=1)
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}

@@ -211,11 +211,7 @@ def test_yarn_attributes_reach_the_spec() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "llama",
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        "quantization 'bitsandbytes'",
-    ),
+    ("llama", {"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization 'hqq'"),
     ("llama", {"quantization_config": {}}, "quantization 'unnamed'"),
     ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization 'compressed-tensors'"),
     ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),

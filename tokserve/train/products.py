@@ -35,7 +35,16 @@ class Products:
         return torch.mm(grad.t(), x).float()
 
     def attention(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int, *, softcap: float
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: int,
+        scale: float,
+        window: int,
+        *,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `backward.attention`; torch's kernel makes the weights again and keeps none of them."""
         if softcap or not (self.native and q.dtype == torch.bfloat16):
