@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tokserve.params import SamplingParams
 from tokserve.server import declared
 from tokserve.server.body import MAX_ID
-from tokserve.server.errors import ErrorBody
+from tokserve.server.errors import OPENAI, ErrorShape
 from tokserve.server.serving import Serving
 from tokserve.server.tools import MAX_CALLS
 
@@ -55,7 +55,8 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 class Endpoint:
     """A route: its handler, and the types of its body and reply.
 
-    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.
+    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.  `errors`: the shape
+    of its errors.
     """
 
     methods: tuple[str, ...]
@@ -65,12 +66,18 @@ class Endpoint:
     text: bool = False
     reply: type[msgspec.Struct] | None = None
     control: bool = False
+    errors: ErrorShape = OPENAI
 
 
 def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | None) -> dict[str, Any]:
     """The OpenAPI document.  `models`: the names that the server answers to; None: they change while it serves."""
     endpoints = list(endpoints)
-    types = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
+    types = [
+        kind
+        for endpoint in endpoints
+        for kind in (endpoint.body, endpoint.reply, endpoint.errors.struct)
+        if kind is not None
+    ]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
@@ -85,7 +92,7 @@ def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | 
 
 
 def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
-    error = {"description": "Error", "content": _content(ErrorBody)}
+    error = {"description": "Error", "content": _content(endpoint.errors.struct)}
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
@@ -115,7 +122,7 @@ def _content(body: type[Any]) -> dict[str, Any]:
 def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dict[str, Any]:
     types = list(types)
     structs = [kind for kind in types if issubclass(kind, msgspec.Struct)]
-    _, components = msgspec.json.schema_components([*structs, SamplingParams, ErrorBody], ref_template=_REF)
+    _, components = msgspec.json.schema_components([*structs, SamplingParams], ref_template=_REF)
     for model in types:
         if issubclass(model, BaseModel):
             described = model.model_json_schema(ref_template="#/components/schemas/{model}")
