@@ -347,6 +347,13 @@ def test_bad_fields_are_refused_by_their_name(server: Site, fields: dict[str, An
     refused(server.post(MESSAGES, {"stream": True} | body), 400, message)
 
 
+def test_a_thread_is_refused_so_that_the_sdk_sends_the_whole_conversation(server: Site) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = server.post(MESSAGES, BODY | {"thread": thread})
+        assert answer.status_code == 400 and "thread is not supported" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_strict_servers_refuse_unknown_fields() -> None:
     s = serve(strict=True)
     refused(s.post(MESSAGES, BODY | {"max_tokenz": 1}), 400, "max_tokenz", "did you mean 'max_tokens'")

@@ -7,6 +7,7 @@ so every message names it.
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tokserve.errors import RequestError
 from tokserve.server.errors import ErrorShape
@@ -17,11 +18,18 @@ TYPES = {
 }  # fmt: skip
 
 
+class UnsupportedThread(msgspec.Struct):
+    """What makes Anthropic's SDK send its conversation again, whole: no server state is kept here."""
+
+    error_code: str = "thread_unsupported_request"
+
+
 class MessagesErrorDetail(msgspec.Struct):
-    """Its type in Anthropic's words, and what is wrong."""
+    """Its type in Anthropic's words, and what is wrong.  `details`: where the SDK goes by them."""
 
     type: str
     message: str
+    details: UnsupportedThread | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct, tag_field="type", tag="error"):
@@ -35,7 +43,8 @@ def encode(error: RequestError) -> bytes:
     message = error.message
     if error.field is not None and error.field not in message:
         message = f"{error.field}: {message}"
-    return msgspec.json.encode(MessagesError(MessagesErrorDetail(kind, message)))
+    details = UnsupportedThread() if error.field == "thread" else UNSET
+    return msgspec.json.encode(MessagesError(MessagesErrorDetail(kind, message, details)))
 
 
 ANTHROPIC = ErrorShape(MessagesError, encode)
