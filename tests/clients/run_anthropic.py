@@ -129,6 +129,11 @@ def tools(report: Report, client: Any) -> None:
         report.check("parse of a stream", isinstance(stream.get_final_message().parsed_output, Weather))
 
 
+def models(report: Report, client: Any) -> None:
+    [model] = client.models.list().data
+    report.check("models", model.id == "demo" == client.models.retrieve("demo").id)
+
+
 def counts(report: Report, client: Any) -> None:
     fields = {name: ASK[name] for name in ("model", "messages")}
     for more in ({}, {"system": "Answer."}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "any"}}):
@@ -225,6 +230,7 @@ def main() -> None:
         messages(report, client)
         streams(report, client)
         tools(report, client)
+        models(report, client)
         counts(report, client)
         errors(report, client, report.url)
     asyncio.run(many(report, report.url))

@@ -60,12 +60,12 @@ async def create(serving: Serving, request: Request) -> Response:
     """POST /v1/messages"""
     call = await read(serving, request)
     generation = await serving.start(request, call.generate, [call.prompt], call.fields)
-    render = MessagesRenderer(serving, generation, call)
+    renderer = MessagesRenderer(serving, generation, call)
     request_id = call.generate.request_id
     headers = {"X-Request-Id": request_id, "request-id": request_id, **schemas.ignored_header(call.ignored)}
     if call.generate.options.stream:
-        return sse.EventStream(generation, render, serving.keep_alive, headers, close=render.close)
-    return await sse.answer(generation, request, render.reply, headers)
+        return sse.EventStream(generation, renderer, serving.keep_alive, headers, close=renderer.close)
+    return await sse.answer(generation, request, renderer.reply, headers)
 
 
 async def count_tokens(serving: Serving, request: Request) -> Response:
@@ -76,7 +76,6 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
         converted = _as_chat(serving, request_body)
         chat_body = converted.body
         try:
-            tools.check(chat_body.tools, chat_body.tool_choice)
             return len(chat.rendered(serving, chat_body, chat_body.reasoning_effort)), converted.ignored
         except RequestError as error:
             raise _with_messages_field(error, converted.fields) from None
@@ -98,7 +97,6 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
         raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
     converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
     try:
-        tools.check(converted.body.tools, converted.body.tool_choice)
         call = await chat.call_of(serving, request, converted.body, converted.ignored, size)
     except RequestError as error:
         raise _with_messages_field(error, converted.fields) from None
@@ -108,7 +106,7 @@ async def read(serving: Serving, request: Request, *, replies: bool = True) -> C
 
 
 def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
-    """The equivalent chat body."""
+    """The equivalent chat body.  Raises RequestError naming a field of this one."""
     if not request_body.model:
         raise invalid("model", "is required")
     if not request_body.messages:
@@ -133,6 +131,7 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
     if isinstance(request_body, MessagesBody):
         fields |= {"stop": request_body.stop_sequences}
         fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
+    tools.check(fields["tools"], fields["tool_choice"])
     return ChatRequest(ChatBody.model_construct(**fields), conversation.fields, ignored)
 
 
