@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.server.fake_llm import TOKENIZER, Site, says, site
+from tests.server.test_openapi import numbers
 from tests.text.tool_templates import HERMES, MISTRAL, OPENED, THINKER
 from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
 from tokserve.text.chat import ChatTemplate
@@ -426,5 +427,10 @@ def test_openapi_describes_the_routes(server: Site) -> None:
         operation = described["paths"][path]["post"]
         assert operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/MessagesError")
     schemas = described["components"]["schemas"]
-    assert set(schemas["MessagesBody"]["required"]) == {"max_tokens", "messages"}
+    assert set(schemas["MessagesBody"]["required"]) == {"max_tokens", "messages", "model"}
+    assert schemas["CountTokensBody"]["properties"]["model"] == {"enum": ["tiny", "alias"]}
     assert {"MessagesError", "MessagesReply", "ErrorBody", "ThinkingOptions"} <= set(schemas)
+    cases = numbers(schemas["MessagesBody"])
+    assert {"max_tokens", "temperature", "top_p", "top_k"} <= {name for name, _ in cases}
+    for name, value in cases:
+        refused(server.post(MESSAGES, BODY | {name: value}), 400, name)

@@ -48,6 +48,13 @@ ONE_OF_REQUIRED = {
     "CompletionBody": ("prompt",),
     "ResponsesBody": ("input",),
 }
+# of Anthropic's routes: their conversation, with the contents that need nothing else, and a model that must be named
+CONVERSATIONS = ("MessagesBody", "CountTokensBody")
+TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role", "content"], "properties": {
+        "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
+            "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
+                "type": {"type": "string"}}}}]}}}}  # fmt: skip
 ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 
 
@@ -136,6 +143,13 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
     for name, needed in ONE_OF_REQUIRED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
+    for name in CONVERSATIONS:
+        if name in components:
+            components[name]["properties"] |= {
+                "messages": TURNS,
+                "model": {"type": "string", "minLength": 1} if models is None else {"enum": list(models)},
+            }
+            components[name]["required"] = ["model", *components[name]["required"]]
     if "GenerateBody" in components:  # Raw in the struct
         sampling_params: JsonSchema = {
             "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],

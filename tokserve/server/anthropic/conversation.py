@@ -35,8 +35,9 @@ class TurnMessages:
     """
 
     def __init__(self, tools: ToolList, *, system_stays: bool) -> None:
-        self.messages: list[dict[str, Any]] = []
         self.fields: list[str] = []
+        self._messages: list[dict[str, Any]] = []  # contents, and the reasoning, are lists that are still added to
+        self._first_system: list[list[Part]] = []  # the contents of the system messages that are the first one
         self._tools = tools
         self._system_stays = system_stays
 
@@ -67,11 +68,41 @@ class TurnMessages:
         else:
             self._system_turn(field, blocks)
 
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, as chat has them."""
+        return [self._whole(message) for message in self._messages]
+
     @property
     def is_to_be_continued(self) -> bool:
         """Whether the last turn is the beginning of the answer."""
-        last = self.messages[-1] if self.messages else {}
-        return last.get("role") == "assistant" and bool(last.get("content")) and "tool_calls" not in last
+        last = self._last("assistant")
+        return last is not None and "tool_calls" not in last and any(part["text"] for part in last["content"])
+
+    def _whole(self, message: dict[str, Any]) -> dict[str, Any]:
+        whole = dict(message)
+        if message["content"] is self._first_system:
+            groups = self._first_system
+            texts = ["\n".join(part["text"] for part in parts) for parts in groups]
+            whole["content"] = _content(groups[0]) if len(groups) == 1 else BETWEEN.join(texts)
+        elif message["content"] or not message.keys() & {"reasoning", "tool_calls"}:
+            whole["content"] = _content(message["content"])
+        else:
+            del whole["content"]
+        if "reasoning" in message:
+            whole["reasoning"] = "".join(message["reasoning"])
+        return whole
+
+    def _last(self, role: str) -> dict[str, Any] | None:
+        """The last message, if it has this role."""
+        return self._messages[-1] if self._messages and self._messages[-1]["role"] == role else None
+
+    def _turn(self, role: str, field: str) -> dict[str, Any]:
+        """The message of a turn: the last, if it has this role, or a new one."""
+        message = self._last(role)
+        if message is None:
+            message = {"role": role, "content": []}
+            self._append(field, message)
+        return message
 
     def _user(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
         parts: list[Part] = []
@@ -80,23 +111,18 @@ class TurnMessages:
                 parts.append(_text(path, block))
             else:
                 self._append(path, self._result(path, block))
-        if not parts and blocks:
-            return
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == "user":
-            parts, self.messages[-1] = _parts(last["content"]) + parts, {"role": "user"}
-        else:
-            self._append(field, {"role": "user"})
-        self.messages[-1]["content"] = _content(parts)
+        if parts or not blocks:
+            self._turn("user", field)["content"] += parts
 
     def _result(self, path: str, block: dict[str, Any]) -> dict[str, Any]:
         """The message of a tool."""
-        content = block.get("content", "")
+        content = block.get("content")
+        content = "" if content is None else content
         message: dict[str, Any] = {"role": "tool", "tool_call_id": _string(path, block, "tool_use_id")}
         if block.get("is_error"):
             message["is_error"] = True
-        if isinstance(content, str | None):
-            return message | {"content": content or ""}
+        if isinstance(content, str):
+            return message | {"content": [{"type": "text", "text": content}]}
         if not isinstance(content, list):
             raise invalid(f"{path}.content", "must be a string or a list of blocks")
         parts: list[Part] = []
@@ -108,26 +134,18 @@ class TurnMessages:
             else:
                 self._tools.show(f"{at}.tool_name", inner.get("tool_name"))
                 parts.append({"type": "text", "text": f"The tool {inner['tool_name']} is loaded."})
-        return message | {"content": _content(parts)}
+        return message | {"content": parts}
 
     def _assistant(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == "assistant":
-            message = last
-        else:
-            message = {"role": "assistant"}
-            self._append(field, message)
-        parts = _parts(message.get("content", []))
+        message = self._turn("assistant", field)
         for path, block in blocks:
             match block["type"]:
                 case "text":
-                    parts.append(_text(path, block))
+                    message["content"].append(_text(path, block))
                 case "thinking":
-                    message["reasoning"] = message.get("reasoning", "") + _string(path, block, "thinking")
+                    message.setdefault("reasoning", []).append(_string(path, block, "thinking"))
                 case "tool_use":
                     message.setdefault("tool_calls", []).append(_call(path, block))
-        if parts or not message.keys() & {"reasoning", "tool_calls"}:
-            message["content"] = _content(parts)
 
     def _system_turn(self, field: str, blocks: list[tuple[str, dict[str, Any]]]) -> None:
         for path, block in blocks:
@@ -155,18 +173,21 @@ class TurnMessages:
     def _system(self, field: str, parts: list[Part]) -> None:
         if not parts:
             return
-        first = self.messages[0] if self.messages else {}
-        if first.get("role") == "system" and (len(self.messages) == 1 or not self._system_stays):
-            text = [part["text"] for part in _parts(first["content"])]
-            first["content"] = BETWEEN.join(["\n".join(text), "\n".join(part["text"] for part in parts)])
+        message: dict[str, Any] = {"role": "system", "content": self._first_system}
+        if self._first_system and (len(self._messages) == 1 or not self._system_stays):
+            self._first_system.append(parts)
+        elif not self._messages:
+            self._first_system.append(parts)
+            self._append(field, message)
         elif self._system_stays:
-            self._append(field, {"role": "system", "content": _content(parts)})
+            self._append(field, message | {"content": parts})
         else:
-            self.messages.insert(0, {"role": "system", "content": _content(parts)})
+            self._first_system.append(parts)
+            self._messages.insert(0, message)
             self.fields.insert(0, field)
 
     def _append(self, field: str, message: dict[str, Any]) -> None:
-        self.messages.append(message)
+        self._messages.append(message)
         self.fields.append(field)
 
 
@@ -219,8 +240,3 @@ def _string(path: str, block: dict[str, Any], name: str) -> str:
 def _content(parts: list[Part]) -> str | list[Part]:
     """The content for chat.  A list of one part becomes its text, which more templates accept."""
     return parts if len(parts) > 1 else parts[0]["text"] if parts else ""
-
-
-def _parts(content: str | list[Part]) -> list[Part]:
-    """A content as a list of parts, to add to."""
-    return list(content) if isinstance(content, list) else [{"type": "text", "text": content}] if content else []

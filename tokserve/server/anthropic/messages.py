@@ -122,7 +122,7 @@ def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
     choice = request_body.tool_choice
     fields: dict[str, Any] = {name: getattr(request_body, name) for name in SHARED if hasattr(request_body, name)}
     fields |= {
-        "messages": conversation.messages, "tools": tool_list.shown(), "tool_choice": _tool_choice(request_body),
+        "messages": conversation.messages(), "tools": tool_list.shown(), "tool_choice": _tool_choice(request_body),
         "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
         "reasoning_effort": effort, "chat_template_kwargs": variables | (request_body.chat_template_kwargs or {}),
         "response_format": _response_format(request_body),
