@@ -388,7 +388,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     api_key: Annotated[
         list[str] | None,
-        about("Key clients must send as a bearer token (repeatable; or TOKSERVE_API_KEY). Default: none."),
+        about("Key clients must send, as bearer token or x-api-key (repeatable; or TOKSERVE_API_KEY). Default: none."),
     ] = None
     admin_api_key: Annotated[
         list[str] | None,

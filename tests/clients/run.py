@@ -34,7 +34,8 @@ from tokserve.checkpoint import DEMO_DIR
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "clients"
 RECORDED = HERE.parent / "conformance" / "recorded"
-CLIENTS = {"openai2": "openai", "openai3": "openai", "renderers": "renderers", "trl": "trl",
+CLIENTS = {"openai2": "openai", "openai3": "openai", "anthropic": "anthropic", "renderers": "renderers",
+           "trl": "trl",
            "trl_exact": "trl_exact", "lm_eval": "lm_eval",
            "frameworks": "frameworks", "closed": "closed", "loop": "loop",
            "schemathesis": "schemathesis", "verifiers": "verifiers"}  # fmt: skip

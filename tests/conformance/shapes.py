@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 KINDS = {type(None): "null", bool: "bool", int: "number", float: "number", str: "str", dict: "object", list: "list"}
-RESPONSE = 'data: {"type":"response.'  # events of which the last says so itself
+TYPED = ('data: {"type":"response.', 'data: {"type":"message_', 'data: {"type":"error"')  # the last events of others
 _ID = re.compile(r"(token_id:)?\d+$")
 
 
@@ -38,7 +38,7 @@ def reply_shape(kind: str, text: str) -> dict[str, str]:
     if kind.startswith("text/event-stream"):
         lines = [line for line in text.splitlines() if line.startswith("data: ")]
         assert lines, text[-200:]
-        if not lines[-1].startswith(RESPONSE):
+        if not lines[-1].startswith(TYPED):
             assert lines.pop() == "data: [DONE]", text[-200:]
         return shape([json.loads(line.removeprefix("data: ")) for line in lines])
     return shape(json.loads(text))

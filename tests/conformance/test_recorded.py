@@ -22,7 +22,7 @@ RECORDED = [
 
 def test_every_client_has_been_recorded() -> None:
     clients = {str(param.id).rpartition("-")[0] for param in RECORDED}
-    assert clients == {"frameworks", "guidellm", "lm_eval", "openai", "renderers", "trl", "vllm_bench"}
+    assert clients == {"anthropic", "frameworks", "guidellm", "lm_eval", "openai", "renderers", "trl", "vllm_bench"}
     assert len(RECORDED) >= 40
 
 

@@ -7,7 +7,7 @@ import httpx
 import msgspec
 
 from tests.e2e.server import Server
-from tests.server.test_refusals import garbage, is_json, may_succeed
+from tests.server.test_refusals import error_of, garbage, is_json, may_succeed
 from tokserve.server.app import CONTROL
 
 FIXED = {"temperature": 1.0, "seed": 5, "max_tokens": 40, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 1}
@@ -31,11 +31,7 @@ def test_bad_bodies_are_refused_and_leave_the_engine_as_it_was(demo: Server) -> 
             if answer.status_code == 200 and may_succeed(route.removesuffix("/render"), raw, packed):
                 continue
             assert 400 <= answer.status_code < 500, (route, raw, answer.text)
-            error = answer.json()
-            assert list(error) == ["error"] and set(error["error"]) == {"message", "type", "param", "code"}, (
-                route,
-                raw,
-            )
+            assert error_of(answer), (route, raw)
             refused += 1
     assert refused > BODIES * 0.8
     demo.wait_idle()

@@ -32,6 +32,9 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 1}, "/tokenize": {}, "/detokenize": {},
     "/v1/chat/completions/derender": {"generate_response": {"choices": [CHOICE], "prompt_token_ids": [5]}},
     "/v1/completions/derender": {"generate_responses": [{"choices": [CHOICE], "prompt_token_ids": [5]}]},
+    "/v1/messages": {"model": "demo", "messages": [MESSAGE], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "demo", "messages": [MESSAGE]},
+    "/v1/messages/render": {"model": "demo", "messages": [MESSAGE], "max_tokens": 1},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"}, "/collective_rpc": {"method": "a"},
     "/weight_checker": {"action": "compare"},
 }  # fmt: skip

@@ -23,6 +23,7 @@ from tokserve.errors import RequestError
 from tokserve.params import RequestOptions, SamplingParams
 from tokserve.prompt import TokenPrompt
 from tokserve.server import aborts, body, chat, completions, derender, render, responses, tokenize, tokens
+from tokserve.server.anthropic import messages as anthropic_messages
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ ROUTES: list[Route] = [
     _generate, _chat, _chat_tokens, _completions, _abort, _handler(tokenize.tokenize), _handler(tokenize.detokenize),
     _handler(render.render_chat), _handler(render.render_completions), _handler(derender.derender_chat),
     _handler(derender.derender_completions), _handler(responses.read),
+    _handler(anthropic_messages.read), _handler(anthropic_messages.count_tokens),
 ]  # fmt: skip
 
 

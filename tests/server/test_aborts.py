@@ -18,6 +18,7 @@ BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": ["a", "b"]},
     "/v1/responses": {"input": "x"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 400, "messages": [{"role": "user", "content": "x"}]},
 }
 
 Scene = Callable[[Site, httpx.AsyncClient], Awaitable[None]]
@@ -151,6 +152,7 @@ def test_an_abort_with_zero_tokens_of_the_text_routes() -> None:
         ("/v1/chat/completions", "chatcmpl-"),
         ("/v1/completions", "cmpl-"),
         ("/v1/responses", "resp_"),
+        ("/v1/messages", "msg_"),
         (GENERATE, "generate-tokens-"),
     ],
 )

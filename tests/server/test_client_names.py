@@ -8,13 +8,16 @@ import pytest
 
 from tests.server.fake_llm import site
 from tokserve.config import ServerConfig
+from tokserve.server.auth import Keys
 from tokserve.server.client_names import LONGEST, PEER, ClientNames
 
 GENERATE = "/inference/v1/generate"
 
 
 def name(peer: str | None = "10.0.0.1", *headers: tuple[str, str], **options: Any) -> str:
-    scope = {PEER: peer, "headers": [(key.lower().encode(), value.encode()) for key, value in headers]}
+    """The name of a request that `auth` has let pass."""
+    scope = {"path": "/x", PEER: peer, "headers": [(key.lower().encode(), value.encode()) for key, value in headers]}
+    Keys(options.get("api_key", ()), options.get("admin_api_key", ())).check(scope)
     return ClientNames(ServerConfig(**options)).name(scope)
 
 
@@ -34,6 +37,14 @@ def test_a_key_is_a_client_wherever_it_comes_from_and_does_not_show() -> None:
     assert seen == name("10.0.0.2", key, api_key=["sesame"]) and "sesame" not in seen
     assert seen == name("10.0.0.2", ("Authorization", "bearer  sesame "), api_key=["sesame"])
     assert seen != name("10.0.0.1", ("Authorization", "Bearer other"), api_key=["other"])
+
+
+def test_a_key_that_is_not_accepted_makes_no_other_client() -> None:
+    key = ("x-api-key", "sesame")
+    seen = name("10.0.0.1", key, api_key=["sesame"])
+    assert seen == name("10.0.0.1", ("Authorization", "Bearer sesame"), api_key=["sesame"])
+    assert seen == name("10.0.0.1", ("Authorization", "Bearer made-up"), key, api_key=["sesame"])
+    assert seen == name("10.0.0.1", key, ("Authorization", "Bearer made-up"), api_key=["sesame"])
 
 
 def test_a_header_that_nobody_checks_makes_no_client() -> None:

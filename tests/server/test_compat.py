@@ -18,7 +18,9 @@ from openai.resources.responses import Responses as SdkResponses
 from pydantic import BaseModel
 
 from tests.server.fake_llm import Site, says, site
+from tests.server.test_refusals import error_of
 from tokserve.server import compat
+from tokserve.server.anthropic.bodies import MessagesBody
 from tokserve.server.compat import FieldRule
 from tokserve.server.schemas import ChatBody, CompletionBody, RequestBody, ResponsesBody
 
@@ -27,7 +29,9 @@ ROUTES: dict[str, tuple[type[RequestBody], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
     "/v1/completions": (CompletionBody, {"prompt": "x"}),
     "/v1/responses": (ResponsesBody, {"input": "x"}),
+    "/v1/messages": (MessagesBody, {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}),
 }
+INSIDE: dict[str, Any] = {"thinking": {"type": "adaptive"}}  # what an object needs besides its other fields
 SDK = {"/v1/chat/completions": SdkChat, "/v1/completions": SdkCompletions, "/v1/responses": SdkResponses}
 NOT_SENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 OPENAI = {
@@ -74,7 +78,7 @@ def names(*, of_openai: bool) -> list[str]:
 
 
 def table(*, of_openai: bool) -> str:
-    lines = ["| field | chat | completions | responses | |", "|---|---|---|---|---|"]
+    lines = ["| field | chat | completions | responses | messages | |", "|---|---|---|---|---|---|"]
     for name in names(of_openai=of_openai):
         known = [found for route in ROUTES if (found := treatment(route, name)) is not None]
         notes = list(dict.fromkeys(found.note for found in known if found.note))
@@ -110,7 +114,7 @@ def test_every_field_that_openais_sdk_can_send_is_in_the_table() -> None:
 def test_a_field_is_declared_or_in_the_table_and_never_both() -> None:
     for body, _ in ROUTES.values():
         assert not body.others.keys() & {name for name in body.model_fields if name not in compat.TEXT}
-    for body in (ChatBody, CompletionBody, ResponsesBody):
+    for body, _ in ROUTES.values():
         assert not compat.INNER.keys() & set(inner_fields(body))
 
 
@@ -120,7 +124,7 @@ ODD = {"a": 1}  # a value that no field has as one that asks for nothing
 def ask(s: Site, route: str, name: str, value: Any) -> Any:
     outer, _, inner = name.partition(".")
     body = {"stream": True} if outer == "stream_options" else {}
-    return s.post(route, ROUTES[route][1] | body | {outer: {inner: value} if inner else value})
+    return s.post(route, ROUTES[route][1] | body | {outer: INSIDE.get(outer, {}) | {inner: value} if inner else value})
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -137,9 +141,9 @@ def test_the_routes_keep_to_the_table(route: str) -> None:
                 assert "x-ignored-fields" not in answer.headers, (name, value)
             answer = ask(server, route, name, ODD)
             if found.treatment == "refused" or (server is strict and found.strict):
-                error = answer.json()["error"]
-                assert answer.status_code == 400 and error["param"] == name, (name, answer.text)
-                assert found.note in error["message"] or found.strict
+                error = error_of(answer)
+                assert answer.status_code == 400 and error.get("param", name) == name, (name, answer.text)
+                assert name in error["message"] and (found.note in error["message"] or found.strict)
             else:
                 assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == name, name
 

@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -373,7 +374,8 @@ def test_an_unexpected_error_is_500_without_its_text(
 NAMES = ["token_ids", "sampling_params", "prompt", "messages", "max_tokens", "temperature", "stop", "logprobs", "n",
          "request_ids", "group_id", "all", "tokens", "stream", "echo", "logit_bias", "tools", "response_format",
          "stream_options", "prompt_logprobs", "input", "include", "text",
-         "reasoning", "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
+         "reasoning", "system", "thinking", "tool_choice", "output_config", "stop_sequences",
+         "seed", "cache_salt", "priority", "model", "chat_template"]  # fmt: skip
 ATOMS = [None, True, -1, 0, 2**31, 2**63, 1.5, -1e308, "", "x", "\u0000", "ä" * 50, [], {}, [None],
          [[]], [[[]]], {"": {}}, [1, "a"], [-1], {"a": [{}]}, [{"role": 5}],
          [{"role": "user", "content": [{}]}]]  # fmt: skip
@@ -412,13 +414,25 @@ def test_garbage_is_always_the_clients_fault() -> None:
                 if answer.status_code == 200 and may_succeed(route, raw, packed):
                     continue
                 assert 400 <= answer.status_code < 500, (route, raw, answer.text)
-                error = answer.json()["error"]
-                assert set(error) == {"message", "type", "param", "code"}, (route, raw)
-                named += error["param"] is not None
+                named += error_of(answer).get("param") is not None
 
     asyncio.run(scene())
     assert named > 150
     assert not s.app.state.serving.metrics.inflight and not s.llm.streams
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error in an answer, which has the shape of its route."""
+    body = answer.json()
+    fields = {"message", "type"} if is_anthropics(answer.url.path) else {"message", "type", "param", "code"}
+    assert set(body) == ({"error", "type"} if is_anthropics(answer.url.path) else {"error"}), answer.text
+    assert set(body["error"]) - {"details"} == fields and body["error"]["message"], answer.text
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def is_anthropics(path: str) -> bool:
+    return path.startswith("/v1/messages")
 
 
 def is_json(raw: bytes) -> bool:

@@ -28,7 +28,7 @@ from tokserve.text.detokenizer import Detokenizer
 from tokserve.text.stops import StopStrings
 from tokserve.text.tokenizer import Tokenizer
 
-PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")  # of the `id` of replies
+PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_", "msg_")  # of the `id` of replies
 REPETITIONS = 4096  # entries that a list of token ids may have even if the vocabulary is smaller
 MAX_ID = 1024
 MAX_EXTRA = 1 << 16  # bytes of extra_args: each choice carries them

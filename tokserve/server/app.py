@@ -41,6 +41,10 @@ from tokserve.server import (
     tokenize,
     tokens,
 )  # fmt: skip
+from tokserve.server.anthropic import messages
+from tokserve.server.anthropic.bodies import CountTokensBody, MessagesBody
+from tokserve.server.anthropic.error_shape import ANTHROPIC
+from tokserve.server.anthropic.reply import MessagesReply
 from tokserve.server.auth import Keys, route_path
 from tokserve.server.counters import ApiProcess
 from tokserve.server.disconnect import ClientDisconnected
@@ -65,6 +69,19 @@ ENDPOINTS = (
     Endpoint(("GET", "DELETE"), "/v1/responses/{id}", responses.stored, text=True),
     Endpoint(("GET",), "/v1/responses/{id}/input_items", responses.stored, text=True),
     Endpoint(("POST",), "/v1/responses/{id}/cancel", responses.stored, text=True),
+    Endpoint(
+        ("POST",), "/v1/messages", messages.create, MessagesBody, text=True, reply=MessagesReply, errors=ANTHROPIC
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        CountTokensBody,
+        text=True,
+        reply=messages.TokenCount,
+        errors=ANTHROPIC,
+    ),
+    Endpoint(("POST",), "/v1/messages/render", messages.render, MessagesBody, text=True, errors=ANTHROPIC),
     Endpoint(("POST",), "/v1/chat/completions/render", render.render_chat, schemas.ChatBody, text=True),
     Endpoint(("POST",), "/v1/completions/render", render.render_completions, schemas.CompletionBody, text=True),
     Endpoint(("POST",), "/v1/chat/completions/derender", derender.derender_chat, derender.DerenderChatBody, text=True),
@@ -185,27 +202,29 @@ def _routes(serving: Serving) -> Iterable[Route]:
         handler = introspection.refuse_text_route if endpoint.text and not serving.text else endpoint.handler
         yield Route(
             endpoint.path,
-            _with_error_responses(serving, handler, endpoint.path),
+            _with_error_responses(serving, handler, endpoint),
             methods=endpoint.methods,
             name=endpoint.path,
         )
 
 
-def _with_error_responses(serving: Serving, handler: Handler, path: str) -> Callable[[Request], Awaitable[Response]]:
+def _with_error_responses(
+    serving: Serving, handler: Handler, endpoint: Endpoint
+) -> Callable[[Request], Awaitable[Response]]:
     """The handler, with exceptions turned into responses, in a task named after the route."""
 
     async def answer(request: Request) -> Response:
         if task := asyncio.current_task():
-            task.set_name(f"{request.method} {path}")
+            task.set_name(f"{request.method} {endpoint.path}")
         try:
             return await handler(serving, request)
         except RequestError as error:
-            return errors.response(error, _echoed_id(request))
+            return errors.response(error, _echoed_id(request), endpoint.errors)
         except ClientDisconnected:
             return Response(status_code=499)  # not sent: the client has disconnected
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)
-            return errors.response(RequestFailed("internal error"), _echoed_id(request))
+            return errors.response(RequestFailed("internal error"), _echoed_id(request), endpoint.errors)
         finally:
             serving.bodies.release(request)
 
@@ -224,15 +243,22 @@ def _echoed_id(request: Request) -> dict[str, str]:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's errors (no such route, wrong method) as error responses."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[: errors.SHOWN]
+    path, shape = request.url.path[: errors.SHOWN], _errors_of(request.url.path)
     if error.status_code == 404:
         suggestion = suggest_route(request.url.path.rstrip("/"))
         hint = f"; did you mean {suggestion}?" if suggestion else ""
-        return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"))
+        return errors.response(NotFound(f"there is no route {path}{hint}", code="unknown_route"), None, shape)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        return errors.response(errors.WrongMethod(f"{path} takes {allowed}, not {request.method}"), error.headers)
-    return errors.response(RequestError(str(error.detail)), error.headers)
+        wrong_method = errors.WrongMethod(f"{path} takes {allowed}, not {request.method}")
+        return errors.response(wrong_method, error.headers, shape)
+    return errors.response(RequestError(str(error.detail)), error.headers, shape)
+
+
+def _errors_of(path: str) -> errors.ErrorShape:
+    """The shape of errors at a path, which need not be a route's: that of a route it is, or is below."""
+    shapes = (route.errors for route in ENDPOINTS if path == route.path or path.startswith(route.path + "/"))
+    return next(shapes, errors.OPENAI)
 
 
 def suggest_route(path: str) -> str | None:
@@ -258,7 +284,7 @@ class Guard:
                 self._keys.check(scope)
             except RequestError as error:
                 headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
-                await errors.response(error, headers)(scope, receive, send)
+                await errors.response(error, headers, _errors_of(route_path(scope)))(scope, receive, send)
                 return
             if scope["path"].endswith("/") and route_path(scope):  # some trainers write routes with a slash at the end
                 scope = {**scope, "path": scope["path"].rstrip("/")}

@@ -1,4 +1,7 @@
-"""Checks API keys and host names: which paths need which key, and which Host headers are allowed."""
+"""Checks API keys and host names: which paths need which key, and which Host headers are allowed.
+
+A key comes as `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from starlette.types import Scope
 
 from tokserve.errors import Forbidden, Unauthorized
 
+ACCEPTED = "tokserve.api_key"  # key in the scope: the digest of the API key that was accepted
 # "": the status page, which holds no secrets
 PUBLIC = frozenset({"", "/health", "/ping", "/ready", "/version"})
 
@@ -39,17 +43,16 @@ class Keys:
         path = route_path(scope)
         if self._hosts is not None and (path in self._control or path in self._guarded):
             _check_host(scope, self._hosts)
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if path in self._control:
-            self._check_control(scope, header)
+            self._check_control(scope)
         elif self._digests and path not in PUBLIC:
-            _check_key(header, [*self._digests, *self._admin])
+            _check_key(scope, [*self._digests, *self._admin])
 
-    def _check_control(self, scope: Scope, header: bytes) -> None:
+    def _check_control(self, scope: Scope) -> None:
         if self._admin:
-            _check_key(header, self._admin, "a control route, which needs the admin key")
+            _check_key(scope, self._admin, "a control route, which needs the admin key")
         elif self._digests:
-            _check_key(header, self._digests)
+            _check_key(scope, self._digests)
         elif not self._remote_control:
             if not _is_local(scope):
                 raise Forbidden(
@@ -81,13 +84,28 @@ def _bare_host(host: str) -> str:
     return (name if colon and (port.isdigit() or not port) and ":" not in name else host).removesuffix(".")
 
 
-def _check_key(header: bytes, digests: list[bytes], route: str = "") -> None:
-    scheme, _, token = header.partition(b" ")
-    guess = _digest(token.strip())
-    matches = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
-    if scheme.lower() != b"bearer" or not any(matches):
-        message = "the API key is wrong" if header else "an API key is required: Authorization: Bearer <key>"
-        raise Unauthorized(f"{message}; this is {route}" if route else message, code="invalid_api_key")
+def _check_key(scope: Scope, digests: list[bytes], route: str = "") -> None:
+    """Accept the first key of the request that is one of `digests`; a client may send different ones in two headers."""
+    headers = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+    for name, value in headers:
+        key = _key(name, value)
+        guess = _digest(key)
+        matches = [hmac.compare_digest(guess, digest) for digest in digests]  # a list: all are compared
+        if key and any(matches):
+            scope[ACCEPTED] = guess
+            return
+    message = "an API key is required: Authorization: Bearer <key>, or x-api-key: <key>"
+    if any(value for _, value in headers):
+        message = "the API key is wrong"
+    raise Unauthorized(f"{message}; this is {route}" if route else message, code="invalid_api_key")
+
+
+def _key(name: bytes, value: bytes) -> bytes:
+    """The key in a header; b"", which is none, for a scheme other than Bearer."""
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, token = value.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _is_local(scope: Scope) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokserve.config import ServerConfig
+from tokserve.server.auth import ACCEPTED
 
 PEER = "tokserve.peer"  # key in the scope: the peer's address, None for a Unix socket
 NETWORK = 64  # bits of the IPv6 network that is counted as one client
@@ -30,9 +31,9 @@ class ClientNames:
     def name(self, scope: Mapping[str, Any]) -> str:
         """The client's name, which does not contain its key; "" for an unknown client."""
         if self._by_key:
-            key = _header(scope, b"authorization").partition(b" ")[2].strip()
-            if key:
-                return "key " + hashlib.blake2b(key, digest_size=12).hexdigest()
+            accepted: bytes = scope.get(ACCEPTED, b"")
+            if accepted:
+                return "key " + hashlib.blake2b(accepted, digest_size=12).hexdigest()
         if self._header is not None:
             last = _header(scope, self._header).decode("latin-1").rpartition(",")[2].strip()
             if last:

@@ -77,6 +77,9 @@ OTHERS: FieldTable = {
     "use_beam_search": _refused(False),
 }
 TEXT: FieldTable = OPENAI | OTHERS
+_AS_IT_IS = "the conversation is taken as it is"
+_BETAS = "none changes what is served here"
+_NO_LOGPROBS = "its blocks have no place for it, use chat or the token route"
 _STATELESS = "nothing is stored, the whole conversation comes in input"
 # of /v1/responses: also fields that chat has under other names, and those about the prompt
 RESPONSES: FieldTable = TEXT | {
@@ -105,10 +108,58 @@ RESPONSES: FieldTable = TEXT | {
     "tokens": _refused(note="use input"),
     "truncation": _refused("disabled"),
 }
+# of /v1/messages and /v1/messages/count_tokens: Anthropic's fields, and those that chat has under other names
+MESSAGES: FieldTable = TEXT | {
+    "add_generation_prompt": _refused(True),
+    "add_special_tokens": _refused(False),
+    "anthropic_beta": _ignored([], note=_BETAS),
+    "anthropic_version": _ignored(note="there is one version"),
+    "betas": _ignored([], note=_BETAS),
+    "billing_policy": _ignored(note="nothing is billed"),
+    "cache_control": _ignored(note=_CACHE),
+    "chat_template": _refused(),
+    "compaction": _ignored(note=_AS_IT_IS),
+    "container": _refused(note="nothing is executed here"),
+    "context_management": _ignored({}, {"edits": []}, note=_AS_IT_IS),
+    "continue_final_message": _refused(note="a final message of the assistant is continued"),
+    "diagnostics": _ignored(),
+    "documents": _refused([]),
+    "fallback_credit_token": _ignored(note="nothing is billed"),
+    "fallbacks": _ignored([], "default", note="another model is not tried"),
+    "inference_geo": _ignored(),
+    "input": _refused(note="use messages"),
+    "instructions": _refused(note="use system"),
+    "logprob_token_ids": _refused([], note=_NO_LOGPROBS),
+    "logprobs": _refused(False, note=_NO_LOGPROBS),
+    "logprobs_mode": _refused(note=_NO_LOGPROBS),
+    "max_completion_tokens": _refused(note="use max_tokens"),
+    "max_output_tokens": _refused(note="use max_tokens"),
+    "max_tool_calls": _refused(note="use tool_choice.disable_parallel_tool_use"),
+    "mcp_servers": _refused([], note="no server is called from here, send tools"),
+    "mm_payload": _ignored("tensors", note="there are no images"),
+    "n": _refused(1),
+    "parallel_tool_calls": _refused(True, note="use tool_choice.disable_parallel_tool_use"),
+    "prompt": _refused(note="use messages"),
+    "prompt_logprobs": _refused(False, note=_NO_LOGPROBS),
+    "reasoning_effort": _refused(note="use output_config.effort or thinking"),
+    "response_format": _refused({"type": "text"}, note="use output_config.format"),
+    "return_sampling_mask": _refused(False, note=_NO_LOGPROBS),
+    "service_tier": _ignored("auto", "standard_only", note="there is one tier"),
+    "speed": _ignored("standard", note="there is one speed"),
+    "stop": _refused([], note="use stop_sequences"),
+    "stream_options": _ignored(note="a stream always reports usage"),
+    "thread": _refused(note="nothing is stored, the whole conversation comes in messages"),
+    "tokens": _refused(note="use messages"),
+    "top_logprobs": _refused(0, note=_NO_LOGPROBS),
+    "user_profile_id": _ignored(note=_TAG),
+    "workspace_id": _ignored(note=_TAG),
+}
 # fields of objects inside a body, by their path
 INNER: FieldTable = {
+    "output_config.task_budget": _ignored(note="no template reads it"),
     "stream_options.include_obfuscation": _ignored(False, note="nothing is padded"),
     "text.verbosity": VERBOSITY,
+    "thinking.display": _ignored("summarized", note="reasoning is returned as it is"),
 }
 # names of structured outputs elsewhere, with the values that have no effect (null never has one)
 OTHER_NAMES: dict[str, tuple[Any, ...]] = {

@@ -1,4 +1,4 @@
-"""Errors as responses, all in one JSON shape: {"error": {message, type, param, code}}.
+"""Errors as responses, in one JSON shape: {"error": {message, type, param, code}}, or a route's own.
 
 Turns the validation errors of msgspec and pydantic into `RequestError`s that name the field as a client writes it
 (`messages[0].content`, `sampling_params.top_p`).
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -49,14 +49,33 @@ def body(error: RequestError) -> bytes:
     return msgspec.json.encode(ErrorBody(Detail(error.message, error.type, error.field, error.code)))
 
 
-def response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+class ErrorShape(NamedTuple):
+    """The JSON shape of a route's errors: its struct, for the OpenAPI document, and what encodes an error."""
+
+    struct: type[msgspec.Struct]
+    encode: Callable[[RequestError], bytes]
+
+
+OPENAI = ErrorShape(ErrorBody, body)
+
+
+def response(error: RequestError, headers: Mapping[str, str] | None = None, shape: ErrorShape = OPENAI) -> Response:
     """The error as an HTTP response, with `Retry-After` where trying again makes sense."""
     extra = dict(headers or {})
     if error.retry_after is not None:
         extra["Retry-After"] = str(error.retry_after)
     if error.status == 408:  # the rest of the body would be read as the next request
         extra["Connection"] = "close"
-    return Response(body(error), status_code=error.status, headers=extra, media_type="application/json")
+    return Response(shape.encode(error), status_code=error.status, headers=extra, media_type="application/json")
+
+
+def renamed(error: RequestError, field: str) -> RequestError:
+    """The same error about `field`, which is the field's path in another body; so is the start of its message."""
+    if error.field is not None:
+        if error.message.startswith(error.field):
+            error.message = field + error.message[len(error.field) :]
+        error.field = field
+    return error
 
 
 def malformed(error: Exception, kind: str) -> RequestError:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tokserve.params import SamplingParams
 from tokserve.server import declared
 from tokserve.server.body import MAX_ID
-from tokserve.server.errors import ErrorBody
+from tokserve.server.errors import OPENAI, ErrorShape
 from tokserve.server.serving import Serving
 from tokserve.server.tools import MAX_CALLS
 
@@ -48,6 +48,13 @@ ONE_OF_REQUIRED = {
     "CompletionBody": ("prompt",),
     "ResponsesBody": ("input",),
 }
+# of Anthropic's routes: their conversation, with the contents that need nothing else, and a model that must be named
+CONVERSATIONS = ("MessagesBody", "CountTokensBody")
+TURNS: JsonSchema = {"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role", "content"], "properties": {
+        "role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": [{"type": "string"}, {
+            "type": "array", "items": {"type": "object", "required": ["type"], "properties": {
+                "type": {"type": "string"}}}}]}}}}  # fmt: skip
 ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 
 
@@ -55,7 +62,8 @@ ONLY_NULL = ("kv_transfer_params", "features", "content_parts")
 class Endpoint:
     """A route: its handler, and the types of its body and reply.
 
-    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.
+    `text`: needs a tokenizer.  `control`: a control route, for which `auth` has rules of its own.  `errors`: the shape
+    of its errors.
     """
 
     methods: tuple[str, ...]
@@ -65,12 +73,18 @@ class Endpoint:
     text: bool = False
     reply: type[msgspec.Struct] | None = None
     control: bool = False
+    errors: ErrorShape = OPENAI
 
 
 def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | None) -> dict[str, Any]:
     """The OpenAPI document.  `models`: the names that the server answers to; None: they change while it serves."""
     endpoints = list(endpoints)
-    types = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.reply) if kind is not None]
+    types = [
+        kind
+        for endpoint in endpoints
+        for kind in (endpoint.body, endpoint.reply, endpoint.errors.struct)
+        if kind is not None
+    ]
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
@@ -85,7 +99,7 @@ def schema(endpoints: Iterable[Endpoint], version: str, models: Sequence[str] | 
 
 
 def _operation(endpoint: Endpoint, method: str, path: str) -> dict[str, Any]:
-    error = {"description": "Error", "content": _content(ErrorBody)}
+    error = {"description": "Error", "content": _content(endpoint.errors.struct)}
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or path).partition("\n")[0],
         "operationId": f"{method.lower()}{path}".replace("/", "_"),
@@ -115,7 +129,7 @@ def _content(body: type[Any]) -> dict[str, Any]:
 def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dict[str, Any]:
     types = list(types)
     structs = [kind for kind in types if issubclass(kind, msgspec.Struct)]
-    _, components = msgspec.json.schema_components([*structs, SamplingParams, ErrorBody], ref_template=_REF)
+    _, components = msgspec.json.schema_components([*structs, SamplingParams], ref_template=_REF)
     for model in types:
         if issubclass(model, BaseModel):
             described = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -129,6 +143,13 @@ def _components(types: Iterable[type[Any]], models: Sequence[str] | None) -> dic
     for name, needed in ONE_OF_REQUIRED.items():
         if name in components:
             components[name]["anyOf"] = [{"required": [field]} for field in needed]
+    for name in CONVERSATIONS:
+        if name in components:
+            components[name]["properties"] |= {
+                "messages": TURNS,
+                "model": {"type": "string", "minLength": 1} if models is None else {"enum": list(models)},
+            }
+            components[name]["required"] = ["model", *components[name]["required"]]
     if "GenerateBody" in components:  # Raw in the struct
         sampling_params: JsonSchema = {
             "anyOf": [{"$ref": _REF.format(name="SamplingParams")}, {"type": "null"}],

@@ -49,6 +49,11 @@ class TokenizerDescription(msgspec.Struct):
 async def render_chat(serving: Serving, request: Request) -> Response:
     """POST /v1/chat/completions/render: the token request that this chat is"""
     call = await chat.read(serving, request, with_tokens=False, replies=False)
+    return await rendered_chat(serving, request, call)
+
+
+async def rendered_chat(serving: Serving, request: Request, call: chat.ChatCall) -> Response:
+    """The token request that a chat call is; the call may come from the body of another route."""
     forbidden = await serving.check(request, call.generate, [call.prompt], call.fields)
     echo = bool(call.body.return_token_ids) or call.params.prompt_logprobs is not None
     given = given_request_id(request, call.body.request_id)

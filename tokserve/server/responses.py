@@ -233,11 +233,7 @@ def _nested(field: str, flat: dict[str, Any]) -> dict[str, Any]:
 
 def _with_responses_field(error: RequestError, input_fields: Sequence[str]) -> RequestError:
     """The error of a chat body with the field of this body."""
-    if error.field is not None:
-        chat_field, error.field = error.field, _responses_field(error.field, input_fields)
-        if error.message.startswith(chat_field):
-            error.message = error.field + error.message[len(chat_field) :]
-    return error
+    return error if error.field is None else errors.renamed(error, _responses_field(error.field, input_fields))
 
 
 def _responses_field(field: str, input_fields: Sequence[str]) -> str:

@@ -41,6 +41,7 @@ from tokserve.server.workers import off_loop
 from tokserve.text import tool_formats
 from tokserve.text.chat import ChatTemplate
 from tokserve.text.parsing import Thinking, ToolFormat
+from tokserve.text.system_turns import takes_later_system
 from tokserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,11 @@ class Serving:
     def template(self) -> ChatTemplate:
         """The chat template, the operator's or the model's own."""
         return ChatTemplate(self.tokenizer, self.config.server.chat_template)
+
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether the chat template takes system messages between other turns."""
+        return takes_later_system(self.template)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

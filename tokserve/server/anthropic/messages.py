@@ -1,0 +1,192 @@
+"""Anthropic's Messages API: turns a request into a chat body, and the answer into blocks and events.
+
+`chat` implements the fields of the chat body; the fields of errors are translated back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokserve.errors import RequestError, invalid
+from tokserve.server import body, chat, errors, schemas, sse, tools
+from tokserve.server import render as token_requests
+from tokserve.server.anthropic.bodies import CountTokensBody, JsonOutputOptions, MessagesBody
+from tokserve.server.anthropic.conversation import TurnMessages
+from tokserve.server.anthropic.reply import MessagesRenderer
+from tokserve.server.anthropic.tool_list import ToolList
+from tokserve.server.chat import ChatCall
+from tokserve.server.schemas import ChatBody
+from tokserve.server.serving import FieldPaths, Serving
+from tokserve.server.workers import off_loop
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+MESSAGE = re.compile(r"messages\[(\d+)\]")
+NAMES = {  # fields of chat, longer ones first, and their names here
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format.json_schema": "output_config.format", "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort", "stop": "stop_sequences",
+}  # fmt: skip
+SHARED = tuple(name for name in MessagesBody.model_fields if name in ChatBody.model_fields)
+
+
+class ContextManagement(msgspec.Struct):
+    """What count_tokens says of a conversation of which nothing is cleared."""
+
+    original_input_tokens: int
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of count_tokens."""
+
+    input_tokens: int
+    context_management: ContextManagement
+
+
+class ChatRequest(NamedTuple):
+    """A body as a chat body.  `fields`: the paths of its messages; `ignored`: fields without an effect here."""
+
+    body: ChatBody
+    fields: list[str]
+    ignored: list[str]
+
+
+async def create(serving: Serving, request: Request) -> Response:
+    """POST /v1/messages"""
+    call = await read(serving, request)
+    generation = await serving.start(request, call.generate, [call.prompt], call.fields)
+    renderer = MessagesRenderer(serving, generation, call)
+    request_id = call.generate.request_id
+    headers = {"X-Request-Id": request_id, "request-id": request_id, **schemas.ignored_header(call.ignored)}
+    if call.generate.options.stream:
+        return sse.EventStream(generation, renderer, serving.keep_alive, headers, close=renderer.close)
+    return await sse.answer(generation, request, renderer.reply, headers)
+
+
+async def count_tokens(serving: Serving, request: Request) -> Response:
+    """POST /v1/messages/count_tokens: the number of tokens of the prompt"""
+    request_body, ignored, size = await schemas.read(serving, request, CountTokensBody)
+
+    def count() -> tuple[int, list[str]]:
+        converted = _as_chat(serving, request_body)
+        chat_body = converted.body
+        try:
+            return len(chat.rendered(serving, chat_body, chat_body.reasoning_effort)), converted.ignored
+        except RequestError as error:
+            raise _with_messages_field(error, converted.fields) from None
+
+    tokens, more = await off_loop(request, size, count)
+    reply = TokenCount(tokens, ContextManagement(tokens))
+    return body.reply(request, reply, schemas.ignored_header(ignored + more))
+
+
+async def render(serving: Serving, request: Request) -> Response:
+    """POST /v1/messages/render: the token request that these messages are"""
+    return await token_requests.rendered_chat(serving, request, await read(serving, request, replies=False))
+
+
+async def read(serving: Serving, request: Request, *, replies: bool = True) -> ChatCall:
+    """The chat call made from the body; errors name the fields of the body."""
+    request_body, ignored, size = await schemas.read(serving, request, MessagesBody)
+    if request_body.stream and replies and body.wants_msgpack(request):
+        raise RequestError("a stream is server-sent events with JSON; msgpack needs stream: false", field="stream")
+    converted = await off_loop(request, size, lambda: _as_chat(serving, request_body))
+    try:
+        call = await chat.call_of(serving, request, converted.body, converted.ignored, size)
+    except RequestError as error:
+        raise _with_messages_field(error, converted.fields) from None
+    others = {name: _messages_field(field, ()) for name, field in call.fields.others.items()}
+    fields = FieldPaths("messages", others=others | {"stop": "stop_sequences"})
+    return call._replace(ignored=ignored + [_messages_field(name, ()) for name in call.ignored], fields=fields)
+
+
+def _as_chat(serving: Serving, request_body: CountTokensBody) -> ChatRequest:
+    """The equivalent chat body.  Raises RequestError naming a field of this one."""
+    if not request_body.model:
+        raise invalid("model", "is required")
+    if not request_body.messages:
+        raise invalid("messages", "must not be empty")
+    serving.check_messages(request_body.messages, "messages")
+    tool_list = ToolList(request_body.tools)
+    conversation = TurnMessages(tool_list, system_stays=serving.takes_later_system)
+    if request_body.system is not None:
+        conversation.add_system(request_body.system)
+    for i, turn in enumerate(request_body.messages):
+        conversation.add(f"messages[{i}]", turn)
+    effort, variables, ignored = _thinking(serving, request_body)
+    choice = request_body.tool_choice
+    fields: dict[str, Any] = {name: getattr(request_body, name) for name in SHARED if hasattr(request_body, name)}
+    fields |= {
+        "messages": conversation.messages(), "tools": tool_list.shown(), "tool_choice": _tool_choice(request_body),
+        "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+        "reasoning_effort": effort, "chat_template_kwargs": variables | (request_body.chat_template_kwargs or {}),
+        "response_format": _response_format(request_body),
+        "continue_final_message": conversation.is_to_be_continued or None,
+    }  # fmt: skip
+    if isinstance(request_body, MessagesBody):
+        fields |= {"stop": request_body.stop_sequences}
+        fields |= {"return_sampling_mask": False} if serving.config.model.return_sampling_mask else {}
+    tools.check(fields["tools"], fields["tool_choice"])
+    return ChatRequest(ChatBody.model_construct(**fields), conversation.fields, ignored)
+
+
+def _tool_choice(request_body: CountTokensBody) -> str | dict[str, Any] | None:
+    choice = request_body.tool_choice
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return CHOICES[choice.type]
+    if not choice.name:
+        raise invalid("tool_choice.name", "is required")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _thinking(serving: Serving, request_body: CountTokensBody) -> tuple[str | None, dict[str, Any], list[str]]:
+    """The effort of the reasoning, variables of the template, and the fields that change nothing."""
+    thinking, output = request_body.thinking, request_body.output_config
+    effort = output.effort if output else None
+    if thinking is None or thinking.type == "adaptive":
+        return effort, {}, []
+    if thinking.type == "disabled":
+        return "none", {}, []
+    if thinking.budget_tokens is None:
+        raise invalid("thinking.budget_tokens", "is required")
+    if isinstance(request_body, MessagesBody) and thinking.budget_tokens >= request_body.max_tokens:
+        raise invalid("thinking.budget_tokens", f"must be below max_tokens ({request_body.max_tokens})")
+    ignored = ["thinking.budget_tokens"]
+    if serving.thinking is None and not serving.template.reads("enable_thinking"):
+        ignored.insert(0, "thinking")
+    return effort, {"enable_thinking": True}, ignored
+
+
+def _response_format(request_body: CountTokensBody) -> dict[str, Any] | None:
+    """The form of the answer, with closed objects, as Anthropic's API demands."""
+    output, older = request_body.output_config, request_body.output_format
+    form: JsonOutputOptions | None = output.format if output else None
+    if form is not None and older is not None:
+        raise RequestError("give output_config.format or output_format, not both", field="output_format")
+    form = form or older
+    if form is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_, "strict": True}}
+
+
+def _with_messages_field(error: RequestError, message_fields: Sequence[str]) -> RequestError:
+    """The error of a chat body with the field of this body."""
+    return error if error.field is None else errors.renamed(error, _messages_field(error.field, message_fields))
+
+
+def _messages_field(field: str, message_fields: Sequence[str]) -> str:
+    """The field of this body for a field of chat."""
+    match = MESSAGE.match(field)
+    if match:
+        return message_fields[int(match[1])] + field[match.end() :]
+    for chat_name, name in NAMES.items():
+        if field == chat_name or field.startswith((chat_name + ".", chat_name + "[")):
+            return name + field[len(chat_name) :]
+    return field
