@@ -62,6 +62,8 @@ class TransferGroup:
         make, device = BACKENDS[backend]
         if not getattr(distributed, f"is_{backend}_available")():
             raise RequestError(f"this build of torch has no {backend}", field="backend")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RequestError(f"{backend} needs a CUDA device, and there is none here: use gloo", field="backend")
         self.device = torch.device(device)
         self._backend = backend
         self._interrupted = interrupted or threading.Event()

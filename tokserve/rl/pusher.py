@@ -47,6 +47,9 @@ class Connection(Protocol):
     async def get(self, path: str) -> Any:
         """The reply of a GET.  Raises ServerError."""
 
+    async def open_update(self, path: str, body: dict[str, Any]) -> Any:
+        """The reply of a POST that opens an update; the first one takes over from a holder that has gone."""
+
     async def control(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The reply of a POST.  Raises ServerError."""
 
@@ -67,7 +70,7 @@ async def transaction(connection: Connection, base: dict[str, str] | None = None
     closed = False
     try:
         try:
-            await connection.control(START, base)
+            await connection.open_update(START, dict(base or {}))
         except (ServerError, httpx.ConnectError):
             closed = True  # not opened by this call; after any other error, it may have been
             raise
@@ -88,12 +91,15 @@ class Pusher:
         self._pushed: PushedWeights | None = None
         self._keeping: asyncio.Future[None] | None = None  # the kept copy is brought up to date
         self._epoch = 0
+        self._commit: dict[str, Any] = {}  # options of the commit
         self._directories: dict[Path, tuple[WeightDirectory, PushedWeights | None]] = {}
 
     async def push(
-        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int
-    ) -> PushResult:
+        self, weights: Weights, version: str | None, *, delta: bool, directory: str | Path | None, anchor_every: int,
+        recompute_kv: bool = False,
+    ) -> PushResult:  # fmt: skip
         """As `TokserveClient.push`."""
+        self._commit = {"recompute_kv": True} if recompute_kv else {}
         if self._keeping is not None:
             await self._keeping
         named = await asyncio.to_thread(named_tensors, weights)
@@ -130,7 +136,7 @@ class Pusher:
         try:
             async with transaction(self._connection, base):
                 size = await self._send_delta(pushed, deltas, label)
-                finish = {"weight_version": label.version, "checksum": label.checksum}
+                finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit
                 done = await self._connection.control(FINISH, finish)
         except ServerError as error:
             if error.code not in CURED_BY_FULL:
@@ -165,7 +171,7 @@ class Pusher:
         sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
         async with transaction(self._connection):
             size = await self._send_full(server, sent)
-            done = await self._connection.control(FINISH, {"weight_version": version})
+            done = await self._connection.control(FINISH, {"weight_version": version} | self._commit)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
@@ -217,7 +223,8 @@ class Pusher:
             size = await asyncio.to_thread(_write, directory, pushed, (deltas, sums, label))
             mode, count = "delta", num_changed(deltas)
         self._directories[target] = directory, pushed
-        done = await self._connection.control(PUT, {"weight_dir": str(target), "weight_version": version})
+        body = {"weight_dir": str(target), "weight_version": version} | self._commit
+        done = await self._connection.open_update(PUT, body)
         self._epoch = done["epoch"]
         return PushResult(done["weight_version"], done["epoch"], mode, size, count, pushed.num_elements, reason)
 
