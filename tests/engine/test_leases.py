@@ -269,3 +269,21 @@ def test_prompt_logprobs_are_of_one_set_of_weights_if_kv_is_computed_again() -> 
     engine.run()
     engine.check_complete("r")
     assert engine.executor.computed["r"] >= before + 18
+
+
+def test_a_call_that_names_an_update_touches_no_other_one() -> None:
+    engine = busy()
+    old = ask(engine, "start_weight_update").result["update_id"]
+    new = ask(engine, "start_weight_update", take_over=True).result["update_id"]
+    assert old != new
+    for method, args in (
+        ("abort_weight_update", {}), ("finish_weight_update", {}), ("begin_weight_stream", {"stream": "s"}),
+        ("update_weights", {"update": {"weights": "w0"}}),
+    ):  # fmt: skip
+        reply = ask(engine, method, update_id=old, **args)
+        assert (reply.status, reply.field) == (409, "update_id") and "another client took over" in str(reply.error)
+    assert ask(engine, "update_weights", update={"weights": "w2"}, update_id=new).error is None
+    assert ask(engine, "finish_weight_update", update_id=new).error is None
+    engine.weights_of["1"] = "w2"
+    engine.run()
+    engine.check_complete("r0")

@@ -123,14 +123,18 @@ async def shutdown_weight_transfer_engine(engine: Engine) -> None:
 async def start_weight_update(
     engine: Engine, is_checkpoint_format: bool = True, base_version: str | None = None,
     base_checksum: str | None = None, *, lease: float | None = None, take_over: bool = False,
-) -> None:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Open an update; with a base, of a delta.  Raises Conflict if one is open, or if others than the base serve.
 
     `lease`: seconds without a call of the update after which it is rolled back; default: `--control-lease`.
-    `take_over`: roll back an update that is open.
+    `take_over`: roll back an update that is open.  Returns {"update_id"}, which other calls may name: they are refused
+    (Conflict) where another update is open.
     """
     given = _given(base_version=base_version, base_checksum=base_checksum, lease=lease, take_over=take_over or None)
-    await engine.call("start_weight_update", is_checkpoint_format=is_checkpoint_format, **given)
+    started: dict[str, Any] = await engine.call(
+        "start_weight_update", is_checkpoint_format=is_checkpoint_format, **given
+    )
+    return started
 
 
 async def update_weights(engine: Engine, request: Any) -> None:
@@ -154,38 +158,37 @@ async def update_weights(engine: Engine, request: Any) -> None:
         update = update[0] if update else None
     if not isinstance(update, Mapping):
         raise RequestError("update_info must be an object", field="update_info")
-    await engine.call("update_weights", update=dict(update))
+    await engine.call("update_weights", update=dict(update), **_given(update_id=_part(request, "update_id")))
 
 
 async def _update_by_tensors(engine: Engine, weights: Any) -> None:
     """Push tensors of this process, in the update that is open, else as a complete one."""
     pieces = importlib.import_module("tokserve.rl.push").weight_file(weights)  # loads torch, as its caller has
     stream = secrets.token_hex(8)
-    opened = False
+    update_id = None
     try:
         await begin_weight_stream(engine, stream)
     except Conflict:  # none is open, or it is closed, and then none can be opened
-        await start_weight_update(engine)
-        opened = True
+        update_id = (await start_weight_update(engine))["update_id"]
     done = False
     try:
-        if opened:
-            await begin_weight_stream(engine, stream)
+        if update_id is not None:
+            await begin_weight_stream(engine, stream, update_id)
         for piece in pieces:
             await feed_weights(engine, stream, piece)
         await feed_weights(engine, stream, b"", last=True)
-        if opened:
-            await finish_weight_update(engine)
+        if update_id is not None:
+            await finish_weight_update(engine, update_id=update_id)
         done = True
     finally:
         if not done:
             with suppress(RequestError, EngineDead):  # it was rolled back already
-                await abort_weight_update(engine)
+                await abort_weight_update(engine, update_id)
 
 
-async def begin_weight_stream(engine: Engine, stream: str) -> None:
+async def begin_weight_stream(engine: Engine, stream: str, update_id: str | None = None) -> None:
     """Announce a safetensors file, for `feed_weights`, in the update that is open now.  Raises Conflict."""
-    await engine.call("begin_weight_stream", stream=stream)
+    await engine.call("begin_weight_stream", stream=stream, **_given(update_id=update_id))
 
 
 async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool = False, broken: bool = False) -> None:
@@ -194,21 +197,26 @@ async def feed_weights(engine: Engine, stream: str, chunk: bytes, *, last: bool 
 
 
 async def finish_weight_update(
-    engine: Engine, weight_version: str | None = None, checksum: str | None = None, *, recompute_kv: bool = False
+    engine: Engine,
+    weight_version: str | None = None,
+    checksum: str | None = None,
+    *,
+    recompute_kv: bool = False,
+    update_id: str | None = None,
 ) -> dict[str, Any]:
     """Commit: {"weight_version", "epoch", "message"}.  Raises RequestError if tensors are missing.
 
     `checksum`: what the result of a delta must have.  `recompute_kv`: requests in flight go on with KV of the new
     weights.
     """
-    more = _given(checksum=checksum, recompute_kv=recompute_kv or None)
+    more = _given(checksum=checksum, recompute_kv=recompute_kv or None, update_id=update_id)
     done: dict[str, Any] = await engine.call("finish_weight_update", weight_version=weight_version, **more)
     return done
 
 
-async def abort_weight_update(engine: Engine) -> None:
-    """Roll the open update back."""
-    await engine.call("abort_weight_update")
+async def abort_weight_update(engine: Engine, update_id: str | None = None) -> None:
+    """Roll the open update back; with `update_id`, no other than that."""
+    await engine.call("abort_weight_update", **_given(update_id=update_id))
 
 
 async def update_weight_version(engine: Engine, new_version: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from tokserve.engine.lease import Lease
@@ -29,10 +30,11 @@ class Update:
     to it, by name; one that began before it, or beside another update, does not.  `is_delta`: it changes elements of
     the weights that serve, so there is nothing beside them; `spoiled`: a worker call may have changed them since.
     `checksum`: what the result must have, if the call that opened it knows.  `lease`: how long it stays open without a
-    call of its holder.  `num_bytes`: of the tensors that came, or of the bodies that they came in; `way`: how they did.
-    `recompute_kv`: its commit has the KV of requests in flight computed again."""
+    call of its holder, which may show the `update_id`.  `num_bytes`: of the tensors that came, or of the bodies that
+    they came in; `way`: how they did.  `recompute_kv`: its commit has the KV of requests in flight computed again."""
 
     lease: Lease
+    update_id: str = field(default_factory=lambda: secrets.token_hex(8))
     num_bytes: int = 0
     way: str = "disk"
     in_place: bool = False

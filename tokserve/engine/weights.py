@@ -206,10 +206,10 @@ class Weights:
         yield lambda: self.update is not None or self._is_settled()
         yield from self._vacated(take_over)
         if base_version is None or base_checksum is None:
-            yield from self._open(lease=lease)
+            update = yield from self._open(lease=lease)
         else:
-            yield from self._open_delta(base_version, base_checksum, lease=lease)
-        return {"message": "Weight update started"}
+            update = yield from self._open_delta(base_version, base_checksum, lease=lease)
+        return {"message": "Weight update started", "update_id": update.update_id}
 
     def _open_delta(
         self, version: str, checksum: str, closed: bool = False, lease: float | None = None
@@ -256,17 +256,20 @@ class Weights:
             self.loaded = False
         return update
 
-    def update_weights(self, update: dict[str, Any]) -> Command:
-        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are)."""
-        opened = self._filling()
+    def update_weights(self, update: dict[str, Any], update_id: str | None = None) -> Command:
+        """Stage the tensors that `update` announces (names, dtypes, shapes, and where they are).
+
+        `update_id`, here and in other commands: Conflict if another update is open.
+        """
+        opened = self._filling(update_id=update_id)
         opened.source = update.get("weight_dir", update.get("path"))
         opened.way = "disk" if opened.source is not None else "ipc" if "segment" in update else "process group"
         opened.stamp = yield from self._staged(opened, "receive_update", source=update)
         return {"message": "Weights updated"}
 
-    def begin_weight_stream(self, stream: str) -> Command:
+    def begin_weight_stream(self, stream: str, update_id: str | None = None) -> Command:
         """What comes under this name belongs to the update that is open now, and to no later one."""
-        self._filling().streams.add(stream)
+        self._filling(update_id=update_id).streams.add(stream)
         yield from ()
         return {}
 
@@ -290,13 +293,17 @@ class Weights:
         return (yield from self._commit(update, version))
 
     def finish_weight_update(
-        self, weight_version: str | None = None, checksum: str | None = None, recompute_kv: bool = False
+        self,
+        weight_version: str | None = None,
+        checksum: str | None = None,
+        recompute_kv: bool = False,
+        update_id: str | None = None,
     ) -> Command:
         """Commit at a step boundary what was staged; `weight_version`: by default what a delta's file says, or the new
         epoch; `checksum`: what the result of a delta must have; `recompute_kv`: compute the KV of requests in flight
         again with the new weights."""
         check_version(weight_version)
-        update = self._filling(weight_version)
+        update = self._filling(weight_version, update_id)
         if checksum is not None and not update.is_delta:
             raise RequestError("only the result of a delta has a checksum here", field="checksum")
         update.recompute_kv = recompute_kv
@@ -396,9 +403,9 @@ class Weights:
         self._cache.set_epoch(self.epoch)
         self._scheduler.weights.use(self.version, self.epoch)
 
-    def abort_weight_update(self) -> Command:
+    def abort_weight_update(self, update_id: str | None = None) -> Command:
         """Roll back: drop what was staged, and what is still coming."""
-        update = self._opened()
+        update = self._opened(update_id=update_id)
         self._fail(update, "the weight update was aborted")
         self._executor.interrupt()
         yield from self._background("abort_update")
@@ -463,18 +470,23 @@ class Weights:
             yield from self._background("abort_update")
             raise Conflict(f"weight_version: {reason}", field="weight_version", code="version_in_use")
 
-    def _opened(self, weight_version: str | None = None) -> Update:
-        """`weight_version`: what it is to make."""
+    def _opened(self, weight_version: str | None = None, update_id: str | None = None) -> Update:
+        """`weight_version`: what it is to make; `update_id`: what it must be."""
         if self.update is None:
             last = f"; the last one failed: {self.failure}" if self.failure else ""
             if weight_version is not None and weight_version == self.version:
                 last = f"; weights of version {weight_version} serve already"
             raise Conflict(f"no weight update is open: start one first{last}")
+        if update_id is not None and update_id != self.update.update_id:
+            raise Conflict(
+                f"the weight update {update_id} is over, and another one is open: {self.failure or 'it was committed'}",
+                field="update_id",
+            )
         return self.update
 
-    def _filling(self, weight_version: str | None = None) -> Update:
+    def _filling(self, weight_version: str | None = None, update_id: str | None = None) -> Update:
         """The open update.  Raises Conflict if nothing more may come; the update is not affected by that."""
-        opened = self._opened(weight_version)
+        opened = self._opened(weight_version, update_id)
         if opened.closed:
             raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
         opened.lease.renew()

@@ -30,7 +30,7 @@ from tokserve.rl.broadcast import TransferGroup
 from tokserve.rl.deltas import dtype_name, file_pieces
 from tokserve.rl.digests import checksums
 from tokserve.rl.push import PushResult, Weights, named_tensors
-from tokserve.rl.pusher import ABORT, FINISH, PUT, TENSORS, Pusher, ServerError, body_of, transaction
+from tokserve.rl.pusher import ABORT, FINISH, PUT, TENSORS, Pusher, ServerError, body_of, path_of, transaction
 
 MSGPACK = "application/msgpack"
 INT32 = np.iinfo(np.int32)
@@ -272,17 +272,17 @@ class TokserveClient:
         of the new weights.  If it fails, the server keeps its old weights.
         """
         named = named_tensors(tensors)
-        async with transaction(self):
+        async with transaction(self) as own:
             if self._group is None:
-                await self.send_body("/update_weights", body_of(file_pieces(named)), TENSORS)
+                await self.send_body(path_of(PUT, own), body_of(file_pieces(named)), TENSORS)
             else:
                 announced = {
                     "names": list(named), "dtype_names": [dtype_name(tensor.dtype) for tensor in named.values()],
                     "shapes": [list(tensor.shape) for tensor in named.values()], "packed": True,
                 }  # fmt: skip
-                await self.broadcast(announced, list(named.values()), packed=True)
+                await self.broadcast(announced, list(named.values()), packed=True, own=own)
             finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
-            committed: dict[str, Any] = await self.control(FINISH, finish)
+            committed: dict[str, Any] = await self.control(FINISH, finish | own)
         return committed
 
     async def push(
@@ -351,15 +351,17 @@ class TokserveClient:
         """Whether `join` has formed a process group."""
         return self._group is not None
 
-    async def broadcast(self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool) -> None:
-        """Announce tensors to the server and send them over the group."""
+    async def broadcast(
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, own: dict[str, Any]
+    ) -> None:
+        """Announce tensors to the server and send them over the group; `own`: says for which update."""
         group = self._group
         if group is None:
             raise TransferFailed("there is no process group: join one first")
         sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
         received = False
         try:
-            await self.control("/update_weights", {"update_info": announced})
+            await self.control(PUT, {"update_info": announced} | own)
             received = True
         finally:
             if not received:  # the server does not receive any more: interrupt the sending thread

@@ -113,6 +113,7 @@ class UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
     skip_prefix_cache_reset: bool = False
     recompute_kv: bool = False
     take_over: bool = False
+    update_id: str | None = None
 
 
 class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,6 +123,13 @@ class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
     weight_version: str | None = None
     checksum: str | None = None
     recompute_kv: bool = False
+    update_id: str | None = None
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which update; default: the one that is open."""
+
+    update_id: str | None = None
 
 
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -307,11 +315,11 @@ async def shutdown_weight_transfer_engine(serving: Serving, request: Request) ->
 async def start_weight_update(serving: Serving, request: Request) -> Response:
     """POST /start_weight_update"""
     params = await read(serving, request, StartBody)
-    await serving.llm.start_weight_update(
+    started = await serving.llm.start_weight_update(
         params.is_checkpoint_format, params.base_version, params.base_checksum,
         lease=params.lease, take_over=params.take_over,
     )  # fmt: skip
-    return body.reply(request, {"message": "Weight update started"})
+    return body.reply(request, started)
 
 
 async def update_weights(serving: Serving, request: Request) -> Response:
@@ -331,7 +339,7 @@ async def update_weights(serving: Serving, request: Request) -> Response:
         for name in ("recompute_kv", "take_over"):
             if getattr(params, name):
                 raise invalid(name, "goes with weight_dir here; else with finish_weight_update or start_weight_update")
-        await serving.llm.update_weights({"update_info": params.update_info})
+        await serving.llm.update_weights({"update_info": params.update_info, "update_id": params.update_id})
     status = serving.llm.status
     return body.reply(
         request, {"message": "Weights updated", "weight_version": status.weight_version, "epoch": status.epoch}
@@ -379,15 +387,15 @@ async def _stream_weights(serving: Serving, request: Request) -> None:
     """Send a safetensors file to the engine piece by piece, as it arrives; it is never held as a whole."""
     file = _WeightBody(request)
     try:
-        await _feed(serving, file)
+        await _feed(serving, file, request.query_params.get("update_id"))
     except RequestError:
         await file.drain()
         raise
 
 
-async def _feed(serving: Serving, file: _WeightBody) -> None:
+async def _feed(serving: Serving, file: _WeightBody, update_id: str | None) -> None:
     stream = secrets.token_hex(8)
-    await serving.llm.begin_weight_stream(stream)  # ties the file to the open update
+    await serving.llm.begin_weight_stream(stream, update_id)  # ties the file to the open update
     sent: deque[asyncio.Task[None]] = (
         deque()
     )  # several in flight: the engine acknowledges a piece only between two steps
@@ -411,14 +419,15 @@ async def finish_weight_update(serving: Serving, request: Request) -> Response:
     """POST /finish_weight_update"""
     params = await read(serving, request, FinishBody)
     done = await serving.llm.finish_weight_update(
-        params.weight_version, params.checksum, recompute_kv=params.recompute_kv
+        params.weight_version, params.checksum, recompute_kv=params.recompute_kv, update_id=params.update_id
     )
     return body.reply(request, done)
 
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
     """POST /abort_weight_update"""
-    await serving.llm.abort_weight_update()
+    params = await read(serving, request, AbortBody)
+    await serving.llm.abort_weight_update(params.update_id)
     return body.reply(request, {"message": "Weight update aborted"})
 
 
