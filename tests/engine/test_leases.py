@@ -26,7 +26,7 @@ def test_an_update_that_nothing_is_heard_of_is_rolled_back() -> None:
     ask(engine, "start_weight_update")
     passes(engine, LEASE - 1)
     assert state(engine) == "updating"
-    ask(engine, "update_weights", update={"weights": "w2"})  # renews it
+    ask(engine, "update_weights", update={"weights": "w2"})  # extends it
     passes(engine, LEASE - 1)
     assert state(engine) == "updating" and engine.core.seconds_to_deadline() == pytest.approx(1.0)
     passes(engine, 1)
@@ -40,7 +40,7 @@ def test_an_update_that_nothing_is_heard_of_is_rolled_back() -> None:
     engine.check_complete("r0")
 
 
-def test_every_piece_of_a_body_renews_the_update() -> None:
+def test_every_piece_of_a_body_extends_the_update() -> None:
     engine = busy()
     ask(engine, "start_weight_update", lease=10)
     ask(engine, "begin_weight_stream", stream="body")
@@ -146,17 +146,17 @@ def test_a_take_over_lets_a_commit_come_to_its_end() -> None:
     assert answers(engine, 8)[0].error is None
 
 
-def test_a_pause_with_a_lease_ends_by_itself_unless_it_is_renewed() -> None:
+def test_a_pause_with_a_lease_ends_by_itself_unless_it_is_extended() -> None:
     engine = busy()
     had = len(engine.tokens("r0"))
     ask(engine, "pause", mode="keep", lease=30)
     for _ in range(3):
         passes(engine, 20)
-        assert state(engine) == "paused" and ask(engine, "renew_pause").error is None
+        assert state(engine) == "paused" and ask(engine, "extend_pause").error is None
     assert engine.core.seconds_to_deadline() == pytest.approx(30.0)
     passes(engine, 30)
     assert state(engine) == "running"
-    assert ask(engine, "renew_pause").status == 409 and state(engine) == "running"
+    assert ask(engine, "extend_pause").status == 409 and state(engine) == "running"
     engine.run()
     engine.check_complete("r0")
     assert len(engine.tokens("r0")) > had

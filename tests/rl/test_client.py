@@ -330,11 +330,11 @@ def test_a_pause_that_is_refused_is_not_resumed() -> None:
     assert sent == ["/pause"] and isinstance(error, ServerError)
 
 
-def test_a_pause_is_renewed_until_somebody_has_ended_it() -> None:
+def test_a_pause_is_extended_until_somebody_has_ended_it() -> None:
     async def use(client: TokserveClient) -> None:
         async with client.paused(lease=0.004):
             await asyncio.sleep(0.1)
 
-    script: dict[str, list[Answer]] = {"/renew_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
+    script: dict[str, list[Answer]] = {"/extend_pause": [OK, httpx.ReadError("cut"), OK, refusal(409), OK]}
     sent, _ = run(script, use)
-    assert sent == ["/pause", *["/renew_pause"] * 4, "/resume"]
+    assert sent == ["/pause", *["/extend_pause"] * 4, "/resume"]

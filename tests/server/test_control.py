@@ -22,7 +22,7 @@ ROUTES: list[tuple[str, dict[str, Any] | None, str, dict[str, Any]]] = [
     ("/pause", {"mode": "wait"}, "pause", {"mode": "wait", "clear_cache": True}),
     ("/pause?lease=5", {"take_over": True}, "pause",
      {"mode": "abort", "clear_cache": True, "lease": 5.0, "take_over": True}),
-    ("/renew_pause", None, "renew_pause", {}),
+    ("/extend_pause", None, "extend_pause", {}),
     ("/resume", None, "resume", {}),
     ("/sleep?level=2&mode=wait", None, "sleep", {"level": 2, "mode": "wait"}),
     ("/sleep", {"level": 0}, "sleep", {"level": 0, "mode": "abort"}),

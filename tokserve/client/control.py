@@ -45,16 +45,16 @@ async def pause_generation(
 ) -> None:  # fmt: skip
     """Stop generating; returns when generation has stopped.  mode: abort, wait or keep; new requests wait.
 
-    `lease`: seconds without `renew_pause` after which generation goes on; default: none.  `take_over`: a longer lease
+    `lease`: seconds without `extend_pause` after which generation goes on; default: none.  `take_over`: a longer lease
     of another pause does not count.
     """
     mode = "wait" if wait_for_inflight_requests else mode
     await engine.call("pause", mode=mode, clear_cache=clear_cache, **_given(lease=lease, take_over=take_over or None))
 
 
-async def renew_pause(engine: Engine) -> None:
-    """Renew the lease of the pause.  Raises Conflict if generation is not paused any more."""
-    await engine.call("renew_pause")
+async def extend_pause(engine: Engine) -> None:
+    """Extend the lease of the pause.  Raises Conflict if generation is not paused any more."""
+    await engine.call("extend_pause")
 
 
 async def resume_generation(engine: Engine) -> None:

@@ -64,7 +64,7 @@ class Control:
         self._last_state = "running"
         self.commands: dict[str, Callable[..., Command]] = {
             "pause": self.pause,
-            "renew_pause": self.renew_pause,
+            "extend_pause": self.extend_pause,
             "resume": self.resume,
             "sleep": self.sleep,
             "wake_up": self.wake_up,
@@ -92,7 +92,7 @@ class Control:
         expired = self._weights.expire()
         if self._pause is not None and self._pause.seconds_left == 0.0:
             logger.warning(
-                "resumed: the pause was not renewed for %.0f s (its lease: %g s)",
+                "resumed: the pause was not extended for %.0f s (its lease: %g s)",
                 self._pause.silence, self._pause.seconds,
             )  # fmt: skip
             self._end_pause()
@@ -112,7 +112,7 @@ class Control:
             return self._weights.quarantine
         if self._paused:
             left = None if self._pause is None else self._pause.seconds_left
-            ends = "" if left is None else f", or after {left:.0f} s without a renewal"
+            ends = "" if left is None else f", or after {left:.0f} s without a extension"
             return f"generation is paused until POST /resume{ends}"
         if self._asleep or self._weights.dropped:
             return "the engine is asleep until POST /wake_up" + (
@@ -183,7 +183,7 @@ class Control:
     ) -> Command:
         """Stop generating: `abort` ends what is in flight, `wait` lets it end, `keep` freezes it with its KV.
 
-        `lease`: resume after so many seconds without `renew_pause`; None or 0: never.  Of two pauses the longer lease
+        `lease`: resume after so many seconds without `extend_pause`; None or 0: never.  Of two pauses the longer lease
         holds, but with `take_over` this one.
         """
         if mode not in MODES:
@@ -213,12 +213,12 @@ class Control:
     def _end_pause(self) -> None:
         self._pause = self.paused_since = None
 
-    def renew_pause(self) -> Command:
+    def extend_pause(self) -> Command:
         """The holder of the pause lives; Conflict if there is none any more."""
         yield from ()
         if self._pause is None:
             raise Conflict("generation is not paused any more")
-        self._pause.renew()
+        self._pause.extend()
         return {"status": "paused"}
 
     def _quiet(self, mode: str, reason: str, off: Callable[[], bool] = lambda: False) -> Command:

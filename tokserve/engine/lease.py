@@ -12,12 +12,12 @@ LONGEST = 1e9  # seconds
 
 
 class Lease:
-    """Expires when it was not renewed for `seconds` and no call of its holder is in progress; 0 seconds: never."""
+    """Expires when it was not extended for `seconds` and no call of its holder is in progress; 0 seconds: never."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self.seconds = seconds
         self._clock = clock
-        self._opened = self._renewed = clock()
+        self._opened = self._extended = clock()
         self._calls = 0
 
     @property
@@ -27,17 +27,17 @@ class Lease:
 
     @property
     def silence(self) -> float:
-        """Seconds since it was renewed; 0 while a call of its holder is in progress."""
-        return 0.0 if self._calls else self._clock() - self._renewed
+        """Seconds since it was extended; 0 while a call of its holder is in progress."""
+        return 0.0 if self._calls else self._clock() - self._extended
 
     @property
     def in_use(self) -> bool:
         """A call of its holder is in progress."""
         return self._calls > 0
 
-    def renew(self) -> None:
+    def extend(self) -> None:
         """Its holder was heard of."""
-        self._renewed = self._clock()
+        self._extended = self._clock()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Lease:
             yield
         finally:
             self._calls -= 1
-            self.renew()
+            self.extend()
 
     @property
     def seconds_left(self) -> float | None:

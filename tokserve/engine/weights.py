@@ -489,7 +489,7 @@ class Weights:
         opened = self._opened(weight_version, update_id)
         if opened.closed:
             raise Conflict("the weight update is closed: it is being committed, or comes from a directory as a whole")
-        opened.lease.renew()
+        opened.lease.extend()
         return opened
 
     def _check_open(self, update: Update) -> None:

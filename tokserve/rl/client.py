@@ -37,7 +37,7 @@ INT32 = np.iinfo(np.int32)
 TRUNCATED = -2  # the count of a sampling mask that would have had too many ids
 CONFLICT = 409
 PAUSE_LEASE = 600.0  # seconds
-RENEWALS = 4  # of a pause, for each of its lease
+EXTENSIONS = 4  # of a pause, for each of its lease
 WAIT = 0.1  # seconds between two attempts to reach a server
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -174,15 +174,15 @@ class TokserveClient:
     async def pause(self, mode: str = "abort", clear_cache: bool = False, *, lease: float | None = None) -> None:
         """Stop generating; returns when generation has stopped.
 
-        `lease`: seconds without `renew_pause` after which the server goes on by itself; default: it waits for `resume`.
+        `lease`: seconds without `extend_pause` after which the server goes on by itself; default: never.
         """
         body = {"mode": mode, "clear_cache": clear_cache} | ({} if lease is None else {"lease": lease})
         await self.control("/pause", body | ({"take_over": True} if self._take_pause else {}), again=True)
         self._take_pause = False
 
-    async def renew_pause(self) -> None:
-        """Renew the lease of the pause.  Raises ServerError (409) if generation is not paused any more."""
-        await self.control("/renew_pause", again=True)
+    async def extend_pause(self) -> None:
+        """Extend the lease of the pause.  Raises ServerError (409) if generation is not paused any more."""
+        await self.control("/extend_pause", again=True)
 
     async def resume(self) -> None:
         await self.control("/resume", again=True)
@@ -191,10 +191,10 @@ class TokserveClient:
     async def paused(self, mode: str = "keep", *, lease: float = PAUSE_LEASE) -> AsyncIterator[None]:
         """Pause for the length of the block; resumes even if it raises or is cancelled, also while it is pausing.
 
-        The pause is renewed while the event loop runs; if it does not for `lease` seconds (0: for ever), because this
+        The pause is extended while the event loop runs; if it does not for `lease` seconds (0: for ever), because this
         process has ended, say, the server goes on by itself.
         """
-        renewing: asyncio.Task[None] | None = None
+        extending: asyncio.Task[None] | None = None
         refused = False
         try:
             try:
@@ -203,11 +203,11 @@ class TokserveClient:
                 refused = True
                 raise
             if lease:
-                renewing = asyncio.create_task(self._keep_paused(lease))
+                extending = asyncio.create_task(self._keep_paused(lease))
             yield
         finally:
-            if renewing is not None:
-                renewing.cancel()
+            if extending is not None:
+                extending.cancel()
             if not refused:
                 task = asyncio.create_task(self.resume())  # goes on if this is cancelled once more
                 self._resuming.add(task)
@@ -215,11 +215,11 @@ class TokserveClient:
                 await asyncio.shield(task)
 
     async def _keep_paused(self, lease: float) -> None:
-        """Renew the pause until somebody has ended it."""
+        """Extend the pause until it has been ended."""
         while True:
-            await asyncio.sleep(lease / RENEWALS)
+            await asyncio.sleep(lease / EXTENSIONS)
             try:
-                await self.renew_pause()
+                await self.extend_pause()
             except ServerError as error:
                 if error.status == CONFLICT:
                     return
@@ -272,17 +272,17 @@ class TokserveClient:
         of the new weights.  If it fails, the server keeps its old weights.
         """
         named = named_tensors(tensors)
-        async with transaction(self) as own:
+        async with transaction(self) as handle:
             if self._group is None:
-                await self.send_body(path_of(PUT, own), body_of(file_pieces(named)), TENSORS)
+                await self.send_body(path_of(PUT, handle), body_of(file_pieces(named)), TENSORS)
             else:
                 announced = {
                     "names": list(named), "dtype_names": [dtype_name(tensor.dtype) for tensor in named.values()],
                     "shapes": [list(tensor.shape) for tensor in named.values()], "packed": True,
                 }  # fmt: skip
-                await self.broadcast(announced, list(named.values()), packed=True, own=own)
+                await self.broadcast(announced, list(named.values()), packed=True, handle=handle)
             finish = {"weight_version": version} | ({"recompute_kv": True} if recompute_kv else {})
-            committed: dict[str, Any] = await self.control(FINISH, finish | own)
+            committed: dict[str, Any] = await self.control(FINISH, finish | handle)
         return committed
 
     async def push(
@@ -318,7 +318,7 @@ class TokserveClient:
         return loaded
 
     async def abort_weight_update(self) -> None:
-        """Roll back the update that is open, whoever opened it.  Raises ServerError (409) if none is."""
+        """Roll back the update that is open, of any client.  Raises ServerError (409) if none is."""
         await self.control(ABORT)
 
     async def served_weights(self, *, checksum: bool = False, tensors: bool = False) -> dict[str, Any]:
@@ -352,16 +352,16 @@ class TokserveClient:
         return self._group is not None
 
     async def broadcast(
-        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, own: dict[str, Any]
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
     ) -> None:
-        """Announce tensors to the server and send them over the group; `own`: says for which update."""
+        """Announce tensors to the server and send them over the group; `handle`: says for handle update."""
         group = self._group
         if group is None:
             raise TransferFailed("there is no process group: join one first")
         sending = asyncio.ensure_future(asyncio.to_thread(broadcast.send, group, tensors, packed=packed))
         received = False
         try:
-            await self.control(PUT, {"update_info": announced} | own)
+            await self.control(PUT, {"update_info": announced} | handle)
             received = True
         finally:
             if not received:  # the server does not receive any more: interrupt the sending thread

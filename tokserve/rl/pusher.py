@@ -61,7 +61,7 @@ class Connection(Protocol):
         """Whether there is a process group."""
 
     async def broadcast(
-        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, own: dict[str, Any]
+        self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
     ) -> None:
         """Announce tensors and send them over the group.  Raises ServerError."""
 
@@ -73,20 +73,20 @@ async def transaction(connection: Connection, base: dict[str, str] | None = None
     Yields what the calls of the block say besides, so that they mean no other update, which took over from this one.
     """
     closed = False
-    own: dict[str, Any] = {}
+    handle: dict[str, Any] = {}
     try:
         try:
             started = await connection.open_update(START, dict(base or {}))
         except (ServerError, httpx.ConnectError):
             closed = True  # not opened by this call; after any other error, it may have been
             raise
-        own = {name: started[name] for name in ("update_id",) if name in started}
-        yield own
+        handle = {name: started[name] for name in ("update_id",) if name in started}
+        yield handle
         closed = True
     finally:
         if not closed:
             with suppress(ServerError, httpx.TransportError):  # already rolled back, or the server has exited
-                await connection.control(ABORT, own)
+                await connection.control(ABORT, handle)
 
 
 class Pusher:
@@ -141,9 +141,9 @@ class Pusher:
         label = pushed.label(sums, str(self._epoch + 1) if version is None else version)
         base = {"base_version": label.base_version, "base_checksum": label.base_checksum}
         try:
-            async with transaction(self._connection, base) as own:
-                size = await self._send_delta(pushed, deltas, label, own)
-                finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit | own
+            async with transaction(self._connection, base) as handle:
+                size = await self._send_delta(pushed, deltas, label, handle)
+                finish = {"weight_version": label.version, "checksum": label.checksum} | self._commit | handle
                 done = await self._connection.control(FINISH, finish)
         except ServerError as error:
             if error.code not in CURED_BY_FULL:
@@ -155,15 +155,17 @@ class Pusher:
             done["weight_version"], done["epoch"], "delta", size, num_changed(deltas), pushed.num_elements
         )
 
-    async def _send_delta(self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel, own: dict[str, Any]) -> int:
+    async def _send_delta(
+        self, pushed: PushedWeights, deltas: Deltas, label: DeltaLabel, handle: dict[str, Any]
+    ) -> int:
         if not self._connection.has_group:
             size, pieces = await asyncio.to_thread(file_of, deltas, label)
-            await self._connection.send_body(path_of(PUT, own), body_of(pieces), TENSORS)
+            await self._connection.send_body(path_of(PUT, handle), body_of(pieces), TENSORS)
             return size
         announced, tensors = sparse_broadcast(deltas)
         announced["shapes"] = [list(pushed.described[name][1]) for name in announced["names"]]
         if deltas:
-            await self._connection.broadcast(announced, tensors, packed=False, own=own)
+            await self._connection.broadcast(announced, tensors, packed=False, handle=handle)
         return sum(tensor.nbytes for tensor in tensors)
 
     async def _push_full(
@@ -176,9 +178,9 @@ class Pusher:
         if keep and known.keys() == server.described.keys():
             pushed = await asyncio.to_thread(PushedWeights.of, server, known)
         sent: dict[str, Tensor] = dict(others) | (known if pushed is None else pushed.tensors)
-        async with transaction(self._connection) as own:
-            size = await self._send_full(server, sent, own)
-            done = await self._connection.control(FINISH, {"weight_version": version} | self._commit | own)
+        async with transaction(self._connection) as handle:
+            size = await self._send_full(server, sent, handle)
+            done = await self._connection.control(FINISH, {"weight_version": version} | self._commit | handle)
         self._epoch = done["epoch"]
         if pushed is not None:
             pushed.version = done["weight_version"]
@@ -186,7 +188,7 @@ class Pusher:
         elements = sum(tensor.numel() for tensor in sent.values())
         return PushResult(done["weight_version"], done["epoch"], "full", size, elements, elements, reason)
 
-    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor], own: dict[str, Any]) -> int:
+    async def _send_full(self, server: ServerTensors, sent: Mapping[str, Tensor], handle: dict[str, Any]) -> int:
         rounded = RoundedTensors(server, sent)
         if self._connection.has_group:
             tensors = list(rounded.values())
@@ -194,7 +196,7 @@ class Pusher:
                 "names": list(rounded), "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors],
                 "shapes": [list(tensor.shape) for tensor in tensors], "packed": True,
             }  # fmt: skip
-            await self._connection.broadcast(announced, tensors, packed=True, own=own)
+            await self._connection.broadcast(announced, tensors, packed=True, handle=handle)
             return sum(tensor.nbytes for tensor in tensors)
         size = 0
 
@@ -204,7 +206,7 @@ class Pusher:
                 size += len(piece)
                 yield piece
 
-        await self._connection.send_body(path_of(PUT, own), body(), TENSORS)
+        await self._connection.send_body(path_of(PUT, handle), body(), TENSORS)
         return size
 
     async def _push_by_directory(
@@ -278,9 +280,9 @@ def _obstacle(
     return None
 
 
-def path_of(path: str, own: dict[str, Any]) -> str:
+def path_of(path: str, handle: dict[str, Any]) -> str:
     """A path with what says which update is meant."""
-    return f"{path}?update_id={own['update_id']}" if own else path
+    return f"{path}?update_id={handle['update_id']}" if handle else path
 
 
 async def body_of(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

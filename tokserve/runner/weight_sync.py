@@ -97,11 +97,10 @@ class WeightSync:
             group = msgspec.convert(options, GroupOptions)
         except msgspec.ValidationError as error:
             raise RequestError(f"init_info: {error}", field="init_info") from None
-        wanted = broadcast.BACKENDS[backend][1]
-        if wanted == "cuda" and self._device.torch_device.type != wanted:
+        device = self._device.torch_device.type
+        if backend in broadcast.ON_A_CARD and device != broadcast.BACKENDS[backend][1]:
             raise RequestError(
-                f"the backend {backend} needs a CUDA device, and this server's is "
-                f"{self._device.torch_device.type}: use gloo",
+                f"the backend {backend} needs a CUDA device, and this server's is {device}: use gloo",
                 field="init_info.backend",
             )
         if not 0 < group.rank_offset < group.world_size:

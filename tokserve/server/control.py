@@ -35,7 +35,7 @@ UNDER_WAY = 8  # limit of pieces sent and not yet acknowledged
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What becomes of running requests and of the prefix cache; `lease`: seconds without a renewal after which
+    """What becomes of running requests and of the prefix cache; `lease`: seconds without a extension after which
     generation goes on; `take_over`: a longer one of another pause does not count."""
 
     mode: str = "abort"
@@ -126,7 +126,7 @@ class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
     update_id: str | None = None
 
 
-class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+class AbortUpdateBody(msgspec.Struct, forbid_unknown_fields=True):
     """Which update; default: the one that is open."""
 
     update_id: str | None = None
@@ -205,9 +205,9 @@ async def pause(serving: Serving, request: Request) -> Response:
     return body.reply(request, {"status": "paused"})
 
 
-async def renew_pause(serving: Serving, request: Request) -> Response:
-    """POST /renew_pause"""
-    await serving.llm.renew_pause()
+async def extend_pause(serving: Serving, request: Request) -> Response:
+    """POST /extend_pause"""
+    await serving.llm.extend_pause()
     return body.reply(request, {"status": "paused"})
 
 
@@ -426,7 +426,7 @@ async def finish_weight_update(serving: Serving, request: Request) -> Response:
 
 async def abort_weight_update(serving: Serving, request: Request) -> Response:
     """POST /abort_weight_update"""
-    params = await read(serving, request, AbortBody)
+    params = await read(serving, request, AbortUpdateBody)
     await serving.llm.abort_weight_update(params.update_id)
     return body.reply(request, {"message": "Weight update aborted"})
 
