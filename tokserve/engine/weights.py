@@ -365,7 +365,7 @@ class Weights:
         """Complete what is staged: the version, and the checksum of the result if it is known."""
         if not update.is_delta:
             staged = yield from self._staged(update, "finish_update")
-            update.num_bytes = update.num_bytes or staged["num_bytes"]
+            update.num_bytes = update.num_bytes or (staged or {}).get("num_bytes", 0)
             return weight_version, None
         done = yield from self._staged(update, "finish_update", checksum=checksum or update.checksum)
         version, result = done["version"], done["checksum"]

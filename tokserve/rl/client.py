@@ -354,7 +354,7 @@ class TokserveClient:
     async def broadcast(
         self, announced: dict[str, Any], tensors: list[Tensor], *, packed: bool, handle: dict[str, Any]
     ) -> None:
-        """Announce tensors to the server and send them over the group; `handle`: says for handle update."""
+        """Announce tensors to the server and send them over the group; `handle`: names the update."""
         group = self._group
         if group is None:
             raise TransferFailed("there is no process group: join one first")
